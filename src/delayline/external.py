@@ -168,7 +168,7 @@ def django_connection(alias: str, argument: str) -> Any:  # noqa: ANN401 - Djang
 
     Args:
         alias: The text that the user has given.
-        argument: What it was given as, for errors.
+        argument: The name of the argument, for errors.
 
     Raises:
         ConfigurationError: Django is not used in this process, or its settings have no such database.

@@ -12,7 +12,7 @@ from delayline.transaction import WAITING_TASK
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-#: What is logged of an item whose send was cancelled, and that failed afterwards.
+#: The log text for an item whose send was cancelled, and that failed afterwards.
 ABANDONED: Final = "Message %s, whose send was cancelled, is not sent: %s"
 
 Item = TypeVar("Item")

@@ -238,7 +238,7 @@ class LoopTransaction:
             await self.roll_back()
 
     async def roll_back(self) -> None:
-        """Close the connection, which rolls back what is not committed."""
+        """Close the connection, which rolls back an open transaction."""
         connection, self.connection = self.connection, None
         if connection is not None:
             try:

@@ -335,7 +335,7 @@ def encode_body(body: Body, serializer: Serializer = JSON) -> tuple[bytes, str]:
         try:
             return body.encode(), "text/plain; charset=utf-8"
         except ValueError as error:
-            raise InvalidMessage(f"body is no text that UTF-8 has: {error}") from error
+            raise InvalidMessage(f"body cannot be encoded as UTF-8: {error}") from error
     try:
         return serializer.dumps(body), serializer.content_type
     except InvalidMessage:

@@ -114,9 +114,9 @@ class SupportsMeasures(Protocol):
 
 
 class Observer(Protocol):
-    """Is called with what an endpoint has done: on its event loop, after the commit where there is one.
+    """Is called with each event of an endpoint: on its event loop, after the commit where there is one.
 
-    A method must return at once. What it raises is logged and goes no further.
+    A method must return at once. An exception that it raises is logged and suppressed.
     """
 
     def attached(self, endpoint: ObservedEndpoint) -> None:

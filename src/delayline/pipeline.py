@@ -778,7 +778,7 @@ class Pipeline:
         )
 
     async def _checked(self, outgoing: list[Outgoing]) -> tuple[list[TransportOperation], list[Outgoing]]:
-        """Return what is sent now and later. Raises QueueNotFound for destinations of delayed messages."""
+        """Return the sends for now and for later. Raises QueueNotFound for destinations of delayed messages."""
         now = [entry.operation for entry in outgoing if entry.due is None]
         later = [entry for entry in outgoing if entry.due is not None]
         for entry in later:

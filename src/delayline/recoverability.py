@@ -415,7 +415,7 @@ def _text_of(error: BaseException) -> str:
 
 
 def _count(headers: Mapping[str, str], name: str) -> int:
-    """Return the number in a header; 0 for none, and for one that is no number."""
+    """Return the number in a header; 0 for none, and for one that is not a number."""
     text = headers.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) <= LONGEST_COUNT else 0
 

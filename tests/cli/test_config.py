@@ -97,7 +97,7 @@ def test_a_variable_with_a_typing_error_is_refused_and_a_strange_one_is_not_ours
 
 
 @pytest.mark.parametrize("toml", ["batch_size 5", "\x00", "endpoint = "])
-def test_a_file_that_is_no_toml_is_refused(toml: str) -> None:
+def test_a_file_that_is_not_toml_is_refused(toml: str) -> None:
     with pytest.raises(ConfigurationError, match=r"delayline.toml is not TOML"):
         loaded(toml)
 

@@ -129,7 +129,7 @@ def test_a_threshold_that_is_none_is_refused(ready: Callable[..., Result], limit
     assert ready("doctor", *limit).code == 2
 
 
-def test_a_file_that_is_no_database_is_reported_in_one_line(ready: Callable[..., Result]) -> None:
+def test_a_file_that_is_not_a_database_is_reported_in_one_line(ready: Callable[..., Result]) -> None:
     Path("text.db").write_text("this is no database" * 100)
     ran = ready("doctor", "--url", "sqlite:///text.db")
     assert ran.code == 1

@@ -62,7 +62,7 @@ def test_a_queue_is_emptied(shop: Callable[..., Result]) -> None:
         (["pause", "nowhere"], 1, "nowhere"),
         (["peek", "nowhere"], 1, "nowhere"),
         (["limit", "billing"], 2, "Give --concurrency, --rate or both"),
-        (["limit", "billing", "--rate", "fast"], 2, "'fast' is no number"),
+        (["limit", "billing", "--rate", "fast"], 2, "'fast' is not a number"),
         (["limit", "billing", "--rate", "nan"], 2, "rate must be messages a second"),
         (["limit", "billing", "--concurrency", "0"], 2, "concurrency"),
     ],

@@ -339,7 +339,7 @@ def test_events_are_subscribed_to_and_no_more(on_broker: Callable[..., Result], 
 
 
 @pytest.mark.parametrize("name", ["", ".", "x" * 20_000])
-def test_names_that_are_no_types_are_refused(on_broker: Callable[..., Result], name: str) -> None:
+def test_names_that_are_not_types_are_refused(on_broker: Callable[..., Result], name: str) -> None:
     refused = on_broker("subscribe", name, "--endpoint", "billing")
     assert (refused.code, "the full name of a .NET type" in refused.err) == (2, True)
     assert len(refused.err) < 1000

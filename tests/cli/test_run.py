@@ -121,7 +121,7 @@ def test_without_a_module_it_dispatches_due_messages(
         ("shop:number", "is a int, not an Endpoint. Its endpoints are: billing, broken, synchronous"),
     ],
 )
-def test_a_target_that_is_no_endpoint_is_reported(shop: Callable[..., Result], target: str, told: str) -> None:
+def test_a_target_that_is_not_an_endpoint_is_reported(shop: Callable[..., Result], target: str, told: str) -> None:
     ran = shop("run", target)
     assert (ran.code, ran.out) == (2, "")
     assert told in ran.err

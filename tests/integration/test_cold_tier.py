@@ -180,7 +180,7 @@ async def test_a_file_that_is_missing_or_changed_is_reported(store: TwoTierStore
     assert [one.count for one in await store.count_by_due(HOUR)] == [2]
 
 
-async def test_bytes_that_are_no_parquet_are_reported(store: TwoTierStore, tmp_path: Path) -> None:
+async def test_bytes_that_are_not_parquet_are_reported(store: TwoTierStore, tmp_path: Path) -> None:
     [file] = await hold(store, ("a", NOON))
     (tmp_path / "cold" / f"due_hour={file.due_hour}" / f"{file.name}.parquet").write_bytes(b"PAR1 nonsense")
     with pytest.raises(BackendUnusable, match="cannot read"):

@@ -427,7 +427,7 @@ async def test_a_message_that_the_server_would_not_take_is_refused_before_it_is_
             cursor.execute("SET GLOBAL max_allowed_packet = DEFAULT")
 
 
-async def test_texts_that_are_no_unicode_are_refused(mariadb_url: str) -> None:
+async def test_texts_that_are_not_unicode_are_refused(mariadb_url: str) -> None:
     store = await opened(mariadb_url)
     with pytest.raises(InvalidMessage, match="cannot keep this text"):
         await store.store(delayed("\ud800"))

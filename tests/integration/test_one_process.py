@@ -42,7 +42,7 @@ def sleeping(began: threading.Event, end: threading.Event) -> Callable[[Connecti
     return work
 
 
-async def test_several_threads_with_loops_of_their_own(make_endpoint: Callable[..., Endpoint]) -> None:
+async def test_several_threads_with_separate_loops(make_endpoint: Callable[..., Endpoint]) -> None:
     # Given four synchronous endpoints and an asynchronous one, all on one file
     before = set(threading.enumerate())
     number, handled = 25, Counter[str]()

@@ -240,7 +240,7 @@ def test_tasks_in_workers_move_and_are_listed_as_held_by_workers_too(
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"w": {"error": "no"}}', '{"w": [1]}', None])
-def test_a_file_that_is_no_export_moves_nothing(spark: SparkSession, tmp_path: Path, content: str | None) -> None:
+def test_a_file_that_is_not_an_export_moves_nothing(spark: SparkSession, tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "scheduled.json"
     file.mkdir() if content is None else file.write_text(content)
     journal = f"sqlite:///{tmp_path / 'journal.db'}"

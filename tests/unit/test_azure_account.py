@@ -109,7 +109,7 @@ def test_the_limit_of_a_request_is_an_option_of_the_url(url: str, seconds: float
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), float("inf"), True, "15"])
-def test_a_limit_that_is_no_number_of_seconds_is_refused(seconds: float) -> None:
+def test_a_limit_that_is_not_a_number_of_seconds_is_refused(seconds: float) -> None:
     for make in (AzureAccount, AzureStorageQueueTransport, AzureDelayedTable):
         with pytest.raises(ConfigurationError, match="server_timeout"):
             make("azure://contoso", server_timeout=seconds)

@@ -53,7 +53,7 @@ def test_tasks_that_are_not_messages_have_a_reason(
         task_of({**FIELDS, **fields}, content_type, json.dumps(body).encode())
 
 
-def test_a_body_that_is_no_json_is_reported() -> None:
+def test_a_body_that_is_not_json_is_reported() -> None:
     with pytest.raises(NoMessage, match="its body is not JSON"):
         task_of(FIELDS, "application/json", b"\x80\x04")
 

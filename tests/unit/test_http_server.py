@@ -84,7 +84,7 @@ def test_more_clients_than_are_served_at_once_are_sent_away(server: HttpServer) 
 
 
 @pytest.mark.parametrize("raw", [b"\x00\xff\r\n\r\n", b"GET " + b"/" * 70_000 + b" HTTP/1.1\r\n\r\n", b"GET\r\n\r\n"])
-def test_requests_that_are_no_http_are_refused(server: HttpServer, raw: bytes) -> None:
+def test_requests_that_are_not_http_are_refused(server: HttpServer, raw: bytes) -> None:
     with socket.create_connection(parse_address(server.address)) as client:
         client.settimeout(5)
         client.sendall(raw)

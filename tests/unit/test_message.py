@@ -137,7 +137,7 @@ def _endless() -> list[object]:
     ids=ascii,
 )
 def test_a_body_that_cannot_be_encoded_is_refused(body: object) -> None:
-    with pytest.raises(InvalidMessage, match=r"^body.* (cannot be written as JSON|is no text that UTF-8 has): "):
+    with pytest.raises(InvalidMessage, match=r"^body.* (cannot be written as JSON|cannot be encoded as UTF-8): "):
         encode_body(body)
 
 
@@ -159,11 +159,11 @@ def test_message_ids_are_uuids_of_version_7_and_unique() -> None:
 
 
 @pytest.mark.parametrize("body", [b"\xff\xfe", b"{", b"", b"[" * 200_000, b"nan!"])
-def test_a_body_that_is_no_json_is_an_error_of_delayline_s(body: bytes) -> None:
+def test_a_body_that_is_not_json_is_an_error_of_delayline_s(body: bytes) -> None:
     with pytest.raises(CorruptBody, match="body of message 'm'"):
         Message("m", {}, body).json()
 
 
-def test_a_body_that_is_no_text_is_an_error_of_delayline_s() -> None:
+def test_a_body_that_is_not_text_is_an_error_of_delayline_s() -> None:
     with pytest.raises(CorruptBody, match=r"body of message 'm' is not UTF-8 text.*message\.body"):
         _ = Message("m", {}, b"\xff").text

@@ -80,7 +80,7 @@ async def count_is(url: str, number: int) -> bool:
     return len(await rows_of(url)) >= number
 
 
-async def test_several_processes_have_rows_of_their_own(url: str) -> None:
+async def test_several_processes_have_separate_rows(url: str) -> None:
     # Given two processes of one endpoint
     clock = ManualClock(NOON)
     one, other = MinuteHistory(url, clock=clock), MinuteHistory(url, clock=clock)

@@ -145,7 +145,7 @@ def test_a_tls_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         Tls(cacertfile=str(tmp_path / "none.pem")).context()
 
 
-def test_a_tls_file_that_is_no_pem_is_refused(tmp_path: Path) -> None:
+def test_a_tls_file_that_is_not_pem_is_refused(tmp_path: Path) -> None:
     """Given a file with something else in it, when a TLS context is made, then the error says so."""
     (tmp_path / "ca.pem").write_text("hello")
     with pytest.raises(ConfigurationError, match="have to be PEM files"):

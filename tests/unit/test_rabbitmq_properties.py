@@ -94,7 +94,7 @@ def test_a_delayed_message_of_the_dotnet_transport() -> None:
         (b"A" + struct.pack(">I", 7) + long_string("a") + b"V", "a;"),
     ],
 )
-def test_values_that_are_no_texts_become_texts(value: bytes, text: str) -> None:
+def test_values_that_are_not_texts_become_texts(value: bytes, text: str) -> None:
     """Given a header of each of AMQP's types, when read, then it is the text that the .NET transport makes of it."""
     assert headers_of({"h": value}) == {"h": text}
 

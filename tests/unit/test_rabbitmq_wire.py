@@ -176,14 +176,14 @@ def test_properties_of_others_are_sent_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("value", [5, None, b"bytes", 1.5, ["a"], {"a": "b"}, object()])
-def test_a_header_that_is_no_text_is_refused(value: object) -> None:
+def test_a_header_that_is_not_text_is_refused(value: object) -> None:
     """Given a value that is not a str, when encoded, then the error names the header, the value and the remedy."""
     with pytest.raises(InvalidMessage, match=r"header 'a\.b' of message 'id' is .*, no str: convert it, as in str\("):
         encoded(with_headers(a__b=value))
 
 
 @pytest.mark.parametrize("name", [5, None, b"bytes"])
-def test_a_header_name_that_is_no_text_is_refused(name: Any) -> None:  # noqa: ANN401
+def test_a_header_name_that_is_not_text_is_refused(name: Any) -> None:  # noqa: ANN401
     """Given a name that is not a str, when encoded, then the error names it."""
     with pytest.raises(InvalidMessage, match=r"header name .* is not a str"):
         encoded(Message("id", {name: "x"}, b""))

@@ -303,7 +303,7 @@ def test_each_cursor_of_microsofts_driver_has_the_limit_of_the_work(
         FACTOR.reset(token)
 
 
-def test_pymssql_is_given_bytes_that_are_no_text() -> None:
+def test_pymssql_is_given_bytes_that_are_not_text() -> None:
     from pymssql import _mssql
 
     sent: list[bytes] = []

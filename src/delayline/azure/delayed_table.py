@@ -294,7 +294,7 @@ class AzureDelayedTable(SingleMessageVerbs):
     async def remove_orphans(self) -> int:
         """Delete index rows that point at no message, a hundred a second at most; return their number.
 
-        A .NET endpoint leaves them when it dispatches what was stored here. Pollers do this once an hour.
+        A .NET endpoint leaves them when it dispatches messages that were stored here. Pollers do this once an hour.
         """
         number = 0
         async with contextlib.aclosing(self._where.orphans(self._clock.now() - ORPHANED_AFTER)) as orphans:  # type: ignore[type-var]

@@ -150,7 +150,7 @@ def _number(option: str, text: str, kind: type[int] | type[float]) -> int | floa
     try:
         return kind(text)
     except ValueError as error:
-        raise click.BadParameter(f"{text!r} is no number, and not {NONE!r}", param_hint=option) from error
+        raise click.BadParameter(f"{text!r} is not a number, and not {NONE!r}", param_hint=option) from error
 
 
 def _summary(message: Message) -> dict[str, object]:

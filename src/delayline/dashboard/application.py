@@ -45,7 +45,7 @@ def app(
     It opens separate connections at the first request, and closes them when its lifespan ends.
 
     Args:
-        endpoints: What it shows: Endpoint objects, which need not be started, or settings.
+        endpoints: The endpoints to show: Endpoint objects, which need not be started, or settings.
         read_only: Whether every action is refused.
         authorize: Called with each request (a `starlette.requests.Request`); returns the Actor, None to refuse, or a
             response such as a redirect to a sign-in page. Without it everyone who reaches the dashboard may look.
@@ -54,7 +54,7 @@ def app(
         secret: Signs CSRF tokens, 16 bytes or more; the same in all processes of one dashboard. Random if left out.
         mounted_at: The path below which it is mounted, `/delayline`, where the framework does not pass it on as
             `root_path`, as Litestar.
-        clock: What ages are measured with; the machine's if left out.
+        clock: Clock for ages; the machine's if left out.
 
     Raises:
         ConfigurationError: No endpoint is given, two have one name, or actions are allowed without `authorize`.

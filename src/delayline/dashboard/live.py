@@ -39,7 +39,7 @@ class Shared(Generic[T]):
         task = self._reading
         if task is None or (task.done() and self._clock.now().timestamp() - self._ended >= self._seconds):
             task = self._reading = asyncio.create_task(self._once())
-        # One browser that leaves does not cancel what the others wait for.
+        # A browser that disconnects must not cancel the reading for the others.
         return await asyncio.shield(task)
 
     async def _once(self) -> T:

@@ -1,4 +1,4 @@
-"""The pages and actions: from a request to the service of an endpoint, and from what it returns to HTML."""
+"""The pages and actions: from a request to the service of an endpoint, and from its results to HTML."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may open the dashboard and act in it, and which requests are refused before a page sees them."""
+"""Access to the dashboard and its actions, and checks of requests before a page handles them."""
 
 from __future__ import annotations
 

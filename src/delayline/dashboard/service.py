@@ -1,4 +1,4 @@
-"""What the dashboard asks of one endpoint's back ends, and does with its messages.
+"""The dashboard's queries to one endpoint's back ends, and its actions on messages.
 
 Each part of a page has a separate time limit, and is `Unavailable` with its reason where a back end lacks it,
 refuses, or does not answer. Work that outlives its limit goes on in the background; the same question joins it instead
@@ -196,7 +196,7 @@ class EndpointService:
         source: The endpoint's settings, of which the service opens its own transport and store; or an endpoint of this
             process, whose transport and store are used while it is started.
         time_limit: Seconds that each part of a page may take.
-        clock: Decides what is overdue where the store has no clock.
+        clock: Clock for overdue messages where the store has none.
 
     Example:
         ```python
@@ -392,7 +392,7 @@ class EndpointService:
             case Action.SEND_NOW:
                 change = self._send_now
             case _:
-                raise ConfigurationError(f"{action.value!r} is no action on pending messages")
+                raise ConfigurationError(f"{action.value!r} is not an action on pending messages")
         preview = await self.preview(query)
         if isinstance(preview, Unavailable):
             return preview
@@ -472,7 +472,7 @@ class EndpointService:
     async def export(
         self, group: str | None = None, *, limit: int = MOST_GROUPED
     ) -> AsyncGenerator[Mapping[str, object], None]:
-        """Yield failed messages as documents with id, headers and body (Base64 where it is no text)."""
+        """Yield failed messages as documents with id, headers and body (Base64 where it is not text)."""
         async for message in self._failed(group, limit):
             yield exported(message)
 

@@ -98,7 +98,7 @@ class Migration:
             spark: The session that runs the jobs.
 
         Returns:
-            What was moved and what was rejected.
+            The numbers of moved and rejected rows.
 
         Raises:
             ConfigurationError: An earlier migration is not finished; nothing was changed.
@@ -136,7 +136,7 @@ class Migration:
             spark: The session that runs the jobs.
 
         Returns:
-            What was moved and what was rejected by the whole run.
+            The numbers of rows moved and rejected by the whole run.
 
         Raises:
             ConfigurationError: There is no such run, or it was begun with other parameters.

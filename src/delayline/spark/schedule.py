@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 ONE_DAY: Final = timedelta(days=1)
 BROKERS: Final = ("amqp", "amqps")
-#: Fields of JobTarget that are no options of the data source.
+#: Fields of JobTarget that are not options of the data source.
 NO_OPTIONS: Final = ("cold_tier", "delay_levels")
 STORE_PRODUCTS: Final = ("postgresql", "mariadb", "mysql", "sqlite")
 

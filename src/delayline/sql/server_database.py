@@ -397,7 +397,7 @@ class ServerDatabase(Database):
         if transaction is not None:
             await super().insert(statement, rows, transaction)
         elif len(rows) == 1:
-            # The short way has no limit but the server's; the other one checks the size of what the product takes.
+            # The fast path has no limit but the server's; the other one checks the product's limits of size.
             if self._inserts is None or await self._inserts.insert(statement, rows[0]) is None:
                 await super().insert(statement, rows)
         else:

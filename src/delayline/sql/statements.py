@@ -216,7 +216,7 @@ class QueueStatements:
         return number == 1 or (self._delete_returning is not None and number <= LONGEST_LIST)
 
     def missing(self, connection: Connection, names: Iterable[str]) -> set[str]:
-        """Return the names that are no queues."""
+        """Return the names that are not queues."""
         asked = set(names)
         return asked - {name for (name,) in self.known.rows(connection, list(asked))} if asked else asked
 

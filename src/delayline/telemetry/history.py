@@ -179,7 +179,7 @@ class MinuteHistory(Measurements):
         self._bases = {scale: (minute // scale * scale, self._first) for scale in SCALES}
 
     async def _write_last(self, clock: Clock) -> None:
-        """Write what is left of the minute and the hour; shielded, for the endpoint is stopping."""
+        """Write the rest of the minute and the hour; shielded, as the endpoint is stopping."""
         snapshot, now = self.snapshot(), clock.now()
 
         async def put() -> None:

@@ -105,9 +105,9 @@ def parse_address(address: str) -> tuple[str, int]:
         parts = urlsplit(f"//{address}")
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise ConfigurationError(f"{address!r} is no address: {error}; {EXAMPLE}") from error
+        raise ConfigurationError(f"{address!r} is not an address: {error}; {EXAMPLE}") from error
     if host is None or port is None or parts.netloc != address or parts.username is not None:
-        raise ConfigurationError(f"{address!r} is no address: {EXAMPLE}")
+        raise ConfigurationError(f"{address!r} is not an address: {EXAMPLE}")
     return host, port
 
 

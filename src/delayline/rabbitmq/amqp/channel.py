@@ -60,7 +60,7 @@ class Connection(Protocol):
         """Send a method and return the broker's answer; raises BackendUnavailable, or ChannelEnded."""
 
     def answer(self, channel: int, answer: object) -> None:
-        """Take what has come as the answer to the channel's oldest call."""
+        """Complete the channel's oldest call with this answer."""
 
 
 class ChannelEnded(Exception):
@@ -106,7 +106,7 @@ class Channel:
 
         Raises:
             BackendUnavailable: The connection or the channel is closed, or the broker did not answer in time.
-            NotFound: What the method names does not exist; the broker has closed the channel.
+            NotFound: The exchange or queue does not exist; the broker has closed the channel.
             PreconditionFailed: It exists with other arguments; the broker has closed the channel.
             BackendUnusable: The user lacks a permission; the broker has closed the channel.
         """
@@ -172,7 +172,7 @@ class Channel:
                 f"the channel to RabbitMQ at {self._connection.address} is closed: {self.closed.text}"
             )
 
-    # What comes from the broker.
+    # Methods from the broker.
 
     def end(self, closed: Closed) -> None:
         """Note that the channel is closed, by either side."""
@@ -201,7 +201,7 @@ class Channel:
 
         Args:
             kind: The method's number.
-            data: What was received.
+            data: The received bytes.
             at: Where the method's arguments begin.
         """
         if kind == DELIVER:

@@ -157,8 +157,8 @@ class AmqpConnection(asyncio.Protocol):
             if self.blocked is None:
                 raise self.give_up() from None
             raise BackendUnavailable(
-                f"RabbitMQ at {self.address} has taken no messages for {limit:g} s: {self.blocked}. What was not "
-                "confirmed has an unknown outcome"
+                f"RabbitMQ at {self.address} has taken no messages for {limit:g} s: {self.blocked}. Messages "
+                "without a confirm have an unknown outcome"
             ) from None
         if self.lost is not None:
             raise self.lost
@@ -321,7 +321,7 @@ class AmqpConnection(asyncio.Protocol):
                 self.answer(number, method)
 
     def answer(self, channel: int, answer: object) -> None:
-        """Take what has come as the answer to the channel's oldest call."""
+        """Complete the channel's oldest call with this answer."""
         waiting = self._replies.get(channel)
         if waiting:
             oldest = waiting.popleft()

@@ -669,7 +669,7 @@ class VarbinaryConnection:
 
 
 class VarbinaryCursor:
-    """A cursor of pymssql to which bytes are no text."""
+    """A cursor of pymssql that does not send bytes as text."""
 
     def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - the driver's
         self._cursor = cursor

@@ -111,7 +111,7 @@ class DeclaringConnection(mssql_python.Connection):
     """Gives cursors that declare every parameter."""
 
     limit: Callable[[], int] | None = None
-    """Returns the seconds that a statement of the next cursor may take; None is no limit."""
+    """Returns the seconds that a statement of the next cursor may take; None for no limit."""
 
     def cursor(self) -> Cursor:
         """Return a new cursor, made by the driver, which closes it with the connection."""
