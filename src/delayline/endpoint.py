@@ -295,7 +295,14 @@ class Endpoint:
         return found
 
     def observe(self, observer: Observer) -> None:
-        """Add an observer, which is called with each event of the endpoint. Raises ConfigurationError once started."""
+        """Add an observer, which is called with each event of the endpoint.
+
+        Args:
+            observer: An object with the methods of `delayline.telemetry.Observer`.
+
+        Raises:
+            ConfigurationError: The endpoint is started.
+        """
         if self._stopped is not None:
             raise ConfigurationError(f"endpoint {self.name!r} is started already: add observers before start()")
         self._observers.add(observer)

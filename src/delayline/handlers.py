@@ -155,7 +155,18 @@ class MessageContext:
         )
 
     def send_many(self, messages: Iterable[Send], *, check_destination: bool = True) -> Awaitable[list[str]]:
-        """Send several messages when the handler has succeeded; see `send`. Returns an awaitable of their ids."""
+        """Send several messages when the handler has succeeded.
+
+        Args:
+            messages: What to send; see `Send`.
+            check_destination: See `Endpoint.send`.
+
+        Returns:
+            An awaitable of the messages' ids.
+
+        Raises:
+            InvalidMessage: By the call: a message is invalid, or the handler has ended.
+        """
         composed = self._composer.compose_many(messages, self.message)
         return Recorded([self._keep(one._replace(check=check_destination)) for one in composed])
 
@@ -179,14 +190,34 @@ class MessageContext:
         return Recorded(self._keep(self._composer.forward(self.message, destination, delay, deliver_at)))
 
     def reply(self, body: Body, *, headers: HeaderMap | None = None, delay: timedelta | None = None) -> Awaitable[str]:
-        """Answer the sender, when the handler has succeeded, and return an awaitable of the answer's id.
+        """Send a reply to the message's reply address when the handler has succeeded.
 
-        Raises InvalidMessage, by the call, when the sender takes no replies.
+        Args:
+            body: The body: bytes, text, or a value that the endpoint's serializer takes.
+            headers: Further headers.
+            delay: Time to wait, zero or more.
+
+        Returns:
+            An awaitable of the reply's id.
+
+        Raises:
+            InvalidMessage: By the call: the message has no reply address, or the handler has ended.
         """
         return Recorded(self._keep(self._composer.reply(self.message, body, headers, delay)))
 
     def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> Awaitable[None]:
-        """Handle this same message again, later. Give one of the two; raises InvalidDueTime, by the call."""
+        """Handle this same message again, later.
+
+        Args:
+            delay: Time to wait, zero or more; excludes `deliver_at`.
+            deliver_at: Due time, an aware datetime.
+
+        Returns:
+            An awaitable of None.
+
+        Raises:
+            InvalidDueTime: By the call: neither or both are given, or the due time is out of range.
+        """
         if delay is None and deliver_at is None:
             raise InvalidDueTime("defer needs a delay or deliver_at: give the time to handle the message again")
         self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))

@@ -115,6 +115,11 @@ class Message:
 
     Headers are decoded and encoded on first use only, so a message that merely moves from a store to a queue is
     never parsed, and one whose stored headers are damaged can still be moved, whole, to the error queue.
+
+    Args:
+        id: The message id, 1 to 200 characters.
+        headers: The headers, which are not copied.
+        body: The body.
     """
 
     __slots__ = ("_encoded", "_headers", "_template", "_values", "body", "id")
@@ -145,7 +150,14 @@ class Message:
 
     @classmethod
     def from_template(cls, id: str, template: HeaderTemplate, values: tuple[str, ...], body: bytes) -> Message:
-        """Return a message whose headers the template makes of the values, on first use."""
+        """Return a message whose headers the template makes of the values, on first use.
+
+        Args:
+            id: The message id.
+            template: Makes the headers.
+            values: The template's values for this message.
+            body: The body.
+        """
         message = cls.__new__(cls)
         message.id = id
         message.body = body
@@ -211,7 +223,11 @@ class Message:
         return self.under(usable_id(self.headers.get(Headers.MESSAGE_ID) or self.id))
 
     def under(self, message_id: str) -> Message:
-        """Return the same message under another id, its headers as they are."""
+        """Return the same message under another id, its headers as they are.
+
+        Args:
+            message_id: The other id.
+        """
         if message_id == self.id:
             return self
         if self._headers is None and self._template is None:

@@ -83,7 +83,11 @@ class ObservedEndpoint(Protocol):
         ...
 
     def observe(self, observer: Observer) -> None:
-        """Add an observer. Raises ConfigurationError once started."""
+        """Add an observer. Raises ConfigurationError once started.
+
+        Args:
+            observer: The observer.
+        """
         ...
 
     def measures(self) -> Mapping[str, float]:
@@ -120,7 +124,11 @@ class Observer(Protocol):
     """
 
     def attached(self, endpoint: ObservedEndpoint) -> None:
-        """The endpoint starts."""
+        """The endpoint starts.
+
+        Args:
+            endpoint: The endpoint.
+        """
         ...
 
     def sent(self, operation: str, destinations: Sequence[str], seconds: float, error: Exception | None) -> None:
@@ -135,7 +143,11 @@ class Observer(Protocol):
         ...
 
     def stored(self, messages: Sequence[DelayedMessage]) -> None:
-        """Messages were stored until they are due."""
+        """Messages were stored until they are due.
+
+        Args:
+            messages: The messages.
+        """
         ...
 
     def dispatched(self, numbers: Mapping[tuple[str, datetime | None], int], at: datetime) -> None:
@@ -148,15 +160,31 @@ class Observer(Protocol):
         ...
 
     def polled(self, due: int, error: Exception | None) -> None:
-        """The poller has looked at the store, and moved `due` messages, or failed."""
+        """The poller has looked at the store.
+
+        Args:
+            due: How many messages it has moved.
+            error: Why it failed; None if it did not.
+        """
         ...
 
     def slept(self, seconds: float, *, notified: bool) -> None:
-        """The poller has slept for so long; `notified` of an earlier message, or stopped, if that ended it."""
+        """The poller has slept.
+
+        Args:
+            seconds: How long.
+            notified: Whether a notification of an earlier message, or the stop, has ended the sleep.
+        """
         ...
 
     def received(self, queue: str, number: int, error: Exception | None) -> None:
-        """A receiver was given `number` messages of a queue, or failed."""
+        """A receiver has received messages, or failed.
+
+        Args:
+            queue: The queue.
+            number: How many messages.
+            error: Why it failed; None if it did not.
+        """
         ...
 
     def handled(self, queue: str, message: Message, seconds: float, error: Exception | None) -> None:
@@ -182,7 +210,12 @@ class Observer(Protocol):
         ...
 
     def breaker_changed(self, name: str, state: int) -> None:
-        """A circuit breaker is created or has another state: 0 disarmed, 1 armed, 2 triggered."""
+        """A circuit breaker is created or has another state.
+
+        Args:
+            name: The breaker's name.
+            state: 0 disarmed, 1 armed, 2 triggered.
+        """
         ...
 
 
@@ -194,22 +227,40 @@ class SupportsTraces(Protocol):
     """
 
     def sending(self, operation: str, destinations: Sequence[str]) -> AbstractContextManager[object]:
-        """Return a span around sending, to be entered; `operation` is `send` or `schedule`."""
+        """Return a span around sending, to be entered.
+
+        Args:
+            operation: `send` or `schedule`.
+            destinations: The destination of each message.
+        """
         ...
 
     def headers(self, destination: str, delay: timedelta | None) -> Mapping[str, str]:
         """Return the headers by which the receiver of a message continues the trace.
 
         Inside of `sending` they name that span, in a handler a new one.
+
+        Args:
+            destination: Where the message is sent to.
+            delay: How long it waits; None if it is sent at once.
         """
         ...
 
     def processing(self, queue: str, message: Message) -> AbstractContextManager[object]:
-        """Return a span around everything that is done with a received message, to be entered."""
+        """Return a span around everything that is done with a received message, to be entered.
+
+        Args:
+            queue: The queue that it came from.
+            message: The message.
+        """
         ...
 
     def settling(self, queue: str) -> AbstractContextManager[object]:
-        """Return a span around the removal of a message from its queue, to be entered."""
+        """Return a span around the removal of a message from its queue, to be entered.
+
+        Args:
+            queue: The queue.
+        """
         ...
 
 

@@ -160,16 +160,26 @@ class Recoverability:
             raise ConfigurationError(f"unrecoverable must be a tuple of exception classes, not {named!r}")
 
     def pause_after(self, attempt: int) -> timedelta:
-        """Return how long to wait between the `attempt`-th failure (from 1) of a round and the next attempt at once."""
+        """Return how long to wait between a failure and the next immediate attempt.
+
+        Args:
+            attempt: The number of failures in this round, from 1.
+        """
         if attempt <= 1:
             return timedelta(0)
         longest = max(self.immediate_pause, LONGEST_IMMEDIATE_PAUSE)
         return min(self.immediate_pause * (1 << min(attempt - 2, 10)), longest)
 
     def decide(self, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime) -> Decision:
-        """Return the action after the `attempt`-th failure (from 1) of this round.
+        """Return the action after a failure.
 
-        Which round it is stands in the `NServiceBus.Retries` header; none follows one begun more than 24 hours ago.
+        The `NServiceBus.Retries` header has the number of the round; none follows one begun more than 24 hours ago.
+
+        Args:
+            error: The handler's exception.
+            attempt: The number of failures in this round, from 1.
+            headers: The message's headers.
+            now: The present time.
         """
         if self.policy is not None:
             return self._by_policy(self.policy, error, attempt, headers, now)

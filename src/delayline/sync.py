@@ -29,6 +29,15 @@ class SyncEndpoint:
 
     Handlers stay coroutine functions and run on that loop. Start it after a server has forked its workers: in a process
     that was forked later every call raises NotStarted, but `stop`, which does nothing there.
+
+    Args:
+        endpoint: The endpoint, not started.
+
+    Example:
+        ```python
+        with SyncEndpoint(Endpoint("shop", transport=SqlTransport(url))) as shop:
+            shop.send("orders", {"number": 7})
+        ```
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -77,7 +86,27 @@ class SyncEndpoint:
         check_destination: bool = True,
         on_conflict: OnConflict | None = None,
     ) -> Sent:
-        """Like `Endpoint.send`, blocking until the message is durable; a connection is used on the calling thread."""
+        """Send a message, due now, after `delay` or at `deliver_at`, and return its id once it is durable.
+
+        Args:
+            destination: Name of the queue, 1 to 200 characters.
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            headers: Further headers, str to str.
+            message_id: Id of 1 to 250 characters; by default a new UUID.
+            delay: Time to wait, zero or more; excludes `deliver_at`.
+            deliver_at: Due time, an aware `datetime`.
+            expires: How long the message may wait in its queue, above zero; then it is deleted.
+            correlation_id: Id of the exchange that the message belongs to, 1 to 250 characters; by default its own id.
+            transaction: An external transaction, whose connection is used on the calling thread; see `Endpoint.send`.
+            check_destination: Whether a delayed message for a queue that does not exist is refused.
+            on_conflict: `"keep"`, `"replace"` or `"raise"` for an id that is pending already; see `Endpoint.send`.
+
+        Returns:
+            The message's id, as `Endpoint.send` returns it.
+
+        Raises:
+            DelaylineError: The errors of `Endpoint.send`.
+        """
         external, thread = checked_transaction(transaction), WaitingThread()
         work = self.endpoint.send(
             destination,
@@ -101,7 +130,19 @@ class SyncEndpoint:
         transaction: ExternalConnection | Unset = UNSET,
         check_destination: bool = True,
     ) -> list[str]:
-        """Like `Endpoint.send_many`, blocking until the messages are durable."""
+        """Send messages together, and return their ids once they are durable.
+
+        Args:
+            messages: What to send; see `Send`.
+            transaction: An external transaction; see `send`.
+            check_destination: See `send`.
+
+        Returns:
+            The messages' ids.
+
+        Raises:
+            DelaylineError: The errors of `Endpoint.send_many`.
+        """
         external, thread = checked_transaction(transaction), WaitingThread()
         work = self.endpoint.send_many(
             messages,

@@ -368,7 +368,13 @@ class SupportsHandlerSlots(Protocol):
     """Capability: limit how many messages a handler handles at once, over all processes."""
 
     def handler_slots(self, queue: str, handler: str, number: int) -> HandlerSlots:
-        """Return the slots of a handler of the queue's messages, by a name that it has in all processes."""
+        """Return the slots of a handler.
+
+        Args:
+            queue: The queue whose messages it handles.
+            handler: The handler's name, the same in all processes.
+            number: How many slots it has; 1 or more.
+        """
         ...
 
 

@@ -59,19 +59,39 @@ class TimeoutPersister(Protocol):
     """
 
     async def add(self, timeout: Timeout, transaction: Transaction | None = None) -> None:
-        """Store the timeout, durably on return or at the commit. Idempotent by its id."""
+        """Store the timeout, durably on return or at the commit. Idempotent by its id.
+
+        Args:
+            timeout: The timeout.
+            transaction: Stores it with the commit.
+        """
         ...
 
     async def peek(self, timeout_id: str, transaction: Transaction | None = None) -> Timeout | None:
-        """Return the timeout, locked until the end of `transaction` where given; None when it is gone."""
+        """Return the timeout; None when it is gone.
+
+        Args:
+            timeout_id: Its id.
+            transaction: Locks the timeout until its end.
+        """
         ...
 
     async def remove(self, timeout_id: str, transaction: Transaction | None = None) -> bool:
-        """Delete the timeout and its lease; False if it was gone already."""
+        """Delete the timeout and its lease; return False if it was gone already.
+
+        Args:
+            timeout_id: Its id.
+            transaction: Deletes it with the commit.
+        """
         ...
 
     async def remove_by_saga(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> int:
-        """Delete every timeout of the saga and return how many there were."""
+        """Delete every timeout of the saga and return how many there were.
+
+        Args:
+            saga_id: The saga's id.
+            transaction: Deletes them with the commit.
+        """
         ...
 
     async def next_chunk(
@@ -91,7 +111,12 @@ class TimeoutPersister(Protocol):
         ...
 
     async def lease(self, ids: Sequence[str], until: datetime) -> None:
-        """Change the end of the timeouts' leases; a past time ends them. Ignores timeouts without a lease."""
+        """Change the end of the timeouts' leases. Ignores timeouts without a lease.
+
+        Args:
+            ids: The timeouts' ids.
+            until: The new end; a past time ends the leases.
+        """
         ...
 
 
@@ -100,7 +125,15 @@ class SupportsOpen(Protocol):
     """Capability: the persister has connections or files, opened for one endpoint."""
 
     async def open(self, endpoint_name: str) -> None:
-        """Connect. Raises BackendUnavailable or BackendUnusable, with nothing left open."""
+        """Connect.
+
+        Args:
+            endpoint_name: The endpoint whose timeouts are stored.
+
+        Raises:
+            BackendUnavailable: The database does not answer; nothing is left open.
+            BackendUnusable: It cannot be used as it is; nothing is left open.
+        """
         ...
 
     async def close(self) -> None:
@@ -113,7 +146,12 @@ class SupportsTake(Protocol):
     """Capability: `peek` and `remove` in one step of a transaction."""
 
     async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
-        """Delete the timeout and return it; None when it is gone."""
+        """Delete the timeout and return it; None when it is gone.
+
+        Args:
+            timeout_id: Its id.
+            transaction: Deletes it with the commit.
+        """
         ...
 
 
@@ -132,18 +170,33 @@ class SupportsTimeoutLocks(Protocol):
     """Capability: one transaction can lock, remove and lease many timeouts."""
 
     async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
-        """Lock up to `limit` timeouts due at or before `at`; skips leased timeouts and those locked by others.
+        """Lock expired timeouts, earliest due first; skips leased timeouts and those locked by others.
 
-        Stops before headers and bodies exceed `max_bytes` together, but returns at least one due timeout.
+        Args:
+            at: Timeouts due at or before this time have expired.
+            limit: The most timeouts to lock.
+            max_bytes: The most bytes that their headers and bodies have together; one timeout may have more.
+            transaction: Its end unlocks them.
         """
         ...
 
     async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
-        """Delete timeouts that the transaction has locked; return their number."""
+        """Delete timeouts; return their number.
+
+        Args:
+            ids: The timeouts' ids.
+            transaction: The transaction that has locked them.
+        """
         ...
 
     async def lease_locked(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
-        """Lease timeouts that the transaction has locked until `until`."""
+        """Lease timeouts.
+
+        Args:
+            ids: The timeouts' ids.
+            until: The end of the leases.
+            transaction: The transaction that has locked them.
+        """
         ...
 
 
