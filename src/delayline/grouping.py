@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
 from delayline.errors import BackendUnavailable, BackendUnusable
@@ -17,6 +16,15 @@ ABANDONED: Final = "Message %s, whose send was cancelled, is not sent: %s"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
+
+
+class Uncancelled(asyncio.Future[Any]):
+    """A future that goes on when the task that waits for it is cancelled; the task is cancelled at its end."""
+
+    def cancel(self, msg: object = None) -> bool:
+        """Return False: the task keeps the cancellation until the future has ended."""
+        del msg
+        return False
 
 
 class Grouping(Generic[Item, Result]):
@@ -54,23 +62,13 @@ class Grouping(Generic[Item, Result]):
 
         If cancelled, it returns at once; the item is worked on all the same.
         """
-        return await self._add(item)
+        return await self._add(item, asyncio.get_running_loop().create_future())
 
     async def run_to_end(self, item: Item) -> Result:
         """Like `run`; if cancelled, it raises CancelledError once the work on the item has ended."""
-        done = self._add(item)
-        try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            while not done.done():
-                with contextlib.suppress(asyncio.CancelledError):  # cancelled again: the effect is still uncertain
-                    await asyncio.wait([done])
-            if not done.cancelled():
-                done.exception()
-            raise
+        return await self._add(item, Uncancelled())
 
-    def _add(self, item: Item) -> asyncio.Future[Result]:
-        done: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+    def _add(self, item: Item, done: asyncio.Future[Result]) -> asyncio.Future[Result]:
         self._waiting.append((item, done))
         if len(self._tasks) < self._at_once:
             task = asyncio.create_task(self._run(asyncio.current_task()), name="delayline group")
@@ -90,7 +88,7 @@ class Grouping(Generic[Item, Result]):
                 await self._run_group(group)
         except BaseException:
             for _, done in self._waiting:
-                done.cancel()
+                asyncio.Future.cancel(done)
             self._waiting = []
             raise
         finally:
@@ -108,7 +106,7 @@ class Grouping(Generic[Item, Result]):
                 await self._run_group([one])
         except BaseException:
             for _, done in group:
-                done.cancel()
+                asyncio.Future.cancel(done)
             raise
         else:
             for (item, done), result in zip(group, results, strict=True):
