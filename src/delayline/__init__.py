@@ -21,6 +21,7 @@ from delayline.errors import (
 from delayline.events import Event
 from delayline.handler_transactions import HandlerRows, handler_rows
 from delayline.handlers import MessageContext
+from delayline.lazy_imports import lazy_imports as _lazy_imports
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.outgoing import Send
@@ -38,25 +39,18 @@ if typing.TYPE_CHECKING:
 else:
     #: Imported on first use: their libraries take longer to load than all the rest. Names that need an extra are not
     #: in `__all__`, so that `from delayline import *` works without it.
-    _LAZY = {
-        "AzureStorageQueueTransport": "delayline.azure",
-        "DelayLevelDelivery": "delayline.rabbitmq",
-        "DelayedTableDelivery": "delayline.azure",
-        "RabbitMQTransport": "delayline.rabbitmq",
-        "SqlDelayedMessageStore": "delayline.sql",
-        "SqlTransport": "delayline.sql",
-        "TwoPhaseCommit": "delayline.sql",
-    }
-
-    def __getattr__(name: str) -> object:
-        if name not in _LAZY:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import importlib
-
-        return getattr(importlib.import_module(_LAZY[name]), name)
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_LAZY})
+    __getattr__, __dir__ = _lazy_imports(
+        __name__,
+        {
+            "AzureStorageQueueTransport": "delayline.azure",
+            "DelayLevelDelivery": "delayline.rabbitmq",
+            "DelayedTableDelivery": "delayline.azure",
+            "RabbitMQTransport": "delayline.rabbitmq",
+            "SqlDelayedMessageStore": "delayline.sql",
+            "SqlTransport": "delayline.sql",
+            "TwoPhaseCommit": "delayline.sql",
+        },
+    )
 
 
 __all__ = [

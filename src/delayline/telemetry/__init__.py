@@ -2,6 +2,7 @@
 
 import typing
 
+from delayline.lazy_imports import lazy_imports as _lazy_imports
 from delayline.observer import Action, ObservedEndpoint, Observer, SupportsMeasures, SupportsTraces
 from delayline.telemetry.http_server import HttpServer, Response
 from delayline.telemetry.measurements import Activity, Histogram, Measurements, PollerCounts, Snapshot
@@ -12,20 +13,13 @@ if typing.TYPE_CHECKING:
     from delayline.telemetry.prometheus import PrometheusMetrics as PrometheusMetrics
 else:
     #: Imported on first use: they need the extra `telemetry`.
-    _LAZY = {
-        "OpenTelemetry": "delayline.telemetry.opentelemetry",
-        "PrometheusMetrics": "delayline.telemetry.prometheus",
-    }
-
-    def __getattr__(name: str) -> object:
-        if name not in _LAZY:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        import importlib
-
-        return getattr(importlib.import_module(_LAZY[name]), name)
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_LAZY})
+    __getattr__, __dir__ = _lazy_imports(
+        __name__,
+        {
+            "OpenTelemetry": "delayline.telemetry.opentelemetry",
+            "PrometheusMetrics": "delayline.telemetry.prometheus",
+        },
+    )
 
 
 __all__ = [

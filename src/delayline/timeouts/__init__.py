@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 
+from delayline.lazy_imports import lazy_imports as _lazy_imports
 from delayline.message import TimeoutHeaders
 from delayline.timeouts.manager import ExternalTimeoutManager, TimeoutManagerDelivery
 from delayline.timeouts.memory import MemoryTimeoutPersister
@@ -23,13 +24,8 @@ from delayline.timeouts.persister import (
 if typing.TYPE_CHECKING:
     from delayline.timeouts.sql import SqlTimeoutPersister
 else:
-
-    def __getattr__(name: str) -> object:
-        if name != "SqlTimeoutPersister":  # imported on first use: it needs SQLAlchemy
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        from delayline.timeouts.sql import SqlTimeoutPersister
-
-        return SqlTimeoutPersister
+    #: Imported on first use: it needs SQLAlchemy.
+    __getattr__, __dir__ = _lazy_imports(__name__, {"SqlTimeoutPersister": "delayline.timeouts.sql"})
 
 
 __all__ = [
