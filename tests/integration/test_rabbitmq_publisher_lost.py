@@ -1,4 +1,4 @@
-"""Brokers that die, block, fall silent or hang up while messages are on their way: nothing confirmed is lost."""
+"""Brokers that die, block, fall silent or disconnect while messages are on their way: nothing confirmed is lost."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ async def test_full_looks_report_messages_and_survive_an_outage() -> None:
     looks = FullLooks(watermark, look, found.set_result)
     try:
         # When a look from the watermark on has ended
-        looks.want()
+        looks.schedule()
         # Then the second attempt's result is reported, and no further query runs
         assert await asyncio.wait_for(found, 10) == DUE
         assert outcomes == []

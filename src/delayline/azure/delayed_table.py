@@ -481,7 +481,7 @@ class AzureDelayedTable(SingleMessageVerbs):
 class DelayedTableDelivery(StoredDelivery):
     """Delayed delivery through the account's own table: StoredDelivery over an AzureDelayedTable, settings and all.
 
-    Start it in as many processes as you like; one at a time dispatches, and another takes over when it dies.
+    Start it in as many processes as you like; one at a time dispatches, and another takes over when it ends.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ def too_large(message: Message, size: int, limit: int) -> InvalidMessage:
 def unwrap(native_id: str, text: str) -> Message:
     """Return the message in a queue's text; an UnwrappedMessage for any text that is none.
 
-    Raises nothing: the text is a stranger's, and the error of one message must not keep its page from being handled.
+    Raises nothing: the text is untrusted, and the error of one message must not keep its page from being handled.
     """
     try:
         return _unwrapped(json.loads(_decoded(text)))

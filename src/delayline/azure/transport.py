@@ -136,7 +136,7 @@ class AzureStorageQueueTransport:
         self._requests.begin()
         await self._account.open()
         try:
-            await self._greet()
+            await self._check_credential()
         except BaseException:
             await self.stop()
             raise
@@ -289,7 +289,7 @@ class AzureStorageQueueTransport:
             await client.get_queue_properties()
         return client
 
-    async def _greet(self) -> None:
+    async def _check_credential(self) -> None:
         """Send a request, so that a wrong key is detected now.
 
         A user without the right to list queues may still use them.

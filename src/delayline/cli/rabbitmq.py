@@ -1,4 +1,4 @@
-"""`delayline rabbitmq`: the delay levels of a broker, for those who look after it."""
+"""`delayline rabbitmq`: administration of a broker's delay levels."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def app(
         endpoints: The endpoints to show: Endpoint objects, which need not be started, or settings.
         read_only: Whether every action is refused.
         authorize: Called with each request (a `starlette.requests.Request`); returns the Actor, None to refuse, or a
-            response such as a redirect to a sign-in page. Without it everyone who reaches the dashboard may look.
+            response such as a redirect to a sign-in page. Without it anyone with access to the port can read it.
         allowed_hosts: Host names that browsers reach it by, without ports; `"*"` for any. Others are refused, so that a
             page elsewhere cannot reach it through another name.
         secret: Signs CSRF tokens, 16 bytes or more; the same in all processes of one dashboard. Random if left out.
@@ -67,8 +67,8 @@ def app(
     """
     if not read_only and authorize is None:
         raise ConfigurationError(
-            "read_only=False without authorize= would let everyone who reaches the dashboard change messages: "
-            "give a function that returns an Actor with may_act=True for those who may"
+            "read_only=False without authorize= would let anyone with access to the port change messages: "
+            "give a function that returns an Actor with may_act=True for users who may"
         )
     if secret is not None and len(secret) < SHORTEST_SECRET:
         raise ConfigurationError(f"the secret has {len(secret)} bytes: use {SHORTEST_SECRET} or more")

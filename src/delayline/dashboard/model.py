@@ -1,7 +1,7 @@
 """Values that the pages of the dashboard show: frozen, without behaviour, made by `delayline.dashboard.service`.
 
-A part that a back end cannot show, or cannot show now, is an `Unavailable` with its reason. Texts from messages are a
-stranger's: they may contain anything, and are cut to the lengths that are given here.
+A part that a back end cannot show, or cannot show now, is an `Unavailable` with its reason. Texts from messages are
+untrusted: they may contain anything, and are cut to the lengths that are given here.
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ class MemoryTransport:
 
     @property
     def highest_transaction_mode(self) -> TransactionMode:
-        """Every mode works, for as long as the process lives."""
+        """Every mode works, for as long as the process runs."""
         return TransactionMode.TRANSACTION_SCOPE
 
     def transaction(self) -> MemoryTransaction:

@@ -307,8 +307,8 @@ class DelayLevelDelivery:
         return self._host, self._transport
 
 
-#: The destination of a stored message that goes to the levels later. No queue has such a name: a poller that does
-#: not understand it moves the message to the error queue instead of delivering it years early.
+#: The destination of a stored message that goes to the levels later. No queue has such a name: a poller that
+#: cannot parse it moves the message to the error queue instead of delivering it years early.
 PARKED: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d:\d{6} Z)\|(.+)", re.DOTALL)
 
 

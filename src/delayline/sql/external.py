@@ -191,7 +191,7 @@ class LoopCursor:
         self._wait(self._cursor.close())
 
     async def _execute(self, sql: str, values: Sequence[Any]) -> None:
-        await self._cursor.execute(cast("Any", sql), values)  # psycopg wants literals; ours are SQLAlchemy's
+        await self._cursor.execute(cast("Any", sql), values)  # psycopg's type is a literal str; the SQL is SQLAlchemy's
 
     def _wait(self, answer: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
@@ -350,7 +350,7 @@ class PlainCursor:
 
 
 @contextlib.contextmanager
-def borrow_session(session: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - sqlalchemy.orm is loaded by those who use it
+def borrow_session(session: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - sqlalchemy.orm is not imported here
     """Borrow the connection of a SQLAlchemy session, which begins where it has not."""
     with borrow_connection(session.connection()) as borrowed:
         yield borrowed

@@ -165,7 +165,7 @@ class Journal:
         ]
 
     def look(self, connection: Connection) -> None:
-        """Learn whether a journal is kept."""
+        """Look up whether a journal is kept."""
         self._kept = bool(self._found(connection))
 
     @property

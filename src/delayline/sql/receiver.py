@@ -50,7 +50,7 @@ WAIT: Final = 0.5  # seconds that it waits where they admit nothing
 SECOND: Final = 1_000_000  # microseconds
 MOST_SLOTS: Final = 10_000
 HIGHEST_RATE: Final = 1_000_000
-BURST: Final = SECOND // 10  # microseconds at rest for which messages may follow at once
+BURST: Final = SECOND // 10  # idle microseconds for which messages may follow at once
 ATTEMPTS: Final = 20  # to advance a rate that other processes advance too
 
 
@@ -447,7 +447,7 @@ class QueueAdmission:
     async def confirm(self) -> bool:
         """Return whether the messages that were found may be received; False if the queue has had limits for a while.
 
-        An empty queue is not asked for its limits: an endpoint at rest asks for little.
+        Skipped while the queue is empty, to keep idle endpoints cheap.
         """
         if self._is_limited:
             return True

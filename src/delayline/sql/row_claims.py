@@ -145,12 +145,12 @@ class FullLooks:
         self._watermark = watermark
         self._look = look
         self._found = found
-        self._wanted = asyncio.Event()
+        self._scheduled = asyncio.Event()
         self._task = asyncio.create_task(self._run(), name="delayline full looks")
 
-    def want(self) -> None:
+    def schedule(self) -> None:
         """Schedule a full look: one from the watermark on has ended."""
-        self._wanted.set()
+        self._scheduled.set()
 
     def stop(self) -> None:
         """End the task. Idempotent."""
@@ -159,9 +159,9 @@ class FullLooks:
     async def _run(self) -> None:
         with contextlib.suppress(NotStarted):  # closed meanwhile
             while True:
-                await self._wanted.wait()
+                await self._scheduled.wait()
                 await asyncio.sleep(self._watermark.pause)
-                self._wanted.clear()
+                self._scheduled.clear()
                 due = await self._look_once()
                 if due is not None:
                     self._found(due)
@@ -172,7 +172,7 @@ class FullLooks:
         except NotStarted:
             raise
         except DelaylineError:  # the poller finds and reports the same fault
-            self._wanted.set()
+            self._scheduled.set()
             return None
 
 
@@ -397,7 +397,7 @@ class ServerRowClaims:
             yield
         finally:
             if self._full_looks is not None:
-                self._full_looks.want()
+                self._full_looks.schedule()
 
     def _lock_due(self, connection: Connection, until: object, limit: int) -> Sequence[Any]:
         """Lock due rows from the watermark on; it rises to the first: its lock keeps other transactions off."""

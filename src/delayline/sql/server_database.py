@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
-PING_AFTER: Final = 5.0  # seconds at rest after which a connection is tried before it is trusted
-CLOSE_AFTER: Final = 30.0  # seconds at rest after which a connection is closed while others are in use
+PING_AFTER: Final = 5.0  # idle seconds after which a connection is tested before use
+CLOSE_AFTER: Final = 30.0  # idle seconds after which a connection is closed while others are in use
 PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
 
 

@@ -40,7 +40,7 @@ class SchemaVersions(NamedTuple):
 
 
 class AddColumn(ExecutableDDLElement):
-    """ALTER TABLE, in the words that every product understands."""
+    """ALTER TABLE, in the syntax that every product has."""
 
     def __init__(self, column: Column[Any]) -> None:
         self.column = column

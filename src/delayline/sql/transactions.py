@@ -69,7 +69,7 @@ class EnlistedTransaction(Transaction):
         """Run `work` in the transaction; of the connection it may use cursors only."""
         try:
             return await self._hold.run(work)
-        except PendingRollbackError as error:  # SQLAlchemy remembers for every database; its text may have parameters
+        except PendingRollbackError as error:  # from SQLAlchemy, on any database; its text may contain parameters
             raise TransactionAborted(
                 "transaction= is aborted, as something in it has failed before or its connection was lost: roll it "
                 "back, and send in a new one"

@@ -185,7 +185,7 @@ class Systemd:
 
     Args:
         address: The path of its socket, `@name` for an abstract one; None for no service manager.
-        watchdog: Seconds within which it wants a sign of life; None for none.
+        watchdog: Seconds within which it must be notified; None for no watchdog.
     """
 
     def __init__(self, address: str | None, watchdog: float | None = None) -> None:

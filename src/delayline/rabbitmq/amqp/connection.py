@@ -77,7 +77,7 @@ class AmqpConnection(asyncio.Protocol):
                 await loop.create_connection(
                     lambda: connection, address.host, address.port, ssl=context, server_hostname=expected
                 )
-                await connection._greet()
+                await connection._handshake()
         except BaseException as error:
             connection.abort()
             if isinstance(error, OSError) and not isinstance(error, BackendUnavailable):
@@ -85,7 +85,7 @@ class AmqpConnection(asyncio.Protocol):
             raise
         return connection
 
-    async def _greet(self) -> None:
+    async def _handshake(self) -> None:
         start = await self.call(0, header.ProtocolHeader())
         self.version = str((start.server_properties or {}).get("version", ""))
         properties: dict[str, Any] = {
@@ -194,7 +194,7 @@ class AmqpConnection(asyncio.Protocol):
         if self.lost is None:
             with contextlib.suppress(OSError):
                 async with asyncio.timeout(patience):
-                    await self.call(0, commands.Connection.Close(200, "good-bye", 0, 0))
+                    await self.call(0, commands.Connection.Close(200, "closed", 0, 0))
         self.abort()
         if self._transport is not None:
             await self._ended.wait()

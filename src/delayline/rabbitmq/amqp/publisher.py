@@ -30,7 +30,7 @@ CHUNK_BYTES: Final = 1 << 18
 FIRST_BACK_OFF: Final = 0.1  # seconds, doubled with every failure
 LONGEST_BACK_OFF: Final = 5.0
 CLOSING_PATIENCE: Final = 10.0  # seconds for outstanding confirms
-GOODBYE_PATIENCE: Final = 4.0  # seconds for the broker's answer to a good-bye
+DISCONNECT_PATIENCE: Final = 4.0  # seconds for the broker's answer to Connection.Close
 #: The largest message that brokers accept by default, before version 4 and since.
 LARGEST_MESSAGE: Final = 134_217_728
 LARGEST_MESSAGE_OF_4: Final = 16_777_216
@@ -177,7 +177,7 @@ class PublisherLink:
                     await channel.confirms.empty()
         except TimeoutError:  # a broker that does not confirm will not answer a close
             self.connection.abort()
-        await self.connection.close(GOODBYE_PATIENCE)
+        await self.connection.close(DISCONNECT_PATIENCE)
 
     async def publish(self, publications: Sequence[Publication]) -> Mapping[int, Exception]:
         """Send all; see Publisher.publish."""

@@ -167,9 +167,10 @@ NUMBER: Final = struct.Struct(">i")
 
 
 class LoopInserts:
-    """Inserts messages one at a time, for the first event loop that uses it while that loop lives.
+    """Inserts messages one at a time, for the first event loop that uses it while that loop runs.
 
-    `_free` is held from the start of an insert until its answer has been read. At rest its connection is the pool's.
+    `_free` is held from the start of an insert until its answer has been read; then its connection returns to
+    the pool.
     """
 
     def __init__(self, database: ServerSessions, dialect: Server) -> None:

@@ -218,7 +218,7 @@ class PostgresqlNotifications:
         try:
             try:
                 self.send(unsent)
-            except BackendUnavailable:  # a connection that died at rest, perhaps: there are others
+            except BackendUnavailable:  # an idle connection may have been lost: try another one
                 self.send(unsent)
         except DelaylineError as error:
             with self._lock:  # with the next ones, or when the server is back

@@ -14,7 +14,7 @@ from delayline.sql.dialects.server import cause_of
 
 DUPLICATE_KEY: Final = frozenset({2627, 2601})
 ALREADY_THERE: Final = frozenset({2714, 1913})
-#: After these the transaction is gone, whatever the client believes.
+#: After these errors the server has rolled the transaction back.
 ROLLED_BACK: Final = frozenset({1205, 3903, 3930, 3998})
 LOST: Final = 20003
 

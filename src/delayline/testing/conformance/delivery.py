@@ -751,7 +751,7 @@ class DeliveryFaults(DeliveryFixtures):
     async def test_a_step_that_fails_once_neither_loses_nor_doubles(
         self, scenario: DeliveryScenario, mode: TransactionMode, error: Exception, step: Step
     ) -> None:
-        """While the process lives and its log is complete, every message is handled exactly once."""
+        """While the process runs and its log is complete, every message is handled exactly once."""
         async with scenario.endpoint(mode, number_of_retries=3) as endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
             await scenario.poller_sleeps(DUE)

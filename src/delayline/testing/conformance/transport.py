@@ -217,7 +217,7 @@ class TransportQueues(TransportFixtures):
             await transport.receiver("nowhere")
 
     async def test_acknowledge_is_true_once(self, transport: Transport) -> None:
-        """The second one learns that the message is gone."""
+        """The second one returns False."""
         await transport.dispatch([operation("billing")])
         receiver = await transport.receiver("billing")
         [message] = await received(receiver)
