@@ -11,7 +11,7 @@ from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from sqlalchemy import create_engine
-from sqlalchemy.engine import Engine, make_url
+from sqlalchemy.engine import URL, Engine, make_url
 from sqlalchemy.exc import ArgumentError, InvalidRequestError
 
 from delayline.checks import full_scheme
@@ -23,7 +23,6 @@ from delayline.sql.setup import RequiredTables, version_findings
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
-    from sqlalchemy import URL
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from delayline.sql.database import Database
@@ -68,6 +67,8 @@ async def planned(url: str, groups: Sequence[TableGroup], *, schema: str | None 
 
 
 _shared: Final[WeakValueDictionary[Hashable, Database]] = WeakValueDictionary()
+#: Those of servers by URL: to make an object only to find its identity takes milliseconds. A file's depends on more.
+_servers: Final[WeakValueDictionary[URL, Database]] = WeakValueDictionary()
 _sharing: Final = threading.Lock()
 LARGEST_POOL: Final = 1000
 
@@ -107,9 +108,14 @@ def database_at(
         ) from None  # its text may have a part of the password
     named = parsed.query.get("server_timeout") if server_timeout is None else server_timeout
     size = parsed.query.get("pool_size") if pool_size is None else pool_size
-    database = _new(parsed.difference_update_query(["server_timeout", "pool_size"]))
+    parsed = parsed.difference_update_query(["server_timeout", "pool_size"])
+    with _sharing:
+        known = _servers.get(parsed)
+    database = known or _new(parsed)
     with _sharing:
         shared = _shared.setdefault(database.domain, database)
+        if isinstance(shared.domain, URL):
+            _servers[parsed] = shared
         if named is not None:
             shared.limit_waits(checked_timeout(named))
         if size is not None:

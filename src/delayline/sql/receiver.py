@@ -8,7 +8,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import bindparam, func, select, update
@@ -335,6 +335,12 @@ class LimitStatements:
         if not rows:
             raise QueueNotFound(queue)
         return limits_of(rows[0])
+
+
+@lru_cache(maxsize=64)
+def limit_statements(tables: QueueTables, dialect: Dialect) -> LimitStatements:
+    """Return the statements of the tables, compiled once for every transport on them."""
+    return LimitStatements(tables, dialect)
 
 
 def limits_of(row: Sequence[object]) -> QueueLimits:

@@ -207,6 +207,7 @@ def message_columns(*, unique: bool = False) -> list[Column[Any]]:
     ]
 
 
+@lru_cache(maxsize=64)
 def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False) -> Table:
     """Return the logical table of a delayed message store under that name.
 

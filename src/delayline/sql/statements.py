@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
@@ -156,6 +157,15 @@ class StoreStatements:
         return batch
 
 
+@lru_cache(maxsize=64)
+def store_statements(table: Table, dialect: Dialect) -> StoreStatements:
+    """Return the statements of a table, compiled once for every store that is opened on it.
+
+    Every dialect has a hash, by identity; mypy does not see that in a protocol.
+    """
+    return StoreStatements(table, dialect)
+
+
 class QueueStatements:
     """The statements on the way of every message to and from a queue."""
 
@@ -224,6 +234,12 @@ class QueueStatements:
         """Raise QueueNotFound unless the queue is registered."""
         if self.missing(connection, [queue]):
             raise QueueNotFound(queue)
+
+
+@lru_cache(maxsize=64)
+def queue_statements(tables: QueueTables, dialect: Dialect) -> QueueStatements:
+    """Return the statements of the tables, compiled once for every transport on them."""
+    return QueueStatements(tables, dialect)
 
 
 def store_channel(table: Table) -> str:

@@ -28,7 +28,7 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, TO_WRITE, in_order
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import StoreStatements, check_size, queue_channel, store_channel
+from delayline.sql.statements import check_size, queue_channel, store_channel, store_statements
 from delayline.sql.transport import ONE_SECOND, SqlTransport
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
     from delayline.sql.row_claims import RowClaims
+    from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction, TransactionMode
@@ -150,7 +151,8 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         except BaseException:
             await self._close_database()
             raise
-        self._open, self._journal = StoreStatements(table, self._database.dialect), journal
+        self._open = store_statements(table, self._database.dialect)  # type: ignore[arg-type]  # see there
+        self._journal = journal
         self._rows = row_claims(self._database, self._open, self._tables)
 
     async def close(self) -> None:

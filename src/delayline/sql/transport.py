@@ -22,16 +22,16 @@ from delayline.sql.deadlines import long_work
 from delayline.sql.receiver import (
     LIMITS_CHANGED,
     IdleQueues,
-    LimitStatements,
     QueueAdmission,
     SqlHandlerSlots,
     SqlReceiver,
     checked_changes,
+    limit_statements,
     limits_of,
 )
 from delayline.sql.schema import DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import QueueStatements, check_size, queue_channel
+from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction, Unset
     from delayline.sql.database import Database
     from delayline.sql.dialect import Claims
-    from delayline.sql.statements import QueueStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
@@ -95,8 +94,8 @@ class SqlTransport(SqlBackend):
         super().__init__(url, schema, two_phase, server_timeout, pool_size, connect)
         self._url = url if isinstance(url, str) and connect is None else None
         interval = time_span("poll_interval", poll_interval).total_seconds()
-        self._statements = QueueStatements(self._tables, self._database.dialect)
-        self._limits = LimitStatements(self._tables, self._database.dialect)
+        self._statements = queue_statements(self._tables, self._database.dialect)  # type: ignore[arg-type]  # see there
+        self._limits = limit_statements(self._tables, self._database.dialect)  # type: ignore[arg-type]  # see there
         self._idle = IdleQueues(self._database, self._statements, interval)
         self._checked = False
         self._sends = Grouping(self._dispatch_groups, maximum=MAXIMUM_GROUP, abandoned=_log_abandoned)
