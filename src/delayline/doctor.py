@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
@@ -27,7 +28,7 @@ from delayline.timeouts.draining import remaining_timeouts
 from delayline.transport import SupportsQueueComparison
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
     from delayline.config import Settings
     from delayline.delayed.store import SupportsManagement
@@ -75,21 +76,26 @@ def check_urls(settings: Settings) -> None:
 async def examine_endpoint(settings: Settings, thresholds: Thresholds | None = None) -> list[Finding]:
     """Return the findings; a part that cannot be examined is a finding with the reason."""
     limits = thresholds or Thresholds()
-    findings = [_guarantee(settings)]
-    for what, look in (
-        ("connection", _connection),
-        ("rights", _rights),
-        ("database", _database),
-        ("queues", _queues),
-        ("delayed messages", _delayed_messages),
-        ("timeout manager", _timeouts),
-    ):
+
+    async def examined(what: str, look: Callable[[Settings, Thresholds], AsyncIterator[Finding]]) -> list[Finding]:
+        findings = []
         try:
-            findings += [finding async for finding in look(settings, limits)]
+            async for finding in look(settings, limits):
+                findings.append(finding)  # noqa: PERF401 - those before an error are kept
         except DelaylineError as error:
             findings.append(Finding(what, ok=False, text=str(error)))
-            if what == "connection":
-                break
+        return findings
+
+    findings = [_guarantee(settings), *await examined("connection", _connection)]
+    if findings[-1].ok:
+        parts = await asyncio.gather(
+            examined("rights", _rights),
+            examined("database", _database),
+            examined("queues", _queues),
+            examined("delayed messages", _delayed_messages),
+            examined("timeout manager", _timeouts),
+        )
+        findings += [finding for part in parts for finding in part]
     return findings
 
 
