@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import TYPE_CHECKING
 
 import pytest
+from tests.dashboard.pages import client_of, csrf_of
+from tests.dashboard.world import fill
 
+from delayline.dashboard import Actor
 from delayline.dashboard.forms import header_lines, headers_of, instant_of, whole
 from delayline.dashboard.live import Shared, event
+from delayline.dashboard.service import EndpointService
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.testing import ManualClock
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 NOW = datetime(2026, 5, 1, 9, tzinfo=UTC)
 
@@ -106,3 +116,29 @@ async def test_a_failed_reading_is_not_kept_longer_than_a_value() -> None:
 
 def test_an_event_of_several_lines_stays_one_event() -> None:
     assert event("<p>a\n\nb</p>\n") == "data: <p>a\ndata: \ndata: b</p>\n\n"
+
+
+def test_a_search_whose_time_ends_leads_on_and_its_estimate_is_confirmed_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a search that ends after 50 of 61 messages
+    monkeypatch.setattr("delayline.dashboard.service.READ_AT_ONCE", 50)
+    monkeypatch.setattr("delayline.dashboard.pages.EndpointService", partial(EndpointService, search_time=0))
+    settings = asyncio.run(fill(f"sqlite:///{tmp_path / 'delayline.db'}"))
+    with client_of(settings, read_only=False, authorize=lambda _: Actor("ana", may_act=True)) as client:
+        # When it is followed
+        first = client.get("/waiting?header=nothing").text
+        links = re.findall(r'href="([^"]+)">Search on<', first)
+        rest = client.get(links[0].replace("&amp;", "&")).text
+        # Then the first page says how far it came, and the last one that nothing is left
+        assert "Searched the first 50 of 61 messages, due until" in first
+        assert "None of these match" in first
+        assert "No waiting message matches" in rest
+        assert "Search on" not in rest
+        # And an action on all that match asks for the endpoint's name, because their number is an estimate
+        shown = client.get("/waiting/all?type=shop.").text
+        assert re.search(r"about \d+ messages match", shown)
+        assert "Type <strong>sales</strong> to confirm" in shown
+        form = {"csrf": csrf_of(client, "/waiting/all?type=shop."), "type": "shop.", "action": "cancel", "rate": "1000"}
+        assert "Not started: about" in client.post("/waiting/all", data={**form, "confirm": "60"}).text
+        assert "Started: cancel" in client.post("/waiting/all", data={**form, "confirm": "sales"}).text

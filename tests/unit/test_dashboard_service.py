@@ -147,7 +147,7 @@ async def test_pending_messages_are_found(
     page = await service.pending(query)
     assert await ids_of(page) == expected
     assert isinstance(page, PendingPage)
-    assert (page.complete, page.cut) == (True, None)
+    assert (page.complete, page.cut, page.total) == (True, False, None)
 
 
 async def test_pages_go_on_where_the_last_one_ended(endpoint: Endpoint, service: EndpointService) -> None:
@@ -171,22 +171,79 @@ async def test_pages_go_on_where_the_last_one_ended(endpoint: Endpoint, service:
     assert found[0] == "m0"
 
 
-async def test_a_search_that_reads_too_much_ends_with_a_reason(
-    endpoint: Endpoint, service: EndpointService, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("delayline.dashboard.service.LOOKED_AT", 3)
+@pytest.fixture
+async def impatient(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EndpointService]:
+    """Provide a service whose searches end after the first three messages."""
     monkeypatch.setattr("delayline.dashboard.service.READ_AT_ONCE", 3)
+    async with EndpointService(endpoint, search_time=0) as one:
+        yield one
+
+
+async def test_a_search_ends_with_its_time_and_goes_on_from_there(
+    endpoint: Endpoint, impatient: EndpointService
+) -> None:
     await put(endpoint, 7)
-    page = await service.pending(PendingQuery(header_value="c5"), limit=3)
+    query = PendingQuery(header_value="c5", due_before=NOW + 7 * HOUR)
+    page = await impatient.pending(query, limit=3)
     assert isinstance(page, PendingPage)
-    assert (list(page.rows), page.looked_at, page.complete) == ([], 3, False)
-    assert page.cut is not None
-    assert "after 3 messages" in page.cut
+    assert (list(page.rows), page.looked_at, page.complete, page.cut) == ([], 3, False, True)
+    assert page.next_after == NOW + 3 * HOUR
+    assert page.total is not None
+    assert (page.total.count, page.total.exact) == (6, True)
     # And going on finds it
-    rest = await service.pending(
-        PendingQuery(header_value="c5"), limit=3, after=page.next_after, offset=page.next_offset or 0
-    )
-    assert await ids_of(rest) == ["m5"]
+    rest = await impatient.pending(query, limit=3, after=page.next_after, offset=page.next_offset or 0)
+    assert isinstance(rest, PendingPage)
+    assert [row.id for row in rest.rows] == ["m5"]
+    assert rest.total is not None
+    assert rest.total.count == 3
+
+
+async def test_a_full_page_does_not_count_as_cut(endpoint: Endpoint, impatient: EndpointService) -> None:
+    await put(endpoint, 7)
+    page = await impatient.pending(PendingQuery(message_type="Order"), limit=3)
+    assert isinstance(page, PendingPage)
+    assert (len(page.rows), page.complete, page.cut, page.total) == (3, False, False, None)
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        (PendingQuery(), (7, True)),
+        (PendingQuery(due_from=NOW + 2 * HOUR, due_before=NOW + 7 * HOUR), (5, True)),
+        (PendingQuery(due_from=NOW + 2 * HOUR, due_before=NOW + HOUR), (0, True)),
+        (PendingQuery(message_id="m5"), (1, True)),
+        (PendingQuery(destination="billing"), (7, False)),
+        (PendingQuery(destination="billing", due_from=NOW + 2 * HOUR, due_before=NOW + 7 * HOUR), (5, False)),
+        (PendingQuery(destination="nowhere"), (0, False)),
+        (PendingQuery(destination="billing", due_before=NOW + 3 * HOUR), (2, True)),
+        (PendingQuery(message_type="OrderPlaced"), (7, False)),
+        (PendingQuery(message_type="OrderPlaced", due_from=NOW + 2 * HOUR), (6, False)),
+        (PendingQuery(header_value="c1"), (2, False)),  # one of three looked at, of seven
+        (PendingQuery(header="Nothing"), (0, False)),
+    ],
+)
+async def test_a_preview_is_an_estimate_when_its_time_ends(
+    endpoint: Endpoint, impatient: EndpointService, query: PendingQuery, expected: tuple[int, bool]
+) -> None:
+    await put(endpoint, 7)
+    preview = await impatient.preview(query)
+    assert not isinstance(preview, Unavailable)
+    assert (preview.number, preview.exact, preview.at_least) == (*expected, False)
+
+
+async def test_an_action_changes_all_that_match_after_an_estimate(
+    endpoint: Endpoint, impatient: EndpointService
+) -> None:
+    await put(endpoint, 7)
+    query = PendingQuery(header_value="c")
+    preview = await impatient.preview(query)
+    assert not isinstance(preview, Unavailable)
+    assert (preview.exact, list(preview.example)) == (False, ["m0", "m1", "m2"])
+    job = await impatient.change_all(Action.CANCEL, query, actor="ann", rate=1000, expected=preview.number)
+    assert not isinstance(job, Unavailable)
+    done = await ended(impatient, job.id)
+    assert (done.state, done.expected, done.done) == (JobState.DONE, 7, 7)
+    assert not await store_of(endpoint).pending()
 
 
 async def test_a_message_is_shown_with_its_body_cut(endpoint: Endpoint, service: EndpointService) -> None:

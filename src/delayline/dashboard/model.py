@@ -228,15 +228,17 @@ class PendingPage:
 
     rows: Sequence[PendingRow]
     looked_at: int
-    """How many messages were read."""
+    """How many messages the search looked through."""
     complete: bool
     """Whether there are no more than these."""
     next_offset: int | None
     """How many messages of `next_after` to skip when searching on; None when complete."""
     next_after: datetime | None
     """The due time to search on from."""
-    cut: str | None = None
-    """Why the search ended early, as a sentence; None if it did not."""
+    cut: bool = False
+    """Whether the search time was used up before the page was full."""
+    total: DueBucket | None = None
+    """If so, how many messages there were to look through; None if the back end cannot count them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,7 +338,9 @@ class Preview:
 
     number: int
     exact: bool
-    """False if there may be more: the search ended at its limit."""
+    """Whether they were counted; else the number is an estimate."""
+    at_least: bool
+    """Whether there may be more: the back end can only count the first ones."""
     example: Sequence[str]
     """Ids of the first ones."""
 

@@ -9,6 +9,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from markupsafe import Markup
@@ -34,7 +35,7 @@ from delayline.dashboard.model import (
     Unavailable,
 )
 from delayline.dashboard.rendering import PAGES, link_to, number, render
-from delayline.dashboard.service import HIGHEST_RATE, EndpointService
+from delayline.dashboard.service import HIGHEST_RATE, MOST_CHANGED, EndpointService
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, Headers
 from delayline.readable import parse_delay, parse_instant
@@ -74,6 +75,8 @@ PAST: Final = {
 }
 FILTERS: Final = ("id", "destination", "type", "header", "value", "from", "before")
 """Fields of a search."""
+FRESH: Final = 1.0
+"""Seconds for which what was read is shown again to all browsers."""
 MOST_NOTICES: Final = 200
 STALE: Final = timedelta(seconds=10)
 """A message that is overdue for longer means that no poller dispatches it."""
@@ -104,7 +107,11 @@ class Pages:
         self._clock = clock
         self._notices: OrderedDict[str, Notice] = OrderedDict()
         self._streams = 0
-        self._now = Shared(self._read_now, EVERY / 2, clock)
+        self._now = Shared(self._read_now, FRESH, clock)
+        self._forecasts = {
+            (one.name, span): Shared(partial(one.forecast, span), FRESH, clock) for one in services for span in SPANS
+        }
+        self._findings = Shared(self._examine, FRESH, clock)
         self.shown: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self.now,
             "/live/now": self.live_now,
@@ -161,7 +168,7 @@ class Pages:
         """Show when messages are due, and what of it the drain rate cannot dispatch."""
         service = self._service(request)
         span = request.query_params.get("span", "all")
-        found = await _attempt(service.forecast(span if span in SPANS else "all"))
+        found = await _attempt(self._forecasts[service.name, span if span in SPANS else "all"]())
         context: dict[str, Any] = {"spans": SPANS, "span": span, "found": found, "drawing": None}
         if isinstance(found, Forecast):
             context["drawing"] = _drawn_forecast(found)
@@ -223,7 +230,14 @@ class Pages:
         fields = _filters(request.query_params)
         found = await _attempt(self._previewed(service, fields))
         return self._page(
-            request, "waiting_all.html", "All that match", "/waiting", endpoint=service, found=found, fields=fields
+            request,
+            "waiting_all.html",
+            "All that match",
+            "/waiting",
+            endpoint=service,
+            found=found,
+            fields=fields,
+            most=MOST_CHANGED,
         )
 
     async def _previewed(self, service: EndpointService, fields: Mapping[str, str]) -> Preview | Unavailable:
@@ -327,9 +341,13 @@ class Pages:
 
     async def doctor(self, request: Request) -> Response:
         """Show what `delayline doctor` checks, of every endpoint."""
+        return self._page(request, "doctor.html", "Doctor", "/doctor", checked=await self._findings())
+
+    async def _examine(self) -> Sequence[tuple[EndpointService, Any]]:
+        """Return the findings about all endpoints, examined at the same time."""
         services = list(self._services.values())
         found = await asyncio.gather(*(_attempt(one.doctor()) for one in services))
-        return self._page(request, "doctor.html", "Doctor", "/doctor", checked=list(zip(services, found, strict=True)))
+        return list(zip(services, found, strict=True))
 
     async def export(self, request: Request) -> Response:
         """Send failed messages as a file of JSON lines."""
@@ -371,11 +389,14 @@ class Pages:
         preview = await service.preview(query)
         if isinstance(preview, Unavailable):
             raise InvalidMessage(preview.reason)
-        if form.get("confirm", "").strip() != str(preview.number):
-            text = f"Not started: {preview.number:,} match now, and another number was typed."
+        # An estimate is another number each time: the endpoint's name is typed instead.
+        if form.get("confirm", "").strip() != (str(preview.number) if preview.exact else service.name):
+            count = number(preview.number, about=not preview.exact, at_least=preview.at_least)
+            typed = "another number" if preview.exact else "not the endpoint's name"
+            text = f"Not started: {count} match now, and {typed} was typed."
             return self._redirect(request, "/waiting/all", Notice("bad", text), endpoint=service.name, **fields)
         actor = request.state.actor.name
-        job = await service.change_all(action, query, actor=actor, rate=rate, to=to, by=by)
+        job = await service.change_all(action, query, actor=actor, rate=rate, to=to, by=by, expected=preview.number)
         return self._started(request, job, service)
 
     async def retry(self, request: Request) -> Response:

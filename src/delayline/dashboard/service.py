@@ -36,6 +36,7 @@ from delayline.dashboard.contents import (
     place_of,
     wire_time,
 )
+from delayline.dashboard.live import Shared
 from delayline.dashboard.model import (
     Action,
     ActionJob,
@@ -68,6 +69,7 @@ from delayline.dashboard.model import (
     Unavailable,
 )
 from delayline.delayed.store import (
+    DueBucket,
     FoundMessage,
     Outcome,
     SupportsClock,
@@ -78,7 +80,7 @@ from delayline.delayed.store import (
     found_of,
 )
 from delayline.doctor import check_urls, examine_endpoint
-from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, NotStarted
 from delayline.events import Event, emit
 from delayline.message import Headers, Message, in_utc
 from delayline.recoverability import FAILURE_HEADERS
@@ -118,15 +120,23 @@ TIME_LIMIT: Final = 5.0
 MOST_UNANSWERED: Final = 24
 ONE_SECOND: Final = timedelta(seconds=1)
 ONE_MINUTE: Final = timedelta(minutes=1)
+HALF_AN_HOUR: Final = timedelta(minutes=30)
 ONE_HOUR: Final = timedelta(hours=1)
 ONE_DAY: Final = timedelta(days=1)
 #: A process whose last row is older has ended, or cannot write.
 ALIVE: Final = timedelta(minutes=3)
 #: The minutes that rates are taken of.
 RATES_OF: Final = timedelta(minutes=5)
-#: Messages that a search reads for one page, and in one statement.
+#: Seconds for which a drain rate is shown again: it needs all rows of a day, of which there is a new one each minute.
+RATE_KEPT: Final = 30.0
+#: Seconds that a search or a preview may look through messages one by one.
+SEARCH_TIME: Final = 0.1
+#: Messages that are looked through for one id where a back end has no index of ids.
 LOOKED_AT: Final = 20_000
+#: Messages that are read in one statement.
 READ_AT_ONCE: Final = 500
+#: Ids that a preview shows.
+EXAMPLES: Final = 5
 #: Messages that an action on all that match changes at most.
 MOST_CHANGED: Final = 100_000
 #: Failed messages that are read to be grouped.
@@ -196,6 +206,7 @@ class EndpointService:
         source: The endpoint's settings, of which the service opens its own transport and store; or an endpoint of this
             process, whose transport and store are used while it is started.
         time_limit: Seconds that each part of a page may take.
+        search_time: Seconds that a search or a preview may look through messages one by one.
         clock: Clock for overdue messages where the store has none.
 
     Example:
@@ -206,13 +217,20 @@ class EndpointService:
     """
 
     def __init__(
-        self, source: Settings | Endpoint, *, time_limit: float = TIME_LIMIT, clock: Clock | None = None
+        self,
+        source: Settings | Endpoint,
+        *,
+        time_limit: float = TIME_LIMIT,
+        search_time: float = SEARCH_TIME,
+        clock: Clock | None = None,
     ) -> None:
         self._settings = source if isinstance(source, Settings) else None
         self._endpoint = None if isinstance(source, Settings) else source
         self.name = source.named_endpoint if isinstance(source, Settings) else source.name
         self._time_limit = time_limit
+        self._search_time = search_time
         self._clock = clock or SystemClock()
+        self._rate = Shared(self._drain_rate, RATE_KEPT, self._clock)
         self._transport: Transport | None = None
         self._store: object = None
         self._closing = contextlib.AsyncExitStack()
@@ -264,15 +282,16 @@ class EndpointService:
 
     async def now(self) -> Now:
         """Return the page `Now`."""
-        due, throughput, processes, queues, errors, levels = await asyncio.gather(
+        due, recent, queues, errors, levels = await asyncio.gather(
             self._part("due", self._due_counts),
-            self._part("throughput", self._throughput),
-            self._part("processes", self._processes),
+            self._part("recent", partial(self._recent, HALF_AN_HOUR)),
             self._part("queues", self._queues),
             self._part("errors", self._error_count),
             self._part("levels", self._levels),
         )
-        return Now(self._clock.now(), due, throughput, processes, queues, errors, levels)
+        if isinstance(recent, Unavailable):
+            return Now(self._clock.now(), due, recent, recent, queues, errors, levels)
+        return Now(self._clock.now(), due, _throughput(*recent), _processes(*recent), queues, errors, levels)
 
     async def forecast(self, span: str = "day", *, destination: str | None = None) -> Forecast | Unavailable:
         """Return the due times of pending messages.
@@ -286,7 +305,7 @@ class EndpointService:
         """
         _one_of("span", span, SPANS)
         rate, found = await asyncio.gather(
-            self._part("rate", self._drain_rate),
+            self._part("rate", self._rate),
             self._part(("forecast", span), partial(self._forecast, span)),
         )
         if isinstance(found, Unavailable):
@@ -316,8 +335,8 @@ class EndpointService:
     ) -> PendingPage | Unavailable:
         """Return pending messages that match, earliest due first.
 
-        An id and due times are searched by index. Other conditions are checked message by message: at most 20 000 of
-        them, for most of the time limit; the result's `cut` is the reason when that has ended the search.
+        An id and due times are searched by index. Other conditions are checked message by message until the page is
+        full or the search time is used up; then the result is `cut`, and a search with `next_after` goes on from there.
 
         Args:
             query: What to find; everything by default.
@@ -341,7 +360,11 @@ class EndpointService:
         return await self._part(("message", message_id, form), partial(self._message, message_id, form))
 
     async def preview(self, query: PendingQuery) -> Preview | Unavailable:
-        """Return how many pending messages an action on all that match would change."""
+        """Return how many pending messages match, for an action on all of them.
+
+        The number is counted within the search time, or estimated: from the due forecast for due times and a
+        destination, else from the share of matches among the messages that were looked through.
+        """
         return await self._part(("preview", query), partial(self._preview, query))
 
     # Actions on pending messages
@@ -370,6 +393,7 @@ class EndpointService:
         rate: float = 100.0,
         to: datetime | None = None,
         by: timedelta | None = None,
+        expected: int | None = None,
     ) -> ActionJob | Unavailable:
         """Cancel, reschedule or send now all pending messages that match, as a job.
 
@@ -382,6 +406,7 @@ class EndpointService:
             rate: Messages a second at most, above 0 and up to 1000.
             to: The new due time.
             by: How much later, or earlier.
+            expected: The number of the preview, which is read again by default.
         """
         change: Callable[[str], Awaitable[ActionOutcome]]
         match action:
@@ -393,16 +418,18 @@ class EndpointService:
                 change = self._send_now
             case _:
                 raise ConfigurationError(f"{action.value!r} is not an action on pending messages")
-        preview = await self.preview(query)
-        if isinstance(preview, Unavailable):
-            return preview
+        if expected is None:
+            preview = await self.preview(query)
+            if isinstance(preview, Unavailable):
+                return preview
+            expected = preview.number
 
         async def work(job: _Job) -> None:
             ids = [found.message.id async for found in self._matching(query, MOST_CHANGED)]
             job.shown = replace(job.shown, expected=len(ids))
             await self._paced(job, ids, change)
 
-        return self._start_job(action, actor, describe(query), preview.number, rate, work)
+        return self._start_job(action, actor, describe(query), min(expected, MOST_CHANGED), rate, work)
 
     # Errors
 
@@ -632,9 +659,16 @@ class EndpointService:
         return database, database.dialect.schema_of(settings.schema), settings.table_name or f"{self.name}.timeouts"
 
     async def _look(self, work: Callable[[Connection, Dialect, str | None], Result]) -> Result:
-        """Run a read-only work in the store's database, on a separate connection."""
+        """Run a read-only work in the store's database, on an open connection if there is one."""
         database, schema, _ = self._database()
-        return await database.look(lambda connection: work(connection, database.dialect, schema))
+
+        def looked(connection: Connection) -> Result:
+            return work(connection, database.dialect, schema)
+
+        try:
+            return await database.read(looked)
+        except NotStarted:  # store and transport are not open
+            return await database.look(looked)
 
     async def _time(self) -> datetime:
         """Return the present time on the store's clock, the machines' clocks may differ."""
@@ -666,46 +700,6 @@ class EndpointService:
     async def _recent(self, span: timedelta) -> tuple[datetime, list[MinuteRow]]:
         now = await self._time()
         return now, await self._minutes(now - span, now + ONE_MINUTE)
-
-    async def _throughput(self) -> Throughput:
-        _, rows = await self._recent(RATES_OF + ONE_MINUTE)
-        if not rows:
-            raise ConfigurationError(NO_HISTORY)
-        since = min(row.start for row in rows)
-        seconds = max(60.0, (max(row.start for row in rows) + ONE_MINUTE - since).total_seconds())
-        buckets = [0] * (len(LATENESS_BOUNDS) + 1)
-        for row in rows:
-            for counts in row.lateness.values():
-                buckets = [one + other for one, other in zip(buckets, counts, strict=True)]
-        late = Histogram(LATENESS_BOUNDS, buckets, 0.0)
-        return Throughput(
-            since,
-            sum(row.handled for row in rows) / seconds,
-            sum(row.failed for row in rows) / seconds,
-            sum(row.dispatched for row in rows) / seconds,
-            sum(row.sent for row in rows) / seconds,
-            late.quantile(0.5),
-            late.quantile(0.99),
-        )
-
-    async def _processes(self) -> list[ProcessState]:
-        now, rows = await self._recent(timedelta(minutes=30))
-        if not rows:
-            raise ConfigurationError(NO_HISTORY)
-        last = {row.process: row for row in rows}
-        return [
-            ProcessState(
-                process=row.process,
-                last_minute=row.written,
-                alive=now - row.written < ALIVE,
-                poller=row.poller,
-                receivers=row.receivers,
-                running_handlers=row.running_handlers,
-                breakers=row.breakers,
-                measures=row.measures,
-            )
-            for row in sorted(last.values(), key=lambda row: row.process)
-        ]
 
     async def _drain_rate(self) -> float:
         """Return the most messages a second that all processes have dispatched in a minute of the last day."""
@@ -844,7 +838,7 @@ class EndpointService:
         return None
 
     async def _pending(self, query: PendingQuery, limit: int, after: datetime | None, offset: int) -> PendingPage:
-        began, rows, looked_at = asyncio.get_running_loop().time(), [], 0
+        rows, looked_at, is_over = [], 0, await self._search_timer()
         at_once = READ_AT_ONCE if _checks_each(query) else limit
         start, skipped = after or query.due_from, offset
         async with contextlib.aclosing(self._pages(query, after, offset, at_once)) as pages:
@@ -857,15 +851,19 @@ class EndpointService:
                         rows.append(row_of(found))
                         if len(rows) == limit:
                             return PendingPage(rows, looked_at, False, skipped, start)
-                late = asyncio.get_running_loop().time() - began > self._time_limit * 0.7
-                if looked_at >= LOOKED_AT or late:
-                    why = (
-                        f"after {looked_at} messages, its limit"
-                        if not late
-                        else f"after {looked_at} messages, for time"
-                    )
-                    return PendingPage(rows, looked_at, False, skipped, start, f"the search has ended {why}")
+                if len(page) == at_once and is_over():
+                    total = await self._expected(replace(query, due_from=after or query.due_from, destination=None))
+                    if total is not None:  # without those at its beginning that were skipped
+                        total = replace(total, count=max(total.count - offset, looked_at))
+                    return PendingPage(rows, looked_at, False, skipped, start, cut=True, total=total)
         return PendingPage(rows, looked_at, True, None, None)
+
+    async def _search_timer(self) -> Callable[[], bool]:
+        """Return a function that returns whether the search time is used up; it begins when the store is open."""
+        await self._opened_store()
+        time = asyncio.get_running_loop().time
+        end = time() + self._search_time
+        return lambda: time() >= end
 
     async def _matching(self, query: PendingQuery, most: int) -> AsyncGenerator[FoundMessage, None]:
         number = 0
@@ -879,17 +877,55 @@ class EndpointService:
                             return
 
     async def _preview(self, query: PendingQuery) -> Preview:
-        began, number, looked_at = asyncio.get_running_loop().time(), 0, 0
+        number, looked_at, is_over = 0, 0, await self._search_timer()
         examples: list[str] = []
-        async with contextlib.aclosing(self._pages(query, None, 0, READ_AT_ONCE)) as pages:
+        by_due = not _checks_each(query) and query.message_id is None
+        total = await self._expected(query) if by_due else None  # the index or statistics count these
+        at_once = READ_AT_ONCE if total is None else EXAMPLES
+        async with contextlib.aclosing(self._pages(query, None, 0, at_once)) as pages:
             async for page in pages:
                 found = [one for one in page if matches(query, one)]
-                examples += [one.message.id for one in found[: 5 - len(examples)]]
+                examples += [one.message.id for one in found[: EXAMPLES - len(examples)]]
+                if total is not None:
+                    return Preview(total.count, total.exact, total.at_least, examples)
                 number, looked_at = number + len(found), looked_at + len(page)
-                late = asyncio.get_running_loop().time() - began > self._time_limit * 0.7
-                if looked_at >= MOST_CHANGED or late:
-                    return Preview(number, exact=False, example=examples)
-        return Preview(number, exact=True, example=examples)
+                if len(page) == at_once and is_over():
+                    return await self._estimated(query, number, looked_at, examples)
+        return Preview(number, exact=True, at_least=False, example=examples)
+
+    async def _estimated(self, query: PendingQuery, number: int, looked_at: int, examples: Sequence[str]) -> Preview:
+        """Return the preview of a query after `number` matches among the first `looked_at` messages."""
+        by_share = _checks_headers(query)
+        total = await self._expected(replace(query, destination=None) if by_share else query)
+        if total is None:
+            return Preview(number, exact=False, at_least=True, example=examples)
+        about = round(total.count * number / looked_at) if by_share else total.count
+        return Preview(max(about, number), exact=False, at_least=total.at_least, example=examples)
+
+    async def _expected(self, query: PendingQuery) -> DueBucket | None:
+        """Return how many messages have the due times and the destination of the query, by the due forecast.
+
+        None where the store has no forecast. The query's other conditions are ignored.
+        """
+        store = await self._opened_store()
+        if not isinstance(store, SupportsDueForecast):
+            return None
+        now, start, end, name = await self._time(), query.due_from, query.due_before, query.destination
+        times = {one for one in (start, end) if one is not None}
+        if name is not None:  # shares of destinations come from the first messages of each bucket: more buckets
+            times.update(now + one for one in GROWING)
+        edges = sorted(one for one in times or {now} if (start is None or one >= start) and (end is None or one <= end))
+        if not edges:  # due_from is later than due_before
+            return DueBucket(start, end, 0)
+        forecast = await store.due_forecast(edges, by_destination=name is not None)
+        buckets = forecast.buckets[0 if start is None else 1 : None if end is None else -1]
+        return DueBucket(
+            start,
+            end,
+            sum(one.count if name is None else one.destinations.get(name, 0) for one in buckets),
+            exact=all(one.exact for one in buckets),
+            at_least=any(one.at_least for one in buckets),
+        )
 
     async def _message(self, message_id: str, form: Form | None) -> MessageDetails | None:
         found = await self._find(await self._opened_store(), message_id, BODY_SHOWN)
@@ -1132,6 +1168,49 @@ def _unavailable(error: BaseException) -> Unavailable:
     return Unavailable(f"it failed unexpectedly ({type(error).__name__}): see the log")
 
 
+def _throughput(now: datetime, rows: Sequence[MinuteRow]) -> Throughput | Unavailable:
+    """Return the rates of the last minutes."""
+    rows = [row for row in rows if row.start > now - RATES_OF - 2 * ONE_MINUTE]
+    if not rows:
+        return Unavailable(NO_HISTORY)
+    since = min(row.start for row in rows)
+    seconds = max(60.0, (max(row.start for row in rows) + ONE_MINUTE - since).total_seconds())
+    buckets = [0] * (len(LATENESS_BOUNDS) + 1)
+    for row in rows:
+        for counts in row.lateness.values():
+            buckets = [one + other for one, other in zip(buckets, counts, strict=True)]
+    late = Histogram(LATENESS_BOUNDS, buckets, 0.0)
+    return Throughput(
+        since,
+        sum(row.handled for row in rows) / seconds,
+        sum(row.failed for row in rows) / seconds,
+        sum(row.dispatched for row in rows) / seconds,
+        sum(row.sent for row in rows) / seconds,
+        late.quantile(0.5),
+        late.quantile(0.99),
+    )
+
+
+def _processes(now: datetime, rows: Sequence[MinuteRow]) -> list[ProcessState] | Unavailable:
+    """Return the processes by their last rows."""
+    if not rows:
+        return Unavailable(NO_HISTORY)
+    last = {row.process: row for row in rows}
+    return [
+        ProcessState(
+            process=row.process,
+            last_minute=row.written,
+            alive=now - row.written < ALIVE,
+            poller=row.poller,
+            receivers=row.receivers,
+            running_handlers=row.running_handlers,
+            breakers=row.breakers,
+            measures=row.measures,
+        )
+        for row in sorted(last.values(), key=lambda row: row.process)
+    ]
+
+
 def _one_of(name: str, value: str, known: Mapping[str, object]) -> None:
     if value not in known:
         raise ConfigurationError(f"{name}={value!r} is unknown: use one of {', '.join(known)}")
@@ -1181,9 +1260,14 @@ def _mover(to: datetime | None, by: timedelta | None) -> Callable[[datetime | No
     return moved
 
 
+def _checks_headers(query: PendingQuery) -> bool:
+    """Return whether the headers of messages have to be looked at."""
+    return any((query.message_type, query.header, query.header_value))
+
+
 def _checks_each(query: PendingQuery) -> bool:
     """Return whether messages have to be looked at one by one."""
-    return any((query.destination, query.message_type, query.header, query.header_value))
+    return bool(query.destination) or _checks_headers(query)
 
 
 def matches(query: PendingQuery, found: FoundMessage) -> bool:
@@ -1197,7 +1281,7 @@ def matches(query: PendingQuery, found: FoundMessage) -> bool:
         return False
     if query.due_before is not None and message.due >= query.due_before:
         return False
-    if not (query.message_type or query.header or query.header_value):
+    if not _checks_headers(query):
         return True
     headers, _ = headers_of(message.message)
     if query.message_type and query.message_type not in headers.get(Headers.ENCLOSED_MESSAGE_TYPES, ""):
