@@ -279,6 +279,7 @@ EVENT_MEANING: Final = {
     Event.RETRIED_LATER: "The message was deferred for another round of attempts.",
     Event.RECEIVE_FAILED: "Messages could not be taken from the queue; it is tried again.",
     Event.EXPIRED: "A message had waited longer than its `NServiceBus.TimeToBeReceived` and was deleted unseen.",
+    Event.LIMITS_UNUSABLE: "The limits of types in the registry of queues are not JSON that delayline has written.",
     Event.RECEIVE_LOST: "The message left its queue while it was handled here: a possible duplicate.",
     Event.RECEIVE_TASK_FAILED: "A message could not even be given back; it is when the process ends, if not before.",
     Event.POISON_MESSAGE: "The message's headers cannot be read; it goes to the error queue as it is.",

@@ -55,6 +55,7 @@ from delayline.transport import (
     SupportsCancelledDispatch,
     SupportsHandlerSlots,
     SupportsQueueAddresses,
+    SupportsQueueLimits,
     SupportsQueueManagement,
     SupportsStopDeadline,
     SupportsTransportTransactions,
@@ -74,7 +75,7 @@ if TYPE_CHECKING:
     from delayline.observer import Observer
     from delayline.outgoing import Outgoing
     from delayline.serialization import Serializer
-    from delayline.transport import HandlerSlots, SupportsQueueLimits, Transport, TransportOperation
+    from delayline.transport import Transport, TransportOperation
 
 logger = logging.getLogger(__name__)
 
@@ -365,7 +366,8 @@ class Endpoint:
             recoverability: Retries when this handler fails; by default the endpoint's.
             timeout: How long an attempt may take, above zero; then it is cancelled and has failed. A thread runs on.
             concurrency: How many messages of the type are handled at once, by all processes of the endpoint together;
-                1 to 10000, by default no limit but the endpoint's. For queues in a SQL database.
+                1 to 10000, by default no limit but the endpoint's. For queues in a SQL database, where
+                `queues.set_limits(..., handlers=...)` replaces it while endpoints run.
 
         Raises:
             ConfigurationError: The type has a handler already, the function cannot be called with a value and a
@@ -381,7 +383,7 @@ class Endpoint:
 
         def register(handle: HandlerFunction) -> HandlerFunction:
             self._check_handler(handle)
-            if concurrency is not None and not isinstance(self.transport, SupportsHandlerSlots):
+            if concurrency is not None and not isinstance(self.transport, SupportsQueueLimits):
                 raise ConfigurationError(
                     f"concurrency={concurrency!r} of a handler holds over all processes, which needs queues in a SQL "
                     f"database: not {type(self.transport).__name__}. Leave it out, or limit it in the handler"
@@ -789,12 +791,6 @@ class Endpoint:
             if not done.done():
                 done.set_result(None)
 
-    def _handler_slots(self) -> dict[str, HandlerSlots]:
-        if not isinstance(self.transport, SupportsHandlerSlots):
-            return {}
-        slots = self.transport.handler_slots
-        return {name: slots(self._queue, name, number) for name, number in self._handlers.limits.items()}
-
     async def _start_parts(self) -> None:
         self._observers.attach(self)
         self._observer = self._observers.all
@@ -814,10 +810,11 @@ class Endpoint:
             await delivery.start()
         if self._handlers:
             transactions = HandlerTransactions(self.transport, self.transaction_mode, self.transaction_connections)
+            receiver, limits = await self.transport.receiver(self._queue), self._handlers.limits
             self._pipeline = Pipeline(
                 host=self._host,
                 queue=self._queue,
-                receiver=await self.transport.receiver(self._queue),
+                receiver=receiver,
                 handlers=self._handlers,
                 delivery=self.delayed_delivery,
                 composer=self._composer,
@@ -825,7 +822,7 @@ class Endpoint:
                 concurrency=self.concurrency,
                 destinations=self._destinations,
                 transactions=transactions,
-                slots=self._handler_slots(),
+                slots=receiver.handler_slots(limits) if isinstance(receiver, SupportsHandlerSlots) else {},
             )
             self._pipeline.start()
             self._running.push_async_callback(transactions.close)

@@ -23,6 +23,7 @@ class Event(StrEnum):
     RETRIED_LATER = "receive.retried_later"
     RECEIVE_FAILED = "receive.failed"
     RECEIVE_LOST = "receive.lost"
+    LIMITS_UNUSABLE = "receive.limits_unusable"
     EXPIRED = "receive.expired"
     RECEIVE_TASK_FAILED = "receive.task_failed"
     POISON_MESSAGE = "receive.poison_message"

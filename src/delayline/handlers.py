@@ -309,7 +309,7 @@ class Handlers:
         self._plain: list[_Registered] = []
         self._typed: dict[str, _Registered] = {}
         self.limits: dict[str, int] = {}
-        """How many messages are handled at once over all processes, by the type of those that have a limit."""
+        """How many messages are handled at once over all processes, by type; the limits of the queue come first."""
         self._executor: ThreadPoolExecutor | None = None
 
     def __bool__(self) -> bool:
@@ -350,8 +350,8 @@ class Handlers:
             )
         read_as = Any if isinstance(kind, str) else kind
         registered = self._registered(function, TYPED_SIGNATURE, read_as, recoverability, timeout)
+        registered.type_name = name
         if concurrency is not None:
-            registered.limited_as = name
             self.limits[name] = concurrency
         self._typed[name] = registered
 
@@ -449,7 +449,7 @@ class _Registered:
         self.function = function
         self.kind = kind
         self.recoverability = recoverability
-        self.limited_as: str | None = None
+        self.type_name = ""
         self._coroutine = coroutine
         self._seconds = seconds
 
@@ -510,9 +510,9 @@ class Call:
         return self._registered.recoverability
 
     @property
-    def limited_as(self) -> str | None:
-        """The type in `Handlers.limits` that its handler is limited as; None without a limit."""
-        return self._registered.limited_as
+    def type_name(self) -> str:
+        """The type that the handler is registered for; empty for one that takes every message."""
+        return self._registered.type_name
 
     async def __call__(self, context: MessageContext) -> None:
         """Run the handler."""

@@ -208,7 +208,7 @@ class Pipeline:
     transactions: HandlerTransactions | None = None
     """Opens the transactions of handlers that ask for one."""
     slots: Mapping[str, HandlerSlots] = field(default_factory=dict)
-    """The slots of handlers whose messages are limited over all processes, by their type."""
+    """The slots of the types that are limited over all processes; the receiver updates them as limits change."""
     acknowledges_retries: bool = True
     """Whether ServicePulse is notified of messages that it has sent to be retried, once they were handled."""
     _turns: dict[str, asyncio.Lock] = field(default_factory=dict)
@@ -532,23 +532,28 @@ class Pipeline:
 
         Raises _Stopping if the endpoint stops first.
         """
-        limited = calls[0].limited_as if self.slots else None
-        if limited is None:
+        name, slot = calls[0].type_name, None
+        if (slots := self.slots.get(name)) is None:
             return await self._run_handlers(received, attempt, calls, running)
-        slots, turn = self.slots[limited], self._turns.setdefault(limited, asyncio.Lock())
         with self._outside_limit(received):
-            async with turn:
-                while (slot := await self._free_slot(slots)) is None:
+            async with self._turns.setdefault(name, asyncio.Lock()):
+                while (slots := self.slots.get(name)) is not None or self._free < 0:  # the limit may be removed
+                    if (slot := await self._free_slot(slots)) is not None:
+                        break
                     await self._wait(WAIT_FOR_SLOT)
         try:
             return await self._run_handlers(received, attempt, calls, running)
         finally:
-            with contextlib.suppress(BackendUnavailable):  # the slot is free once the connection has ended
-                await slots.give_back(slot)
+            if slots is not None and slot is not None:
+                with contextlib.suppress(BackendUnavailable):  # the slot is free once the connection has ended
+                    await slots.give_back(slot)
 
-    async def _free_slot(self, slots: HandlerSlots) -> int | None:
+    async def _free_slot(self, slots: HandlerSlots | None) -> int | None:
+        """Return a free slot; None while there is none, or no room for a message that has waited."""
         if self._stopping.is_set():
             raise _Stopping
+        if slots is None or self._free < 0:
+            return None
         try:
             return await slots.take()
         except BackendUnavailable:  # the receiver reports it

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from delayline.errors import ConfigurationError
 from delayline.external import UNSET
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from delayline.external import Unset
     from delayline.message import Message
@@ -288,6 +288,8 @@ class QueueLimits:
     """How many messages are handled at once."""
     rate: float | None = None
     """How many messages are received a second."""
+    handlers: Mapping[str, int] = field(default_factory=dict, hash=False)
+    """How many messages of a type are handled at once, by its name. They replace those of `handles(concurrency=)`."""
 
 
 @runtime_checkable
@@ -312,6 +314,7 @@ class SupportsQueueLimits(Protocol):
         paused: bool | Unset = UNSET,
         concurrency: int | Unset | None = UNSET,
         rate: float | Unset | None = UNSET,
+        handlers: Mapping[str, int | None] | Unset = UNSET,
     ) -> QueueLimits:
         """Change the limits that are given, None for no limit, and return all of the queue.
 
@@ -320,10 +323,12 @@ class SupportsQueueLimits(Protocol):
             paused: Whether to receive no messages; those that were received already are handled.
             concurrency: How many messages are handled at once; 1 to 10 000.
             rate: How many messages are received a second; above 0.
+            handlers: How many messages of a type are handled at once, 1 to 10 000, by its name; None for the number in
+                `handles(concurrency=)`. Other types keep their limits.
 
         Raises:
             QueueNotFound: The queue does not exist.
-            ConfigurationError: A value is out of range.
+            ConfigurationError: A value is out of range, or a type has no name.
         """
         ...
 
@@ -352,7 +357,7 @@ class SupportsQualifiedQueues(Protocol):
 
 
 class HandlerSlots(Protocol):
-    """The slots of one handler: it handles as many messages at once as there are, over all processes."""
+    """The slots of one type of message: as many are handled at once as there are, over all processes."""
 
     async def take(self) -> int | None:
         """Return a free slot, which is free again when this process ends; None while all are taken."""
@@ -365,15 +370,13 @@ class HandlerSlots(Protocol):
 
 @runtime_checkable
 class SupportsHandlerSlots(Protocol):
-    """Capability: limit how many messages a handler handles at once, over all processes."""
+    """Capability of a receiver: limit how many messages of a type are handled at once, over all processes."""
 
-    def handler_slots(self, queue: str, handler: str, number: int) -> HandlerSlots:
-        """Return the slots of a handler.
+    def handler_slots(self, numbers: Mapping[str, int]) -> Mapping[str, HandlerSlots]:
+        """Return the slots of each type that is limited, by its name; the receiver updates them as limits change.
 
         Args:
-            queue: The queue whose messages it handles.
-            handler: The handler's name, the same in all processes.
-            number: How many slots it has; 1 or more.
+            numbers: How many messages are handled at once, by type, unless the limits of the queue have a number.
         """
         ...
 

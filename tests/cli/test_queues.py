@@ -28,8 +28,10 @@ def test_queues_are_listed_with_their_limits(shop: Callable[..., Result]) -> Non
     )
     assert "✓ billing: paused, 5 at once" in shop("pause", "billing").out
     listed = {one["queue"]: one for one in shop("queues", "--json").document["queues"]}
-    assert listed["billing"] == {"queue": "billing", "messages": 2, "paused": True, "concurrency": 5, "rate": 0.5}
-    assert listed["error"] == {"queue": "error", "messages": 0, "paused": False, "concurrency": None, "rate": None}
+    limits: dict[str, object] = {"paused": True, "concurrency": 5, "rate": 0.5, "handlers": {}}
+    assert listed["billing"] == {"queue": "billing", "messages": 2, **limits}
+    limits |= {"paused": False, "concurrency": None, "rate": None}
+    assert listed["error"] == {"queue": "error", "messages": 0, **limits}
     shown = next(line.split() for line in shop("queues").out.splitlines() if line.startswith("billing"))
     assert shown == ["billing", "2", "paused", "5", "0.5"]
 
@@ -40,6 +42,19 @@ def test_limits_are_taken_back(shop: Callable[..., Result]) -> None:
     assert shop("resume", "billing", "--json").document["paused"] is False
     cleared = shop("limit", "billing", "--concurrency", "none", "--rate", "none").out
     assert "✓ billing: received, any number at once, any number a second" in cleared
+
+
+def test_types_of_messages_are_limited(shop: Callable[..., Result]) -> None:
+    """Given limits of two types, when one is removed, then the other is listed, and the queue has no limit."""
+    shop("limit", "billing", "--type", "shop.Note", "--concurrency", "3")
+    both = shop("limit", "billing", "--type", "shop.Bill", "--concurrency", "4").out
+    assert (
+        "✓ billing: received, any number at once, any number a second; types at once: shop.Bill 4, shop.Note 3" in both
+    )
+    left = shop("limit", "billing", "--type", "shop.Note", "--concurrency", "none", "--json").document
+    assert (left["concurrency"], left["handlers"]) == (None, {"shop.Bill": 4})
+    shown = next(line.split() for line in shop("queues").out.splitlines() if line.startswith("billing"))
+    assert shown == ["billing", "2", "received", "shop.Bill", "4"]
 
 
 def test_messages_are_seen_without_receiving_them(shop: Callable[..., Result]) -> None:
@@ -65,6 +80,10 @@ def test_a_queue_is_emptied(shop: Callable[..., Result]) -> None:
         (["limit", "billing", "--rate", "fast"], 2, "'fast' is not a number"),
         (["limit", "billing", "--rate", "nan"], 2, "rate must be messages a second"),
         (["limit", "billing", "--concurrency", "0"], 2, "concurrency"),
+        (["limit", "billing", "--type", "Bill", "--rate", "2"], 2, "with --type, --concurrency"),
+        (["limit", "billing", "--type", "Bill", "--concurrency", "0"], 2, "concurrency of 'Bill' must be"),
+        (["limit", "billing", "--type", "", "--concurrency", "2"], 2, "by the name of a type"),
+        (["limit", "nowhere", "--type", "Bill", "--concurrency", "2"], 1, "nowhere"),
     ],
 )
 def test_mistakes_are_explained(shop: Callable[..., Result], command: list[str], code: int, text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,10 @@ import pytest
 from tests.eventually import eventually_async
 
 from delayline import ConfigurationError, Endpoint, Headers, QueueNotFound
+from delayline.circuit_breaker import first_of
+from delayline.events import Event
 from delayline.memory import MemoryTransport
+from delayline.rabbitmq import RabbitMQTransport
 from delayline.sql import SqlTransport
 from delayline.transport import QueueLimits
 
@@ -128,17 +132,22 @@ async def test_slots_of_a_process_that_ends_are_free(postgresql_url: str) -> Non
 
 
 class TwoKinds:
-    """An endpoint with a limited kind of message, whose handlers end when they are released, and another kind."""
+    """An endpoint with a limited kind of message, whose handlers end when they are released, and another kind.
 
-    def __init__(self, url: str, running: Running, others: Running) -> None:
+    They are released together by `release`, or one by one by `ends`.
+    """
+
+    def __init__(self, url: str, running: Running, others: Running, *, bills: int | None = 2) -> None:
         self.endpoint = Endpoint("shop", transport=SqlTransport(url), concurrency=4)
         self.release = asyncio.Event()
+        self.ends: list[asyncio.Event] = []
 
-        @self.endpoint.handles("Bill", concurrency=2)
+        @self.endpoint.handles("Bill", concurrency=bills)
         async def bill(value: object, context: MessageContext) -> None:
             running.now += 1
             running.most = max(running.most, running.now)
-            await self.release.wait()
+            self.ends.append(end := asyncio.Event())
+            await first_of(self.release.wait(), end.wait())
             running.now -= 1
             running.handled += 1
 
@@ -149,6 +158,17 @@ class TwoKinds:
     async def send(self, kind: str, number: int) -> None:
         headers = {Headers.ENCLOSED_MESSAGE_TYPES: kind}
         await asyncio.gather(*(self.endpoint.send("shop", {}, headers=headers) for _ in range(number)))
+
+    async def has_limit(self, number: int) -> Any:  # noqa: ANN401 - the slots in the database
+        """Wait until the endpoint has read this limit of its first kind; return the slots."""
+        pipeline: Any = self.endpoint._pipeline
+
+        async def is_read() -> bool:
+            await pipeline.receiver._admission.read()
+            return bool(pipeline.slots["Bill"]._number == number)
+
+        await eventually_async(is_read)
+        return pipeline.slots["Bill"]
 
 
 async def test_a_type_of_message_is_limited_over_all_processes(url: str) -> None:
@@ -184,6 +204,114 @@ async def test_a_stop_gives_messages_back_that_wait_for_their_type(url: str) -> 
         assert await second.endpoint.transport.count("error") == 0  # type: ignore[attr-defined]
 
 
+async def test_endpoints_follow_a_change_of_a_types_limit(url: str) -> None:
+    """Given a type limited to 2 by the code, when its limit changes, then two receivers follow, up and back down."""
+    bills, notes = Running(), Running()
+    first, second = TwoKinds(url, bills, notes), TwoKinds(url, bills, notes)
+    async with limited_shop(url) as transport, first.endpoint, second.endpoint:
+        await first.send("Bill", 12)
+        await eventually_async(lambda: bills.now == 2)
+        assert (await transport.set_limits("shop", handlers={"Bill": 4})).handlers == {"Bill": 4}
+        await eventually_async(lambda: bills.now == 4)
+        await first.has_limit(4)
+        await second.has_limit(4)
+        # When the number in the code counts again, then those that run are counted, whichever end first
+        assert (await transport.set_limits("shop", handlers={"Bill": None})).handlers == {}
+        await first.has_limit(2)
+        await second.has_limit(2)
+        for ended in range(1, 11):
+            next(end for end in first.ends + second.ends if not end.is_set()).set()
+            await eventually_async(lambda ended=ended: bills.handled == ended)  # type: ignore[misc]
+            await eventually_async(lambda ended=ended: bills.now == min(max(2, 4 - ended), 12 - ended))  # type: ignore[misc]
+        assert bills.most == 4
+        first.release.set()
+        second.release.set()
+        await eventually_async(lambda: bills.handled == 12)
+
+
+async def test_new_handlers_wait_for_all_that_run_after_a_limit_was_lowered(url: str) -> None:
+    """Given 3 handlers at work, when the limit becomes 1, then the next one begins after the last of them."""
+    bills, notes = Running(), Running()
+    shop = TwoKinds(url, bills, notes, bills=3)
+    async with limited_shop(url) as transport, shop.endpoint:
+        await shop.send("Bill", 4)
+        await eventually_async(lambda: bills.now == 3)
+        await transport.set_limits("shop", handlers={"Bill": 1})
+        slots = await shop.has_limit(1)
+        for _ in range(2):
+            next(end for end in shop.ends if not end.is_set()).set()
+        await eventually_async(lambda: bills.handled == 2)
+        assert await slots.take() is None
+        assert len(shop.ends) == 3
+        shop.release.set()
+        await eventually_async(lambda: bills.handled == 4)
+
+
+async def test_a_type_without_a_limit_in_the_code_is_limited(url: str) -> None:
+    """Given a type that the code does not limit, when it has a limit, then that holds until it is removed."""
+    bills, notes = Running(), Running()
+    first, second = (TwoKinds(url, bills, notes, bills=None) for _ in range(2))
+    async with limited_shop(url, handlers={"Bill": 1}) as transport, first.endpoint, second.endpoint:
+        await first.send("Bill", 20)
+        await first.send("Note", 1)
+        await eventually_async(lambda: bills.now == 1 and notes.handled == 1)
+        assert bills.most == 1
+        await transport.set_limits("shop", handlers={"Bill": None})
+        await eventually_async(lambda: bills.now > 1)
+        first.release.set()
+        second.release.set()
+        await eventually_async(lambda: bills.handled == 20)
+        # Then the endpoints' own concurrency of 4 each is kept, but for one that has waited
+        assert bills.most <= 2 * (4 + 1)
+
+
+async def test_concurrent_changes_of_different_types_are_kept(url: str) -> None:
+    """Given transports that change the limits of a type each at the same time, then all of them are kept."""
+    kinds = {f"Type{number}": number for number in range(1, 9)}
+    async with limited_shop(url, handlers={"Gone": 3}) as transport:
+        changes = ({name: number} for name, number in kinds.items())
+        await asyncio.gather(*(transport.set_limits("shop", handlers=one) for one in changes))
+        await transport.set_limits("shop", paused=True, handlers={"Gone": None, "Never": None})
+        assert await transport.limits("shop") == [QueueLimits("shop", paused=True, handlers=kinds)]
+
+
+@pytest.mark.parametrize("text", ["{", '{"Bill": "2"}', "[1]", '{"Bill": 0}', '{"": 2}'])
+async def test_unusable_limits_of_types_are_logged_and_ignored(
+    text: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Given a registry in which others have written, then the limits of the code hold, and a new limit replaces it."""
+    url = f"sqlite:///{tmp_path}/shop.db"
+    bills, notes = Running(), Running()
+    shop = TwoKinds(url, bills, notes)
+    async with limited_shop(url) as transport:
+        with contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
+            connection.execute("UPDATE delayline_queues SET handlers = ? WHERE name = 'shop'", [text])
+            connection.commit()
+        async with shop.endpoint:
+            await shop.send("Bill", 3)
+            await eventually_async(lambda: bills.now == 2)
+            shop.release.set()
+            await eventually_async(lambda: bills.handled == 3)
+        logged = [one for one in caplog.records if getattr(one, "event", None) is Event.LIMITS_UNUSABLE]
+        assert len(logged) == 1
+        assert "column 'handlers' of queue 'shop' in delayline_queues is unusable" in logged[0].getMessage()
+        assert (await transport.set_limits("shop", handlers={"Bill": 3})).handlers == {"Bill": 3}
+
+
+async def test_limits_of_types_that_are_refused(tmp_path: Path) -> None:
+    """Given a number out of range or no name, then the error names it, and nothing is changed."""
+    wrong: list[tuple[Any, str]] = [
+        *(({"Bill": number}, "concurrency of 'Bill' must be") for number in (0, -1, 10_001, True, 1.5, "2")),
+        *(({name: 2}, "handlers must be numbers by the name of a type") for name in ("", " ", 7)),
+        (["Bill"], "handlers must be numbers by the name of a type"),
+    ]
+    async with limited_shop(f"sqlite:///{tmp_path}/shop.db") as transport:
+        for handlers, text in wrong:
+            with pytest.raises(ConfigurationError, match=text):
+                await transport.set_limits("shop", paused=True, handlers=handlers)
+        assert await transport.limits("shop") == [QueueLimits("shop")]
+
+
 async def test_types_that_cannot_be_limited_are_refused() -> None:
     """Given queues that are not in a SQL database, or a number out of range, then the registration is refused."""
     elsewhere = Endpoint("shop", transport=MemoryTransport())
@@ -212,5 +340,6 @@ async def test_limits_of_queues_that_cannot_have_them(tmp_path: Path) -> None:
             with pytest.raises(ConfigurationError, match="concurrency"):
                 await shop.queues.set_limits("shop", concurrency=wrong)
         assert [one.queue for one in await shop.queues.limits()] == ["error", "shop"]
-    with pytest.raises(ConfigurationError, match="MemoryTransport has no limits of queues"):
-        _ = Endpoint("shop", transport=MemoryTransport()).queues
+    for transport in (MemoryTransport(), RabbitMQTransport("amqp://localhost")):
+        with pytest.raises(ConfigurationError, match=f"{type(transport).__name__} has no limits of queues"):
+            _ = Endpoint("shop", transport=transport).queues

@@ -140,7 +140,7 @@ async def test_a_newer_schema_is_refused(url: str) -> None:
     # Given a database that a future delayline has upgraded, and no older one can use
     store, transport = SqlDelayedMessageStore(url), SqlTransport(url)
     await store.setup_infrastructure("sales")
-    await change(url, "UPDATE delayline_schema SET version = 5, revision = 6")
+    await change(url, "UPDATE delayline_schema SET version = 6, revision = 7")
     # Then every part refuses it
     await transport.start()
     for start in (
@@ -152,7 +152,7 @@ async def test_a_newer_schema_is_refused(url: str) -> None:
         store.initialize("sales", TransactionMode.RECEIVE_ONLY),
     ):
         with pytest.raises(
-            NewerSchema, match=r"version 6 of 'queues'.*version 5.*this one has 4.*pip install --upgrade"
+            NewerSchema, match=r"version 7 of 'queues'.*version 6.*this one has 5.*pip install --upgrade"
         ):
             await start
     await transport.stop()
@@ -162,7 +162,7 @@ async def test_a_newer_schema_that_this_version_can_use_is_used(url: str) -> Non
     # Given the schema of the next version, with a column more
     store = SqlDelayedMessageStore(url)
     await store.setup_infrastructure("sales")
-    await change(url, "UPDATE delayline_schema SET version = 4, revision = 5")
+    await change(url, "UPDATE delayline_schema SET version = 5, revision = 6")
     await change(url, 'ALTER TABLE "sales.timeouts" ADD priority INTEGER')
     # When this version starts
     await store.setup_infrastructure("sales")
@@ -360,7 +360,7 @@ def test_a_dry_run_of_an_upgrade(old: Path) -> None:
     before = old.read_bytes()
     shown = run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}", "--dry-run")
     assert "ALTER TABLE delayline_messages ADD expires BIGINT" in shown
-    assert "UPDATE delayline_schema SET version=1, revision=4" in shown
+    assert "UPDATE delayline_schema SET version=1, revision=5" in shown
     assert re.findall(r"CREATE TABLE (\w+)", shown) == ["delayline_schema"]
     assert old.read_bytes() == before
 

@@ -255,7 +255,7 @@ def test_the_upgrade_from_revision_2_compiles(monkeypatch: pytest.MonkeyPatch) -
             *((one.feature, one.usable_from, one.revision) for one in groups if one is not QUEUES),
         ]
     ]
-    update = "UPDATE [dbo].delayline_schema SET version=1, revision=4 WHERE [dbo].delayline_schema.feature = N'queues'"
+    update = "UPDATE [dbo].delayline_schema SET version=1, revision=5 WHERE [dbo].delayline_schema.feature = N'queues'"
     assert sorted(statements[2:]) == sorted([*rows, update])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -10,7 +11,6 @@ import click
 from delayline.cli.options import examples, json_option, settings_options
 from delayline.error_queue import managed_queues
 from delayline.errors import CorruptHeaders
-from delayline.external import UNSET
 from delayline.message import Headers, from_wire_time
 from delayline.opening import open_transport
 from delayline.readable import local, size
@@ -38,7 +38,7 @@ def queues(settings: Settings, screen: Screen) -> None:
 
     found = asyncio.run(work())
     rows = [(one.queue, str(number), *_cells(one)) for one, number in found]
-    screen.table(("queue", "messages", "received", "at once", "a second"), rows)
+    screen.table(("queue", "messages", "received", "at once", "a second", "types at once"), rows)
     screen.document({"queues": [{**_document(one), "messages": number} for one, number in found]})
 
 
@@ -61,20 +61,33 @@ def resume(settings: Settings, screen: Screen, queue: str) -> None:
 
 
 @click.command(
-    epilog=examples("delayline limit billing --concurrency 5 --rate 20", "delayline limit billing --rate none")
+    epilog=examples(
+        "delayline limit billing --concurrency 5 --rate 20",
+        "delayline limit billing --rate none",
+        "delayline limit billing --type shop.Bill --concurrency 4",
+    )
 )
 @click.argument("queue")
 @click.option("--concurrency", metavar="N", help="How many of its messages are handled at once, or none for no limit.")
 @click.option("--rate", metavar="N", help="How many of its messages are received a second, or none for no limit.")
+@click.option(
+    "--type",
+    "kind",
+    metavar="NAME",
+    help="Let --concurrency limit the messages of this type only; none for the number in the program.",
+)
 @settings_options(*PLACES)
 @json_option
-def limit(settings: Settings, screen: Screen, queue: str, concurrency: str | None, rate: str | None) -> None:
-    """Limit a queue over all processes that receive from it; they follow within a second."""
-    if concurrency is None and rate is None:
-        raise click.UsageError("Give --concurrency, --rate or both.")
+def limit(
+    settings: Settings, screen: Screen, queue: str, concurrency: str | None, rate: str | None, kind: str | None
+) -> None:
+    """Limit a queue or a type of message over all processes; they follow within a second."""
+    if concurrency is None and (rate is None or kind is not None):
+        raise click.UsageError("Give --concurrency, --rate or both; with --type, --concurrency.")
     changes: dict[str, Any] = {}
     if concurrency is not None:
-        changes["concurrency"] = None if concurrency == NONE else _number("--concurrency", concurrency, int)
+        number = None if concurrency == NONE else _number("--concurrency", concurrency, int)
+        changes |= {"concurrency": number} if kind is None else {"handlers": {kind: number}}
     if rate is not None:
         changes["rate"] = None if rate == NONE else _number("--rate", rate, float)
     _change(settings, screen, queue, **changes)
@@ -128,22 +141,23 @@ def purge(settings: Settings, screen: Screen, queue: str, yes: bool) -> None:
 def _change(settings: Settings, screen: Screen, queue: str, **changes: Any) -> None:  # noqa: ANN401
     async def work() -> QueueLimits:
         async with open_transport(settings) as transport:
-            given = {"paused": UNSET, "concurrency": UNSET, "rate": UNSET, **changes}
-            return await limited(transport).set_limits(queue, **given)
+            return await limited(transport).set_limits(queue, **changes)
 
     limits = asyncio.run(work())
-    received, at_once, rate = _cells(limits)
-    screen.echo(f"✓ {queue}: {received}, {at_once or 'any number'} at once, {rate or 'any number'} a second", "green")
+    received, at_once, rate, kinds = _cells(limits)
+    shown = f"✓ {queue}: {received}, {at_once or 'any number'} at once, {rate or 'any number'} a second"
+    screen.echo(f"{shown}; types at once: {kinds}" if kinds else shown, "green")
     screen.document(_document(limits))
 
 
-def _cells(limits: QueueLimits) -> tuple[str, str, str]:
+def _cells(limits: QueueLimits) -> tuple[str, str, str, str]:
     rate = "" if limits.rate is None else f"{limits.rate:g}"
-    return "paused" if limits.paused else "received", str(limits.concurrency or ""), rate
+    kinds = ", ".join(f"{name} {number}" for name, number in sorted(limits.handlers.items()))
+    return "paused" if limits.paused else "received", str(limits.concurrency or ""), rate, kinds
 
 
 def _document(limits: QueueLimits) -> dict[str, object]:
-    return {"queue": limits.queue, "paused": limits.paused, "concurrency": limits.concurrency, "rate": limits.rate}
+    return asdict(limits)
 
 
 def _number(option: str, text: str, kind: type[int] | type[float]) -> int | float:

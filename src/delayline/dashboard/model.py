@@ -100,6 +100,7 @@ class QueueState:
     paused: bool = False
     concurrency: int | None = None
     rate: float | None = None
+    handlers: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

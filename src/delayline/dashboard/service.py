@@ -734,7 +734,7 @@ class EndpointService:
             found.append(
                 QueueState(name, number)
                 if one is None
-                else QueueState(name, number, one.paused, one.concurrency, one.rate)
+                else QueueState(name, number, one.paused, one.concurrency, one.rate, one.handlers)
             )
         return found
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import bindparam, func, select, update
 
@@ -24,7 +25,7 @@ from delayline.sql.statements import queue_channel
 from delayline.transport import QueueLimits, ReceivedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Coroutine, Iterable
 
     from sqlalchemy import Connection
 
@@ -49,6 +50,7 @@ LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits
 WAIT: Final = 0.5  # seconds that it waits where they admit nothing
 SECOND: Final = 1_000_000  # microseconds
 MOST_SLOTS: Final = 10_000
+CLAIMED_AT_ONCE: Final = 100  # slots of a handler, to count those that are taken: a server has room for some thousands
 HIGHEST_RATE: Final = 1_000_000
 BURST: Final = SECOND // 10  # idle microseconds for which messages may follow at once
 ATTEMPTS: Final = 20  # to advance a rate that other processes advance too
@@ -183,6 +185,10 @@ class SqlReceiver:
         """Return whether this process still claims the message, as of its last request."""
         return self._claims.holds(_number(received))
 
+    def handler_slots(self, numbers: Mapping[str, int]) -> Mapping[str, SqlHandlerSlots]:
+        """Return the slots of each limited type; see `SupportsHandlerSlots`."""
+        return self._admission.handler_slots(numbers)
+
     async def stop(self) -> None:
         """End a waiting receive."""
         self._stopped = True
@@ -315,18 +321,20 @@ class LimitStatements:
 
     def __init__(self, tables: QueueTables, dialect: Dialect) -> None:
         columns, sql, named = tables.queues.c, dialect.sql, tables.queues.c.name == bindparam("queue")
-        kept = select(columns.name, columns.paused, columns.concurrency, columns.period)
+        kept = select(columns.name, columns.paused, columns.concurrency, columns.period, columns.handlers)
         self.all = Prepared(kept.order_by(columns.name), sql, [])
         self.one = Prepared(kept.where(named), sql, ["queue"])
         self.next_at = Prepared(select(func.coalesce(columns.next_at, 0)).where(named), sql, ["queue"])
         unchanged = func.coalesce(columns.next_at, 0) == bindparam("before")
         advance = update(tables.queues).where(named, unchanged).values(next_at=bindparam("after"))
         self.advance = Prepared(advance, sql, ["after", "queue", "before"])
+        self.lock = Prepared(update(tables.queues).where(named).values(handlers=columns.handlers), sql, ["queue"])
+        """Locks the row until the transaction ends, so that concurrent changes follow each other."""
         self.change = {
             name: Prepared(
                 update(tables.queues).where(named).values({name: bindparam("value")}), sql, ["value", "queue"]
             )
-            for name in ("paused", "concurrency", "period")
+            for name in ("paused", "concurrency", "period", "handlers")
         }
 
     def limits(self, connection: Connection, queue: str) -> QueueLimits:
@@ -345,16 +353,49 @@ def limit_statements(tables: QueueTables, dialect: Dialect) -> LimitStatements:
 
 def limits_of(row: Sequence[object]) -> QueueLimits:
     """Return the limits in a row of the registry."""
-    name, paused, concurrency, period = row
+    name, paused, concurrency, period, handlers = row
     rate = SECOND / period if isinstance(period, int) and period else None
-    return QueueLimits(str(name), paused=bool(paused), concurrency=concurrency or None, rate=rate)  # type: ignore[arg-type]
+    of_types = _limits_of_types(str(name), handlers) if handlers else {}
+    return QueueLimits(str(name), bool(paused), concurrency or None, rate, dict(of_types))  # type: ignore[arg-type]
+
+
+@lru_cache(maxsize=1000)  # the same text is parsed, and logged where it is unusable, once
+def _limits_of_types(queue: str, text: object) -> Mapping[str, int]:
+    """Return the limits of types in the registry; none if others have written what is unusable."""
+    try:
+        found: Any = json.loads(text) if isinstance(text, str) else text
+        return {name: _slots(number) for name, number in checked_handlers(found).items() if number is not None}
+    except (ValueError, RecursionError, ConfigurationError) as error:
+        problem = "Limits of types are ignored: column 'handlers' of queue %r in delayline_queues is unusable: %s"
+        emit(logger, logging.ERROR, Event.LIMITS_UNUSABLE, problem, queue, error, queue=queue)
+        return {}
+
+
+def checked_handlers(handlers: Mapping[str, int | None] | Unset) -> Mapping[str, int | None]:
+    """Return the limits of types that change. Raises ConfigurationError for a value out of range or an empty name."""
+    if handlers is UNSET:
+        return {}
+    if not isinstance(handlers, Mapping):
+        raise ConfigurationError(f"handlers must be numbers by the name of a type, not {handlers!r}")
+    for name, number in handlers.items():
+        if not isinstance(name, str) or not name.strip():
+            raise ConfigurationError(f"handlers must be numbers by the name of a type; {name!r} is not one")
+        if number is not None:
+            _slots(number, f"concurrency of {name!r}")
+    return handlers
+
+
+def merged(kept: Mapping[str, int], changes: Mapping[str, int | None]) -> str | None:
+    """Return the text in the registry for limits of types with these changes."""
+    after = {name: number for name, number in {**kept, **changes}.items() if number is not None}
+    return json.dumps(after, sort_keys=True) if after else None
 
 
 def checked_changes(
     paused: bool | Unset, concurrency: int | Unset | None, rate: float | Unset | None
-) -> dict[str, int | None]:
+) -> dict[str, int | str | None]:
     """Return the columns that change, by name. Raises ConfigurationError for a value out of range."""
-    changes: dict[str, int | None] = {}
+    changes: dict[str, int | str | None] = {}
     if paused is not UNSET:
         changes["paused"] = 1 if paused else None
     if concurrency is not UNSET:
@@ -364,12 +405,10 @@ def checked_changes(
     return changes
 
 
-def _slots(concurrency: int) -> int:
-    number = whole_number("concurrency", concurrency, at_least=1)
+def _slots(concurrency: int, setting: str = "concurrency") -> int:
+    number = whole_number(setting, concurrency, at_least=1)
     if number > MOST_SLOTS:
-        raise ConfigurationError(
-            f"concurrency must be at most {MOST_SLOTS:,}, not {number:,}: leave it out for no limit"
-        )
+        raise ConfigurationError(f"{setting} must be at most {MOST_SLOTS:,}, not {number:,}: leave it out for no limit")
     return number
 
 
@@ -380,17 +419,46 @@ def _period(rate: object) -> int:
 
 
 class SqlHandlerSlots:
-    """The slots of one handler, each of them claimed by the process that uses it."""
+    """The slots of one type of message, each of them claimed by the process that uses it."""
 
-    def __init__(self, database: Database, name: str, number: int) -> None:
+    def __init__(
+        self, database: Database, name: str, number: int, read_limits: Callable[[], Coroutine[object, object, None]]
+    ) -> None:
         self._database = database
         self._name = name
-        self._slots = range(1, number + 1)
+        self._number = self._highest = number
+        self._read_limits = read_limits
+
+    def resize(self, number: int) -> None:
+        """Change how many slots there are; those above that are taken are counted until they are free."""
+        self._number, self._highest = number, max(number, self._highest)
 
     async def take(self) -> int | None:
         """Return a free slot; None while all are claimed."""
-        claimed = await self._database.read(lambda _: self._claims.take(self._slots, 1))
-        return claimed[0] if claimed else None
+        await self._read_limits()
+        return await self._database.read(lambda _: self._take())
+
+    def _take(self) -> int | None:
+        number, highest = self._number, self._highest
+        slots = self._claims.take(range(1, number + 1), 1)
+        if slots and highest > number:
+            if not (above := self._taken(number + 1, highest)):
+                self._highest = max(number, self._number)  # which may have changed meanwhile
+            elif above + self._taken(1, number) > number:
+                self._claims.release(slots)
+                return None
+        return slots[0] if slots else None
+
+    def _taken(self, first: int, last: int) -> int:
+        """Return how many of the slots are claimed, in all processes: those that cannot be claimed here."""
+        taken = 0
+        for start in range(first, last + 1, CLAIMED_AT_ONCE):
+            some = range(start, min(start + CLAIMED_AT_ONCE, last + 1))
+            free = self._claims.take(some, len(some))
+            self._claims.forget(free)
+            self._claims.flush()
+            taken += len(some) - len(free)
+        return taken
 
     async def give_back(self, slot: int) -> None:
         """Free a slot."""
@@ -418,6 +486,14 @@ class QueueAdmission:
         """The slot of each message that is handled."""
         self._credit = 0
         """Messages that the rate has admitted and that were not there."""
+        self._in_code: Mapping[str, int] = {}
+        self._handler_slots: dict[str, SqlHandlerSlots] = {}
+
+    def handler_slots(self, numbers: Mapping[str, int]) -> Mapping[str, SqlHandlerSlots]:
+        """Return the slots of types, updated whenever limits are read; `numbers` hold where the registry has none."""
+        self._in_code = numbers
+        self._resize_handlers()
+        return self._handler_slots
 
     @property
     def wait(self) -> float | None:
@@ -437,7 +513,7 @@ class QueueAdmission:
         A queue that had no limits is assumed to have none; `confirm` has to follow too.
         """
         if self._is_limited:
-            await self._read()
+            await self.read()
         if self._limits.paused:
             return 0
         if self._limits.concurrency is not None:
@@ -457,17 +533,30 @@ class QueueAdmission:
         """
         if self._is_limited:
             return True
-        await self._read()
+        await self.read()
         return not self._is_limited
 
-    async def _read(self) -> None:
+    async def read(self) -> None:
+        """Read the limits again if it is time for that."""
         if time.monotonic() - self._read_at >= READ_EVERY:
             self._limits = await self._database.read(partial(self._statements.limits, queue=self._queue))
             self._read_at = time.monotonic()
+            self._resize_handlers()
+
+    def _resize_handlers(self) -> None:
+        numbers = {**self._in_code, **self._limits.handlers}
+        for name in self._handler_slots.keys() - numbers.keys():
+            del self._handler_slots[name]
+        for name, number in numbers.items():
+            if name in self._handler_slots:
+                self._handler_slots[name].resize(number)
+            else:
+                claims = f"{self._slots_name} by {name}"
+                self._handler_slots[name] = SqlHandlerSlots(self._database, claims, number, self.read)
 
     @property
     def _is_limited(self) -> bool:
-        return self._limits != QueueLimits(self._queue)
+        return self._limits.paused or self._limits.concurrency is not None or self._limits.rate is not None
 
     def received(self, messages: Sequence[int]) -> None:
         """Count messages that were received; by their row numbers."""

@@ -21,6 +21,7 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    Text,
 )
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
@@ -45,6 +46,9 @@ DUE: Final = (
 )
 CONTENT: Final = (
     LargeBinary().with_variant(mysql.LONGBLOB(), "mysql", "mariadb").with_variant(untyped.VARBINARY("max"), "mssql")
+)
+JSON_TEXT: Final = (
+    Text().with_variant(mysql.LONGTEXT(), "mysql", "mariadb").with_variant(untyped.NVARCHAR("max"), "mssql")
 )
 MAXIMUM_CHANNEL_LENGTH: Final = 64
 MAXIMUM_TABLE_NAME_LENGTH: Final = 128
@@ -139,6 +143,8 @@ class QueueTables:
             Column("concurrency", Integer),
             Column("period", BigInteger),  # microseconds from one message to the next
             Column("next_at", BigInteger),  # when the next one may be received, in microseconds since 1970
+            # Since revision 5: the limits of types of messages, as JSON.
+            Column("handlers", JSON_TEXT),
         )
         self.queued = _queued_table(metadata)
         #: Which prepared transactions are to be committed, and, as `log`, the table's own name.
@@ -192,7 +198,7 @@ def _shared_tables(product: ProductTables, schema: str | None) -> list[Table]:
 
 
 #: The tables of every transport and store.
-QUEUES: Final = register(TableGroup("queues", _shared_tables, revision=4))
+QUEUES: Final = register(TableGroup("queues", _shared_tables, revision=5))
 DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tables(schema).decisions]))
 
 

@@ -23,11 +23,12 @@ from delayline.sql.receiver import (
     LIMITS_CHANGED,
     IdleQueues,
     QueueAdmission,
-    SqlHandlerSlots,
     SqlReceiver,
     checked_changes,
+    checked_handlers,
     limit_statements,
     limits_of,
+    merged,
 )
 from delayline.sql.schema import DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.setup import RequiredTables
@@ -35,7 +36,7 @@ from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sqlalchemy import Connection, Engine, Executable, Table
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -210,11 +211,6 @@ class SqlTransport(SqlBackend):
         admission = QueueAdmission(self._database, self._limits, queue, slots)
         return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle, admission)
 
-    def handler_slots(self, queue: str, handler: str, number: int) -> SqlHandlerSlots:
-        """Return the slots of a handler of the queue's messages; claims like those on messages."""
-        name = f"{self._tables.queued.fullname} handled of {queue} by {handler}"
-        return SqlHandlerSlots(self._database, name, number)
-
     async def has_queue(self, queue: str) -> bool:
         """Return whether the queue is registered."""
         return not await self._database.read(lambda connection: self._statements.missing(connection, [queue]))
@@ -238,14 +234,18 @@ class SqlTransport(SqlBackend):
         paused: bool | Unset = UNSET,
         concurrency: int | Unset | None = UNSET,
         rate: float | Unset | None = UNSET,
+        handlers: Mapping[str, int | None] | Unset = UNSET,
     ) -> QueueLimits:
         """Change the limits that are given; see `SupportsQueueLimits`."""
         changes = checked_changes(paused, concurrency, rate)
+        of_types = checked_handlers(handlers)
         await self._check_tables()
 
         def change(connection: Connection) -> QueueLimits:
-            self._limits.limits(connection, queue)
-            for name, value in changes.items():
+            self._limits.lock.change(connection, queue)
+            found = self._limits.limits(connection, queue)
+            changed = changes | ({"handlers": merged(found.handlers, of_types)} if of_types else {})
+            for name, value in changed.items():
                 self._limits.change[name].change(connection, value, queue)
             return self._limits.limits(connection, queue)
 
