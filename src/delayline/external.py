@@ -188,6 +188,6 @@ def django_connection(alias: str, argument: str) -> Any:  # noqa: ANN401 - Djang
         raise ConfigurationError(f"{must_be} has no such settings here")
     if alias not in usable:
         raise ConfigurationError(
-            f"{argument} is the text {name}, no alias of Django's DATABASES, which has {', '.join(usable)}"
+            f"{argument} is the text {name}, which is not an alias in Django's DATABASES: it has {', '.join(usable)}"
         )
     return connections[alias]

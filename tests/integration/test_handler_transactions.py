@@ -510,7 +510,7 @@ CONFIGURE = "import django.db; from django.conf import settings; settings.config
         ("", "and Django is not used here"),
         ("import django.db", "and Django has no such settings here"),
         (CONFIGURE.format(""), "and Django has no such settings here"),
-        (CONFIGURE.format("DATABASES={'default': {'ENGINE': 'django.db.backends.sqlite3'}}"), "which has default"),
+        (CONFIGURE.format("DATABASES={'default': {'ENGINE': 'django.db.backends.sqlite3'}}"), "it has default"),
     ],
     ids=["no Django", "no settings", "no databases", "another alias"],
 )

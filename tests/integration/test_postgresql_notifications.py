@@ -19,7 +19,7 @@ from tests.integration.wire_between import wire_to
 from delayline import Endpoint, StoredDelivery
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.dialects import postgresql_notifications as postgresql_wake_ups
+from delayline.sql.dialects import postgresql_notifications as postgresql_notifications
 from delayline.sql.dialects.postgresql_notifications import channel_name
 from delayline.sql.statements import queue_channel
 from delayline.testing import Signals
@@ -133,7 +133,7 @@ async def test_a_queue_that_is_received_from_here_is_notified_to_others_at_inter
     postgresql_url: str, receives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a sender in a process that receives from the queue, or does not
-    monkeypatch.setattr(postgresql_wake_ups, "TOLD_WITHIN", 2.0)
+    monkeypatch.setattr(postgresql_notifications, "SEND_EVERY_RECEIVED_HERE", 2.0)
     transport = SqlTransport(postgresql_url)
     await transport.setup_infrastructure(["orders"])
     await transport.start()
@@ -176,8 +176,8 @@ async def test_the_poller_queries_if_notifications_silently_stop(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a poller asleep, whose listening connection goes deaf: it is open, and nothing comes
-    monkeypatch.setattr(postgresql_wake_ups, "PROBE_EVERY", 0.2)
-    monkeypatch.setattr(postgresql_wake_ups, "POLL_EVERY", 0.2)
+    monkeypatch.setattr(postgresql_notifications, "PROBE_EVERY", 0.2)
+    monkeypatch.setattr(postgresql_notifications, "POLL_EVERY", 0.2)
     async with wire_to(postgresql_url) as (wire, url):
         with Signals() as signals:
             async with endpoint_at(url):
@@ -193,7 +193,7 @@ async def test_sends_that_follow_each_other_are_notified_together(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a process that listens for messages of a queue, and a sender that notifies once an hour
-    monkeypatch.setattr(postgresql_wake_ups, "TELL_EVERY", 3600.0)
+    monkeypatch.setattr(postgresql_notifications, "SEND_EVERY", 3600.0)
     transport = SqlTransport(postgresql_url)
     await transport.setup_infrastructure(["billing"])
     with psycopg.connect(postgresql_url, autocommit=True) as other:
