@@ -117,7 +117,7 @@ class Message:
     never parsed, and one whose stored headers are damaged can still be moved, whole, to the error queue.
 
     Args:
-        id: The message id, 1 to 200 characters.
+        id: The message id, 1 to 250 characters.
         headers: The headers, which are not copied.
         body: The body.
     """
