@@ -37,7 +37,7 @@ def test_everything_is_well(ready: Callable[..., Result]) -> None:
     assert ran.document["healthy"]
     found = findings(ran)
     assert found["guarantee"][1].startswith("exactly once: SqlTransport")
-    assert found["schema version"][1].startswith("4 ")
+    assert found["schema version"][1].startswith("5 ")
     assert (found["journal mode"], found["synchronous"]) == ((True, "wal"), (True, "FULL"))
     assert found["queue billing"] == (True, "0 messages")
     assert found["pending"] == (True, "1 messages")
