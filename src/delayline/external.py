@@ -181,7 +181,8 @@ def django_connection(alias: str, argument: str) -> Any:  # noqa: ANN401 - Djang
     from django.core.exceptions import ImproperlyConfigured
 
     try:
-        usable = [each for each in connections if connections[each].settings_dict["ENGINE"] != NO_DATABASE]
+        # Not the connections: making one raises the same error where its driver is not installed.
+        usable = [each for each, of in connections.settings.items() if of["ENGINE"] != NO_DATABASE]
     except ImproperlyConfigured:
         usable = []
     if not usable:

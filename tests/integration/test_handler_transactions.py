@@ -520,3 +520,22 @@ def test_an_alias_that_django_does_not_have_is_refused(tmp_path: Path, settings:
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert ran.stdout.startswith("the source of context.transaction is the text 'orders'"), ran.stderr
     assert ran.stdout.strip().endswith(reason)
+
+
+ONE_WITHOUT_A_DRIVER = """
+    import django.db
+    from django.conf import settings
+    engines = {"default": "django.db.backends.oracle", "orders": "django.db.backends.sqlite3"}
+    settings.configure(DATABASES={alias: {"ENGINE": engine} for alias, engine in engines.items()})
+    from delayline.external import django_connection
+    print(django_connection("orders", "transaction=").alias)
+"""
+
+
+def test_an_alias_is_found_beside_one_whose_driver_is_not_installed() -> None:
+    """Given an alias whose driver is missing, when another one is asked for, then its connection is returned."""
+    ran = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(ONE_WITHOUT_A_DRIVER)],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert ran.stdout.strip() == "orders", ran.stderr
