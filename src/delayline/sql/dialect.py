@@ -552,6 +552,10 @@ class DatabaseAccess(Protocol):
 class Dialect(ValueTypes, StatementWords, BulkWork, Catalog, TransactionControl, DatabaseAccess, Protocol):
     """One database of one product."""
 
+    def __hash__(self) -> int:
+        """Return a hash by identity."""
+        ...
+
 
 def conflict_columns(table: Table, key: str) -> Sequence[str]:
     """Return the columns that are unique together and include `key`: the primary key, or the column itself."""

@@ -159,10 +159,7 @@ class StoreStatements:
 
 @lru_cache(maxsize=64)
 def store_statements(table: Table, dialect: Dialect) -> StoreStatements:
-    """Return the statements of a table, compiled once for every store that is opened on it.
-
-    Every dialect has a hash, by identity; mypy does not see that in a protocol.
-    """
+    """Return the statements of a table, compiled once for every store that is opened on it."""
     return StoreStatements(table, dialect)
 
 

@@ -151,7 +151,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         except BaseException:
             await self._close_database()
             raise
-        self._open = store_statements(table, self._database.dialect)  # type: ignore[arg-type]  # see there
+        self._open = store_statements(table, self._database.dialect)
         self._journal = journal
         self._rows = row_claims(self._database, self._open, self._tables)
 

@@ -95,8 +95,8 @@ class SqlTransport(SqlBackend):
         super().__init__(url, schema, two_phase, server_timeout, pool_size, connect)
         self._url = url if isinstance(url, str) and connect is None else None
         interval = time_span("poll_interval", poll_interval).total_seconds()
-        self._statements = queue_statements(self._tables, self._database.dialect)  # type: ignore[arg-type]  # see there
-        self._limits = limit_statements(self._tables, self._database.dialect)  # type: ignore[arg-type]  # see there
+        self._statements = queue_statements(self._tables, self._database.dialect)
+        self._limits = limit_statements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)
         self._checked = False
         self._sends = Grouping(self._dispatch_groups, maximum=MAXIMUM_GROUP, abandoned=_log_abandoned)
