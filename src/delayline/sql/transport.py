@@ -242,7 +242,8 @@ class SqlTransport(SqlBackend):
         await self._check_tables()
 
         def change(connection: Connection) -> QueueLimits:
-            self._limits.lock.change(connection, queue)
+            if of_types:  # concurrent changes of other types must not be lost
+                self._limits.lock.change(connection, queue)
             found = self._limits.limits(connection, queue)
             changed = changes | ({"handlers": merged(found.handlers, of_types)} if of_types else {})
             for name, value in changed.items():
