@@ -76,7 +76,7 @@ PAST: Final = {
 FILTERS: Final = ("id", "destination", "type", "header", "value", "from", "before")
 """Fields of a search."""
 FRESH: Final = 1.0
-"""Seconds for which what was read is shown again to all browsers."""
+"""Seconds for which the data of a page is shown again, to all browsers."""
 MOST_NOTICES: Final = 200
 STALE: Final = timedelta(seconds=10)
 """A message that is overdue for longer means that no poller dispatches it."""

@@ -361,7 +361,7 @@ def limits_of(row: Sequence[object]) -> QueueLimits:
 
 @lru_cache(maxsize=1000)  # the same text is parsed, and logged where it is unusable, once
 def _limits_of_types(queue: str, text: object) -> Mapping[str, int]:
-    """Return the limits of types in the registry; none if others have written what is unusable."""
+    """Return the limits of types in the registry; none if the text is unusable, as after a change by hand."""
     try:
         found: Any = json.loads(text) if isinstance(text, str) else text
         return {name: _slots(number) for name, number in checked_handlers(found).items() if number is not None}
