@@ -54,6 +54,7 @@ from delayline.recoverability import (
 )
 from delayline.transaction import TransactionMode
 from delayline.transport import (
+    SupportsFlush,
     SupportsPrefetch,
     SupportsQueueLookup,
     SupportsServerTimeout,
@@ -407,8 +408,11 @@ class Pipeline:
 
     async def _process(self, received: ReceivedMessage) -> None:
         try:
-            if self.host.mode is TransactionMode.NONE and not await self._completions.run_to_end(_Completion(received)):
-                return
+            if self.host.mode is TransactionMode.NONE:
+                if not await self._completions.run_to_end(_Completion(received)):
+                    return
+                if isinstance(self.receiver, SupportsFlush):
+                    await self.receiver.flush(received)
             await self._handle(received)
         except _AlreadyHandled as error:
             emit(logger, logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=received.message, queue=self.queue)

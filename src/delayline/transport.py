@@ -115,6 +115,24 @@ class SupportsPrefetch(Protocol):
 
 
 @runtime_checkable
+class SupportsFlush(Protocol):
+    """Capability of a receiver: `acknowledge` returns before the acknowledgement has reached the transport."""
+
+    async def flush(self, received: ReceivedMessage) -> None:
+        """Return once the transport has processed the message's acknowledgement.
+
+        In transaction mode `NONE` its handler runs after it: a crash then cannot return the message to its queue.
+
+        Args:
+            received: A message that this receiver has acknowledged.
+
+        Raises:
+            BackendUnavailable: The transport did not answer; the message may be handled again, or not at all.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsServerTimeout(Protocol):
     """Capability of a receiver: its waits for an answer have a limit, after which `receive` raises."""
 

@@ -10,8 +10,11 @@ from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from pamqp import commands
+
 from delayline.errors import BackendUnavailable, QueueNotFound
 from delayline.events import Event, emit
+from delayline.rabbitmq.amqp.channel import retrieve_exception
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.properties import message_from
 from delayline.rabbitmq.levels import parse
@@ -97,6 +100,7 @@ class RabbitMQReceiver:
         self._held: set[int] = set()
         self._acknowledged: set[int] = set()
         self._flushes: set[asyncio.Task[None]] = set()
+        self._answer: asyncio.Task[None] | None = None
         self._retries: set[asyncio.Task[None]] = set()
         self._unmoved: set[int] = set()
         self._left_to: set[str] = set()
@@ -168,10 +172,32 @@ class RabbitMQReceiver:
         """
         await asyncio.gather(*self._flushes)
 
-    def _tag(self, received: ReceivedMessage) -> int | None:
+    async def flush(self, received: ReceivedMessage) -> None:
+        """Return once the broker has answered a method that follows the message's acknowledgement.
+
+        A channel processes its methods in order: https://www.rabbitmq.com/docs/channels. Calls of one turn of the
+        loop share the method. The limit of quorum queues applies, see `flushed`.
+        """
+        if self._receipt(received).channel != self._number or self._channel is None:
+            raise BackendUnavailable(f"the channel of {self._queue!r} ended before an acknowledgement was processed")
+        if self._answer is None:
+            self._answer = asyncio.create_task(self._await_answer(self._channel))
+            self._answer.add_done_callback(retrieve_exception)
+        await asyncio.shield(self._answer)
+
+    async def _await_answer(self, channel: Channel) -> None:
+        self._answer = None  # later acknowledgements may be written after the method
+        await self.flushed()
+        await channel.call(commands.Channel.Flow(active=True))
+
+    def _receipt(self, received: ReceivedMessage) -> DeliveryTag:
         delivery = received.receipt
         if not isinstance(delivery, DeliveryTag):
             raise TypeError(f"receipt {delivery!r} was not given by this receiver")
+        return delivery
+
+    def _tag(self, received: ReceivedMessage) -> int | None:
+        delivery = self._receipt(received)
         return delivery.tag if delivery.channel == self._number and delivery.tag in self._held else None
 
     def _done(self, tag: int) -> None:

@@ -8,6 +8,7 @@ from delayline.testing.faults import Fault, Faults, Faulty
 from delayline.transport import (
     ReceivedMessage,
     Receiver,
+    SupportsFlush,
     SupportsPrefetch,
     SupportsQualifiedQueues,
     SupportsQueueLookup,
@@ -99,6 +100,10 @@ class FaultyReceiver:
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         return await self._call("acknowledge", lambda: self._receiver.acknowledge(received, transaction), received)
+
+    async def flush(self, received: ReceivedMessage) -> None:
+        if isinstance(self._receiver, SupportsFlush):
+            await self._receiver.flush(received)
 
     async def release(self, received: ReceivedMessage) -> None:
         await self._call("release", lambda: self._receiver.release(received), received)

@@ -156,7 +156,7 @@ class Channel:
             self.on_end = _ignore
             # One Close for all callers: the answer to a second one would be taken for that to the next channel's Open.
             self._closing = asyncio.ensure_future(self._send_close())
-            self._closing.add_done_callback(_retrieve)
+            self._closing.add_done_callback(retrieve_exception)
         if self._closing is not None:
             await asyncio.shield(self._closing)
 
@@ -332,10 +332,10 @@ def _drop(delivery: Delivery) -> None:
     """Take a message of a consumer that was cancelled: it returns to its queue with the channel's end."""
 
 
-def _retrieve(closing: asyncio.Task[None]) -> None:
-    """Retrieve the exception of a close that nothing waits for any more."""
-    if not closing.cancelled():
-        closing.exception()
+def retrieve_exception(task: asyncio.Future[None]) -> None:
+    """Retrieve the exception of a task whose callers may all be cancelled, so that asyncio does not log it."""
+    if not task.cancelled():
+        task.exception()
 
 
 def _ignore(error: Exception) -> None:
