@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from delayline.sql.schema import ProductTables
 
 if TYPE_CHECKING:
+    import asyncio
     from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
@@ -121,6 +122,8 @@ class Moved:
     """What the due column keeps of a message such that nothing movable is due before it; None where unknown."""
     counts: Mapping[tuple[str, Any], int] | None = None
     """How many moved by destination and what the due column keeps; None where that was not asked for."""
+    claimed: Sequence[tuple[Any, ...]] = ()
+    """Number, id, headers and body of the moved messages that were claimed for a receiver."""
 
 
 class Forwarding(Protocol):
@@ -128,6 +131,8 @@ class Forwarding(Protocol):
 
     one_statement: bool
     """Whether `run` is a single statement."""
+    can_claim: bool
+    """Whether `run` also takes `queue`, `wanted` and `key`, to lock moved messages for a `WaitingReceiver`."""
 
     def run(
         self,
@@ -304,6 +309,40 @@ class ServerClaims(Claims, Protocol):
 
     def close(self) -> None:
         """Give up every claim."""
+        ...
+
+
+class WaitingReceiver(Protocol):
+    """A receiver of one queue for which a move may claim messages, which saves the receiver's own look."""
+
+    queue: str
+    wanted: int
+    """How many messages the move may claim; 0 while the receiver does not wait for any."""
+    loop: asyncio.AbstractEventLoop
+
+    def moved(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Receive the messages, or give their claims up; on the receiver's event loop.
+
+        Args:
+            rows: Number, id, headers and body of each message that a move has claimed, in the order of their numbers.
+        """
+        ...
+
+
+@runtime_checkable
+class ClaimsOfMoves(ServerClaims, Protocol):
+    """Claims that a move can make in the statement that moves the messages."""
+
+    def register(self, receiver: WaitingReceiver) -> Callable[[], None]:
+        """Claim moved messages for the receiver while it waits for some; return how to stop."""
+        ...
+
+    def waiting_receiver(self) -> WaitingReceiver | None:
+        """Return a receiver that waits for messages, if there is one."""
+        ...
+
+    def move(self, run: Callable[..., Moved]) -> Moved:
+        """Call `run` with the claims' `connection`, and with `key`, the lock of row 0; claim the rows it has locked."""
         ...
 
 

@@ -16,10 +16,11 @@ from sqlalchemy import bindparam, func, select, update
 
 from delayline.checks import whole_number
 from delayline.clock import to_microseconds
-from delayline.errors import BackendUnavailable, ConfigurationError, QueueNotFound
+from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted, QueueNotFound
 from delayline.events import Event, emit
 from delayline.external import UNSET
 from delayline.message import Message
+from delayline.sql.dialect import ClaimsOfMoves
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import queue_channel
 from delayline.transport import QueueLimits, ReceivedMessage
@@ -57,7 +58,10 @@ ATTEMPTS: Final = 20  # to advance a rate that other processes advance too
 
 
 class SqlReceiver:
-    """Takes messages from one queue; the claims of a process that ends are free again at once."""
+    """Takes messages from one queue; the claims of a process that ends are free again at once.
+
+    While it waits, a move may claim messages for it, see `WaitingReceiver`.
+    """
 
     def __init__(
         self,
@@ -84,6 +88,15 @@ class SqlReceiver:
         """Whether the last look has found fewer messages than it asked for."""
         self._rests_until = -math.inf
         """When the next look is worth it."""
+        self._is_notified = False
+        """Whether messages may have come since the last look began."""
+        self.queue = queue
+        self.wanted = 0
+        self.loop = asyncio.get_running_loop()
+        self._receiving = False
+        self._moved: list[ReceivedMessage] = []
+        """Messages that moves have claimed for the `receive` in progress."""
+        self._unregister = claims.register(self) if isinstance(claims, ClaimsOfMoves) else _nothing
         self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._notified)
 
     @property
@@ -93,8 +106,33 @@ class SqlReceiver:
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and claim up to `limit` of them."""
-        while await self._rested():
+        self._receiving = True
+        try:
+            return await self._receive(limit)
+        finally:
+            self._receiving, self.wanted = False, 0
+            left, self._moved = self._moved, []
+            self._give_back(left)
+
+    def moved(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Receive messages that a move has claimed; see `WaitingReceiver`."""
+        messages = [ReceivedMessage(Message.from_encoded(*row[1:]), row[0]) for row in rows]
+        if not self._receiving:
+            self._give_back(messages)
+            return
+        self.wanted = 0
+        self._moved += messages
+        self._after = max(self._after, rows[-1][0])
+        self._event.set()
+
+    async def _receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        while await self._rested(limit):
+            if self._moved:
+                if moved := await self._take_moved(limit):
+                    return moved
+                continue
             self._event.clear()
+            self._is_notified = False
             batch: list[ReceivedMessage] = []
             expired: list[ReceivedMessage] = []
             admitted = await self._admission.admit(limit)
@@ -124,22 +162,48 @@ class SqlReceiver:
                 self._rests_until = min(ended + RESTS * (ended - began), began + LOOKS_WITHIN)
             if batch:
                 return batch
-            if not expired:
+            if not expired and not self._moved:
+                self._wait_for_moves(limit)
                 await self._idle.wait(self._queue, self._event)
+                self._is_notified |= not self._moved
         return []
 
-    async def _rested(self) -> bool:
-        """Wait until another look is worth it; return whether there is to be one.
+    def _wait_for_moves(self, limit: int) -> None:
+        """Let moves claim messages, unless the queue's limits decide how many may be received."""
+        self.wanted = 0 if self._admission.is_limited else limit
+
+    async def _take_moved(self, limit: int) -> Sequence[ReceivedMessage]:
+        """Return messages that moves have claimed; none if the queue is limited by now."""
+        self._event.clear()
+        batch, self._moved = self._moved[:limit], self._moved[limit:]
+        try:
+            confirmed = await self._admission.confirm()
+        except BaseException:
+            self._give_back(batch)
+            raise
+        if not confirmed:
+            await self.release_many(batch)
+            return []
+        self._admission.received([_number(received) for received in batch])
+        return batch
+
+    async def _rested(self, limit: int) -> bool:
+        """Wait until another look is worth it, or a move has claimed messages; return False once stopped.
 
         After a look that has found fewer messages than it asked for, that is at the next notification, or when a look
         from the first message on is due.
         """
-        if self._exhausted and not self._event.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._full_at + FULL_LOOK_EVERY - time.monotonic()):
-                    await self._event.wait()
-        if not self._stopped and (rest := self._rests_until - time.monotonic()) > 0:
+        if self._moved:
+            return not self._stopped
+        if self._exhausted:
+            self._wait_for_moves(limit)
+            if not self._is_notified:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._full_at + FULL_LOOK_EVERY - time.monotonic()):
+                        await self._event.wait()
+        if not self._moved and not self._stopped and (rest := self._rests_until - time.monotonic()) > 0:
             await asyncio.sleep(rest)
+        self.wanted = 0
         return not self._stopped
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
@@ -173,7 +237,17 @@ class SqlReceiver:
     def _notified(self, at: int) -> None:
         if at == LIMITS_CHANGED:
             self._admission.expire()
+        self._is_notified = True
         self._event.set()
+
+    def _give_back(self, messages: Sequence[ReceivedMessage]) -> None:
+        """Give up the claims on messages that the caller will not receive."""
+        if messages:
+            numbers = [_number(received) for received in messages]
+            self._claims.release(numbers)
+            self._after = min(self._after, min(numbers) - 1)
+            with contextlib.suppress(NotStarted):  # closed meanwhile, which ends the claims
+                self._database.notifications.notify(queue_channel(self._queue))
 
     def _forget(self, numbers: Sequence[int]) -> None:
         """Drop the claims on messages that were handled."""
@@ -192,6 +266,7 @@ class SqlReceiver:
     async def stop(self) -> None:
         """End a waiting receive."""
         self._stopped = True
+        self._unregister()
         self._unsubscribe()
         self._event.set()
 
@@ -252,6 +327,10 @@ class SqlReceiver:
             for received in expired:
                 text = "Deleted expired message %s"
                 emit(logger, logging.DEBUG, Event.EXPIRED, text, received.message.id)
+
+
+def _nothing() -> None:
+    """Unregister nothing."""
 
 
 def _number(received: ReceivedMessage) -> int:
@@ -512,7 +591,7 @@ class QueueAdmission:
 
         A queue that had no limits is assumed to have none; `confirm` has to follow too.
         """
-        if self._is_limited:
+        if self.is_limited:
             await self.read()
         if self._limits.paused:
             return 0
@@ -531,10 +610,10 @@ class QueueAdmission:
 
         Skipped while the queue is empty, to keep idle endpoints cheap.
         """
-        if self._is_limited:
+        if self.is_limited:
             return True
         await self.read()
-        return not self._is_limited
+        return not self.is_limited
 
     async def read(self) -> None:
         """Read the limits again if it is time for that."""
@@ -555,7 +634,8 @@ class QueueAdmission:
                 self._handler_slots[name] = SqlHandlerSlots(self._database, claims, number, self.read)
 
     @property
-    def _is_limited(self) -> bool:
+    def is_limited(self) -> bool:
+        """Whether the queue has limits, or is paused."""
         return self._limits.paused or self._limits.concurrency is not None or self._limits.rate is not None
 
     def received(self, messages: Sequence[int]) -> None:

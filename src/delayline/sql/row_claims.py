@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
     from delayline.sql.database import Database
-    from delayline.sql.dialect import Leases, Server
+    from delayline.sql.dialect import ClaimsOfMoves, Leases, Server, WaitingReceiver
     from delayline.sql.file_database import FileDatabase
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
@@ -272,6 +272,8 @@ class ServerRowClaims:
         self._leases = database.dialect.leases(statements.table, tables)
         self._locks = LockStatements(statements, database.dialect, self._leases)
         self._forwarding = database.dialect.forwarding(statements.table, tables)
+        self._queued = tables.queued.fullname
+        self._last_moved = 0
         self._from_due = database.dialect.from_due
         self._channel = store_channel(statements.table)
         database.notifications.register_store(self._channel, statements.table.schema)
@@ -345,9 +347,17 @@ class ServerRowClaims:
 
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues inside the server."""
-        forward = partial(self._forward, until=until, limit=limit, max_bytes=max_bytes, counted=counted)
+        run = partial(self._forwarding.run, until=until, limit=limit, max_bytes=max_bytes, counted=counted)
+        if self._forwarding.can_claim:
+            claims = cast("ClaimsOfMoves", self._database.claims(self._queued))
+            receiver = claims.waiting_receiver()
+            # After a large move the next one would keep the claims' connection from acknowledgements and looks.
+            if receiver is not None and self._last_moved <= receiver.wanted:
+                run = partial(self._forward_to, claims, receiver, receiver.wanted, run)
+        forward = partial(self._forward, run=run)
         with self._then_look_fully():
             moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
+        self._last_moved = moved.number
         due = moved.next_due
         if due is not None and not self._database.notifications.must_register_sleep(self._channel, self._from_due(due)):
             return moved
@@ -412,14 +422,31 @@ class ServerRowClaims:
 
         return self._from_watermark(look)
 
-    def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int, counted: bool) -> Moved:
-        run = partial(self._forwarding.run, connection, until, limit=limit, max_bytes=max_bytes, counted=counted)
-
+    def _forward(self, connection: Connection, run: Callable[..., Moved]) -> Moved:
         def look(since: object | None) -> tuple[Moved, datetime | None]:
-            moved = run(since=since)
+            moved = run(connection, since=since)
             return moved, None if moved.reached is None else self._from_due(moved.reached)
 
         return self._from_watermark(look)
+
+    def _forward_to(
+        self,
+        claims: ClaimsOfMoves,
+        receiver: WaitingReceiver,
+        wanted: int,
+        run: Callable[..., Moved],
+        connection: Connection,
+        since: object | None,
+    ) -> Moved:
+        """Move on the connection of the claims instead, and pass what it has claimed to the receiver."""
+        del connection
+        moved = claims.move(partial(run, since=since, queue=receiver.queue, wanted=wanted))
+        if moved.claimed:
+            try:
+                receiver.loop.call_soon_threadsafe(receiver.moved, moved.claimed)
+            except RuntimeError:  # that loop is closed
+                claims.release(row[0] for row in moved.claimed)
+        return moved
 
     async def _overlooked(self) -> datetime | None:
         """Return the earliest due time of all messages if it is below the watermark, which is then lowered to it."""

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import BigInteger, String, Text, Uuid, cast, extract, literal_column
@@ -33,11 +33,11 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
-    from delayline.sql.dialect import Finding, ServerSessions, Stage
+    from delayline.sql.dialect import Finding, ServerSessions, Stage, WaitingReceiver
     from delayline.sql.dialects.postgresql_binary import LoopInserts
     from delayline.sql.schema import QueueTables
 
@@ -327,7 +327,7 @@ class Postgresql(ServerDialect):
                 "and purge claim messages by locks of a session. Name the server itself in the URL of endpoints that "
                 "receive; those with send_only=True work through PgBouncer"
             )
-        return AdvisoryLockClaims(database, table)
+        return AdvisoryLockClaims(database, table, self.errors)
 
     def forwarding(self, table: Table, tables: QueueTables) -> PostgresqlForwarding:
         """One statement."""
@@ -471,16 +471,25 @@ ADVISORY_EXCHANGE: Final = f"""
 SELECT k FROM unnest(%s::bigint[]) AS k WHERE pg_advisory_unlock(%s + k) IS NULL
 UNION ALL {ADVISORY_LOCK}
 """  # noqa: S608 - our own
+#: A key is in two parts: https://www.postgresql.org/docs/current/view-pg-locks.html
+ADVISORY_UNLOCK_OTHERS: Final = """
+SELECT pg_advisory_unlock(key) FROM (
+  SELECT (classid::bigint << 32) | objid::bigint AS key FROM pg_locks
+  WHERE locktype = 'advisory' AND objsubid = 1 AND pid = pg_backend_pid()
+) AS locked WHERE key <> ALL (ARRAY(SELECT %s + k FROM unnest(%s::bigint[]) AS k))
+"""
 ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigint[]) AS k"
 
 
 class AdvisoryLockClaims(SessionClaims):
     """This process's claims on the rows of one table."""
 
-    def __init__(self, database: ServerSessions, table: str) -> None:
+    def __init__(self, database: ServerSessions, table: str, errors: tuple[type[Exception], ...]) -> None:
         super().__init__(database)
+        self._errors = errors
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
+        self._receivers: list[WaitingReceiver] = []
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
         """Lock free rows in one round trip."""
@@ -494,6 +503,42 @@ class AdvisoryLockClaims(SessionClaims):
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
         """Unlock, in one round trip."""
         run(connection, ADVISORY_UNLOCK, self._base, list(rows))
+
+    def register(self, receiver: WaitingReceiver) -> Callable[[], None]:
+        """Claim moved messages for the receiver while it waits for some; return how to stop."""
+        self._receivers.append(receiver)
+
+        def unregister() -> None:
+            with contextlib.suppress(ValueError):
+                self._receivers.remove(receiver)
+
+        return unregister
+
+    def waiting_receiver(self) -> WaitingReceiver | None:
+        """Return a receiver that waits for messages, if there is one."""
+        return next((receiver for receiver in list(self._receivers) if receiver.wanted), None)
+
+    def move(self, run: Callable[..., Moved]) -> Moved:
+        """Run a move on the claims' connection, and claim the rows that it has locked."""
+        with self._in_use:
+            moved = self._session.run(partial(self._move, run), commits=True)
+            with self._lock:
+                self._claimed.update(row[0] for row in moved.claimed)
+            return moved
+
+    def _move(self, run: Callable[..., Moved], connection: Connection) -> Moved:
+        self._lock_again(connection)
+        try:
+            return run(connection, key=self._base)
+        except BaseException:  # locks outlast the transaction that has taken them
+            self._unlock_unclaimed(connection)
+            raise
+
+    def _unlock_unclaimed(self, connection: Connection) -> None:
+        with self._lock:
+            known = [*self._claimed, *self._released]
+        with contextlib.suppress(*self._errors):  # the locks of a lost connection end with it
+            run(connection, ADVISORY_UNLOCK_OTHERS, self._base, known)
 
 
 # Due messages go from store to queue in PostgreSQL in one statement: one round trip, no body leaves the server.
@@ -510,14 +555,24 @@ WITH due AS MATERIALIZED (
   DELETE FROM {table} WHERE seq = ANY (ARRAY(SELECT seq FROM chosen)) RETURNING seq, due, destination, id, headers, body
 ), put AS (
   INSERT INTO {queued} (queue, id, headers, body)
-  SELECT destination, id, headers, body FROM gone ORDER BY due, seq
-){grouped}
+  SELECT destination, id, headers, body FROM gone ORDER BY due, seq{returning}
+){grouped}{claimed}
 SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT destination FROM due WHERE movable),
   (SELECT count(*) FROM due), (SELECT count(*) FROM due WHERE NOT movable), (SELECT max(due) FROM gone),
   CASE WHEN (SELECT count(*) FROM due) < %s THEN (
     SELECT due FROM {table} WHERE due >= (SELECT max(due) FROM gone) AND seq NOT IN (SELECT seq FROM gone)
-    ORDER BY due, seq LIMIT 1) END{counts}
+    ORDER BY due, seq LIMIT 1) END{counts}{columns}
 """
+RETURNING: Final = " RETURNING seq, queue, id, headers, body"
+#: The limit is inside, so that no further rows are locked.
+CLAIMED: Final = """, claimed AS MATERIALIZED (
+  SELECT seq, id, headers, body FROM (SELECT * FROM put WHERE queue = %s ORDER BY seq LIMIT %s) AS first
+  WHERE pg_try_advisory_lock(%s + seq)
+)"""
+#: The other columns are the same in each row.
+CLAIMED_COLUMNS: Final = """,
+  (SELECT count(*) FROM put WHERE queue = %s), claimed.seq, claimed.id, claimed.headers, claimed.body
+FROM (SELECT 1) AS one LEFT JOIN claimed ON true ORDER BY claimed.seq"""
 GROUPED: Final = """, grouped AS MATERIALIZED (
   SELECT destination, due, count(*)::int AS number FROM gone GROUP BY destination, due
 )"""
@@ -541,17 +596,25 @@ class PostgresqlForwarding:
     one_statement = True
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Postgresql) -> None:
+        self.can_claim = not dialect.pgbouncer
         quote = dialect.sql.identifier_preparer.format_table
         tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}
         self._moves = {
-            counted: tuple(
+            (counted, claiming): tuple(
                 MOVE_DUE.format(
-                    chosen=chosen, grouped=GROUPED if counted else "", counts=COUNTS if counted else "", **names
+                    chosen=chosen,
+                    grouped=GROUPED if counted else "",
+                    counts=COUNTS if counted else "",
+                    returning=RETURNING if claiming else "",
+                    claimed=CLAIMED if claiming else "",
+                    columns=CLAIMED_COLUMNS if claiming else "",
+                    **names,
                 )
                 for chosen in (ALL, SOME)
             )
             for counted in (False, True)
+            for claiming in (False, True)
         }
 
     def run(
@@ -563,13 +626,37 @@ class PostgresqlForwarding:
         max_bytes: int,
         counted: bool = False,
         since: object | None = None,
+        queue: str | None = None,
+        wanted: int = 0,
+        key: int = 0,
     ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`."""
-        move_all, move_some = self._moves[counted]
-        bounds = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes, limit)
-        moved, queues, due, left, last, next_due, *groups = run(connection, move_all, *bounds)[0]
+        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`.
+
+        Args:
+            connection: The connection, that of the claims if rows are to be locked.
+            until: The latest due time.
+            limit: The most messages to move.
+            max_bytes: The most bytes to move, if it is more than one message.
+            counted: Whether the result has `counts`.
+            since: The earliest due time.
+            queue: The queue in which moved messages are locked by the session, as `claimed` of the result.
+            wanted: The most messages to lock.
+            key: The lock of row 0.
+        """
+        move_all, move_some = self._moves[counted, queue is not None]
+        bounds: tuple[object, ...] = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes)
+        bounds = (*bounds, limit) if queue is None else (*bounds, queue, wanted, key, limit, queue)
+        rows = run(connection, move_all, *bounds)
+        moved, queues, due, left, last, next_due, *groups = rows[0]
         if moved + left < due:
-            moved, queues, due, left, last, next_due, *groups = run(connection, move_some, *bounds)[0]
+            rows = run(connection, move_some, *bounds)
+            moved, queues, due, left, last, next_due, *groups = rows[0]
+        claimed: list[tuple[Any, ...]] = []
+        if queue is not None:
+            *groups, put, _, _, _, _ = groups
+            claimed = [row[-4:] for row in rows if row[-4] is not None]
+            if put == len(claimed):  # there is nothing for others to look for
+                queues = [one for one in queues if one != queue]
         if left:
             next_due = last = None
         if due == limit or moved + left < due:
@@ -578,7 +665,7 @@ class PostgresqlForwarding:
         if counted and moved:
             destinations, due_times, numbers = groups
             counts = dict(zip(zip(destinations, due_times, strict=True), numbers, strict=True))
-        return Moved(moved, set(queues), left, next_due, last, counts)
+        return Moved(moved, set(queues), left, next_due, last, counts, claimed)
 
 
 # Expired timeouts go to their queues in PostgreSQL in one statement, which also returns when the next one expires.

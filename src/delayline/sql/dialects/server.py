@@ -571,6 +571,13 @@ class SessionClaims(ABC):
 
     def _settle(self, connection: Connection) -> list[int]:
         """Return the rows to unlock; after a lost connection, lock again the rows that are still free."""
+        self._lock_again(connection)
+        with self._lock:
+            released, self._released = self._released, []
+        return released
+
+    def _lock_again(self, connection: Connection) -> None:
+        """Lock rows that are still free again after a lost connection."""
         if connection is not self._locked_by:
             with self._lock:
                 before = set(self._claimed)
@@ -579,15 +586,13 @@ class SessionClaims(ABC):
             with self._lock:
                 self._claimed -= before - again
             self._locked_by = connection
-        with self._lock:
-            released, self._released = self._released, []
-        return released
 
 
 class LockedForwarding:
     """Moves the earliest due messages that are not locked, on servers that need one statement per step."""
 
     one_statement = False
+    can_claim = False
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Server) -> None:
         columns, sql = table.c, dialect.sql

@@ -1,0 +1,165 @@
+"""Moves that claim messages for a receiver which waits: it receives them without a look of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport, TransactionMode
+from delayline.sql.receiver import SqlReceiver
+from delayline.testing.conformance.messages import AT, delayed
+from delayline.testing.conformance.transport import ids, received
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Sequence
+
+PATIENCE = 20.0
+MOST_BYTES = 1 << 20
+FUNCTION = """
+CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'full' USING ERRCODE = '53100'; END $$
+"""
+TRIGGER = "CREATE TRIGGER refuse AFTER INSERT ON delayline_messages FOR EACH ROW EXECUTE FUNCTION refuse()"
+
+
+class Sales:
+    """Store, transport and a receiver of the queue `sales`."""
+
+    def __init__(self, url: str) -> None:
+        self.store = SqlDelayedMessageStore(url)
+        self.transport = SqlTransport(url)
+        self.receiver: SqlReceiver
+        self.looks = 0
+
+    async def waits(self, limit: int) -> asyncio.Task[list[str]]:
+        """Return a task that receives and that waits for messages."""
+        task = asyncio.create_task(self._receive(limit))
+        async with asyncio.timeout(PATIENCE):
+            while not self.receiver.wanted:  # noqa: ASYNC110 - a state without an event
+                await asyncio.sleep(0.005)
+        return task
+
+    async def _receive(self, limit: int) -> list[str]:
+        return ids(list(await self.receiver.receive(limit)))
+
+    async def store_due(self, number: int) -> None:
+        await self.store.store_many([delayed(f"m{n}", destination="sales") for n in range(number)])
+
+    async def move(self) -> int:
+        return (await self.store.forward_due(AT, 100, max_bytes=MOST_BYTES)).number
+
+
+@pytest.fixture
+async def sales(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Sales]:
+    sales, claim = Sales(postgresql_url), SqlReceiver._claim
+    await sales.store.setup_infrastructure("sales")
+    await sales.transport.setup_infrastructure(["sales"])
+    await sales.store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    await sales.transport.start()
+
+    def counted(receiver: SqlReceiver, *args: object, **options: object) -> None:
+        sales.looks += 1
+        claim(receiver, *args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(SqlReceiver, "_claim", counted)
+    sales.receiver = await sales.transport.receiver("sales")
+    yield sales
+    await sales.receiver.stop()
+    await sales.transport.stop()
+    await sales.store.close()
+
+
+async def test_a_waiting_receiver_gets_moved_messages_without_a_look(sales: Sales) -> None:
+    # Given a receiver that has found its queue empty
+    waits = await sales.waits(2)
+    looks = sales.looks
+    # When three messages are moved
+    await sales.store_due(3)
+    assert await sales.move() == 3
+    # Then it receives as many as it waits for, claimed, and the third with a look
+    assert await asyncio.wait_for(waits, PATIENCE) == ["m0", "m1"]
+    assert sales.looks == looks
+    another = await sales.transport.receiver("sales")
+    assert ids(await received(another, 1)) == ["m2"]
+    await another.stop()
+
+
+async def test_another_process_does_not_receive_claimed_messages(sales: Sales, postgresql_url: str) -> None:
+    # Given moved messages that a receiver has
+    waits = await sales.waits(5)
+    await sales.store_due(2)
+    await sales.move()
+    assert await asyncio.wait_for(waits, PATIENCE) == ["m0", "m1"]
+    # When others try to lock them, then they cannot until their connection ends
+    with psycopg.connect(postgresql_url) as connection:
+        assert locks(connection) == 2
+
+
+async def test_messages_of_a_cancelled_receive_are_received_by_the_next(
+    sales: Sales, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a receive that is cancelled when it has moved messages, before it returns them
+    waits, moved = await sales.waits(5), sales.receiver.moved
+
+    def then_cancel(rows: Sequence[tuple[object, ...]]) -> None:
+        moved(rows)
+        waits.cancel()
+
+    monkeypatch.setattr(sales.receiver, "moved", then_cancel)
+    await sales.store_due(2)
+    await sales.move()
+    await asyncio.wait([waits])
+    assert waits.cancelled()
+    # Then the next one receives them
+    assert sorted(ids(await received(sales.receiver, 2))) == ["m0", "m1"]
+
+
+async def test_a_stopped_receiver_gives_moved_messages_back(sales: Sales) -> None:
+    waits = await sales.waits(5)
+    await sales.store_due(2)
+    await asyncio.gather(sales.move(), sales.receiver.stop())
+    await asyncio.wait([waits])
+    another = await sales.transport.receiver("sales")
+    found = [] if waits.result() else await received(another, 2)
+    assert sorted([*waits.result(), *ids(found)]) == ["m0", "m1"]
+    await another.stop()
+
+
+async def test_a_limited_queue_has_a_look_of_its_own(sales: Sales) -> None:
+    # Given a queue with a limit of concurrency that its receiver has read
+    await sales.transport.set_limits("sales", concurrency=1)
+    await sales.store_due(2)
+    await sales.move()
+    assert len(await received(sales.receiver, 1)) == 1
+    receives = asyncio.create_task(sales.receiver.receive(5))
+    await sales.store_due(2)
+    # When messages are moved, then none is claimed beyond the limit
+    assert await sales.move() == 2
+    assert not (await asyncio.wait([receives], timeout=0.3))[0]
+    receives.cancel()
+
+
+async def test_a_move_that_fails_leaves_no_locks(sales: Sales, postgresql_url: str) -> None:
+    # Given a table that refuses rows at the end of the statement
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        connection.execute(FUNCTION)
+        connection.execute(TRIGGER)
+        waits = await sales.waits(5)
+        await sales.store_due(2)
+        # When they are moved, then no lock is left, and they move once it takes them
+        with pytest.raises(BackendUnavailable):
+            await sales.move()
+        assert locks(connection) == 0
+        connection.execute("DROP TRIGGER refuse ON delayline_messages")
+        assert await sales.move() == 2
+        assert await asyncio.wait_for(waits, PATIENCE) == ["m0", "m1"]
+        assert locks(connection) == 2
+
+
+def locks(connection: psycopg.Connection) -> int:
+    """Return how many rows of queues are locked in the database."""
+    query = "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database WHERE locktype = 'advisory'"
+    [(number,)] = connection.execute(f"{query} AND datname = current_database()")
+    return int(number)
