@@ -10,7 +10,7 @@ import pytest
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.sql.receiver import SqlReceiver
-from delayline.testing.conformance.messages import AT, delayed
+from delayline.testing.conformance.messages import AT, delayed, operation
 from delayline.testing.conformance.transport import ids, received
 
 if TYPE_CHECKING:
@@ -92,9 +92,16 @@ async def test_another_process_does_not_receive_claimed_messages(sales: Sales, p
     await sales.store_due(2)
     await sales.move()
     assert await asyncio.wait_for(waits, PATIENCE) == ["m0", "m1"]
-    # When others try to lock them, then they cannot until their connection ends
     with psycopg.connect(postgresql_url) as connection:
         assert locks(connection) == 2
+    # When a transport that shares no connection with it receives, then it gets another message only
+    other = SqlTransport(f"{postgresql_url}?keepalives=1")
+    await other.start()
+    receiver = await other.receiver("sales")
+    await other.dispatch([operation("sales", "free")])
+    assert ids(await received(receiver, 1)) == ["free"]
+    await receiver.stop()
+    await other.stop()
 
 
 async def test_messages_of_a_cancelled_receive_are_received_by_the_next(

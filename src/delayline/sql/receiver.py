@@ -175,12 +175,8 @@ class SqlReceiver:
     async def _take_moved(self, limit: int) -> Sequence[ReceivedMessage]:
         """Return messages that moves have claimed; none if the queue is limited by now."""
         self._event.clear()
+        confirmed = await self._admission.confirm()  # if it fails, `receive` gives the messages back
         batch, self._moved = self._moved[:limit], self._moved[limit:]
-        try:
-            confirmed = await self._admission.confirm()
-        except BaseException:
-            self._give_back(batch)
-            raise
         if not confirmed:
             await self.release_many(batch)
             return []

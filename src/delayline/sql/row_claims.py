@@ -438,7 +438,7 @@ class ServerRowClaims:
         connection: Connection,
         since: object | None,
     ) -> Moved:
-        """Move on the connection of the claims instead, and pass what it has claimed to the receiver."""
+        """Run the move on the claims' connection, and pass the messages that it has claimed to the receiver."""
         del connection
         moved = claims.move(partial(run, since=since, queue=receiver.queue, wanted=wanted))
         if moved.claimed:
