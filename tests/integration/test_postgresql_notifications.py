@@ -128,12 +128,42 @@ async def test_no_notification_is_sent_if_no_poller_sleeps(postgresql_url: str, 
     assert notified == []
 
 
+async def test_notifications_of_messages_due_later_are_sent_together(
+    postgresql_url: str, notified: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a poller in another process that sleeps for a minute, and a sender that notifies it once an hour of messages
+    # that are due later
+    monkeypatch.setattr(postgresql_notifications, "SEND_LATER_EVERY", 3600.0)
+    endpoint = Endpoint(
+        "orders",
+        transport=SqlTransport(postgresql_url),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(postgresql_url), polling=False),
+    )
+    async with endpoint:
+        with psycopg.connect(postgresql_url) as other:
+            sleeping = "INSERT INTO delayline_sleeping (channel, listener, until) VALUES (%s, 'other', %s)"
+            until = datetime.now(UTC) + timedelta(seconds=60)
+            other.execute(sleeping, [channel_name("timeouts orders.timeouts"), until])
+        # When it sends messages that are due later, then it notifies of the first at once and not of the next
+        for seconds in (30, 29, 28):
+            await endpoint.send("orders", b"", delay=timedelta(seconds=seconds))
+        await eventually_async(partial(_has, notified, 1))
+        # When it sends one that is due at once, then it notifies of that at once
+        await endpoint.send("orders", b"", delay=timedelta(milliseconds=1))
+        await eventually_async(partial(_has, notified, 2))
+        # When it sends one that is due later and stops
+        await endpoint.send("orders", b"", delay=timedelta(seconds=27))
+        assert len(notified) == 2
+    # Then it has notified of that one
+    await eventually_async(partial(_has, notified, 3))
+
+
 @pytest.mark.parametrize("receives", [True, False])
 async def test_a_queue_that_is_received_from_here_is_notified_to_others_at_intervals(
     postgresql_url: str, receives: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a sender in a process that receives from the queue, or does not
-    monkeypatch.setattr(postgresql_notifications, "SEND_EVERY_RECEIVED_HERE", 2.0)
+    monkeypatch.setattr(postgresql_notifications, "SEND_LATER_EVERY", 2.0)
     transport = SqlTransport(postgresql_url)
     await transport.setup_infrastructure(["orders"])
     await transport.start()

@@ -26,7 +26,7 @@ from delayline.sql.notifications import Listeners
 from delayline.sql.schema import queue_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Mapping
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -42,8 +42,10 @@ SEND_EVERY: Final = 0.002  # seconds between notifications of other processes: e
 LOST_AFTER: Final = 1.0  # seconds after which a scheduled one is lost: its event loop has ended
 
 
-#: Seconds between notifications of other processes that a queue has messages, where this process receives from it too.
-SEND_EVERY_RECEIVED_HERE: Final = 0.02
+#: The same for notifications that are not urgent: a queue has messages, and this process receives from it too; or
+#: messages were stored that are due after `SOON`.
+SEND_LATER_EVERY: Final = 0.02
+SOON: Final = timedelta(milliseconds=200)
 #: A poller that sleeps shorter than this needs no notification.
 SHORTEST_SLEEP: Final = timedelta(milliseconds=5)
 #: A poller's longest sleep, and the time for its query of the next due time.
@@ -153,9 +155,8 @@ class PostgresqlNotifications:
         with self._lock:
             if not self._unsent:
                 return
-            sends_at = max(
-                now, self._sent_at + (SEND_EVERY_RECEIVED_HERE if self._is_received_here(self._unsent) else SEND_EVERY)
-            )
+            interval = SEND_EVERY if self._is_urgent(self._unsent) else SEND_LATER_EVERY
+            sends_at = max(now, self._sent_at + interval)
             if self._sends_at is not None and self._sends_at <= sends_at and now < self._sends_at + LOST_AFTER:
                 return
             self._sends_at = sends_at
@@ -169,9 +170,13 @@ class PostgresqlNotifications:
         else:
             loop.call_later(pause, self._database.spawn, self._send_unsent)
 
-    def _is_received_here(self, channels: Iterable[str]) -> bool:
-        """Return whether the channels are all of queues that this process receives from."""
-        return all(channel not in self._sleeping and self.listeners.listens(channel) for channel in channels)
+    def _is_urgent(self, notifications: Mapping[str, int]) -> bool:
+        """Return whether one of the notifications is needed at once."""
+        soon = self._database.clock.at_latest() + SOON
+        return any(
+            from_microseconds(at) < soon if channel in self._sleeping else not self.listeners.listens(channel)
+            for channel, at in notifications.items()
+        )
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
         """Notify every listener, in this process too, when the transaction on the connection commits."""
