@@ -56,6 +56,8 @@ class Contender:
     """Messages a second that are stored at the least."""
     filler: str | None = None
     """Whose messages it handles, if another library's sender fills its queue."""
+    server: Server | None = None
+    """Its own, if that is not the others'."""
 
 
 class Run(NamedTuple):
@@ -85,7 +87,7 @@ async def compare(server: Server, contenders: Sequence[Contender]) -> tuple[Figu
     for name, some in runs.items():
         figures[f"{name} /s"] = statistics.median(run.rate for run in some)
         figures[f"{name}, worker us"] = statistics.median(run.worker_us for run in some)
-        if server.pid is not None:
+        if any(run.server_us for run in some):
             figures[f"{name}, server us"] = statistics.median(run.server_us for run in some)
         if server.transactions is not None:
             figures[f"{name}, transactions"] = statistics.median(run.transactions for run in some)
@@ -107,7 +109,7 @@ class TooLateError(Exception):
 
 async def _run(server: Server, one: Contender) -> Run:
     """Measure one worker; again with a later due instant if storing and starting took longer than expected."""
-    ahead = one.number / one.stored + 6
+    server, ahead = one.server or server, one.number / one.stored + 6
     for _ in range(3):
         try:
             return await _measured(server, one, ahead)

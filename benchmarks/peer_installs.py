@@ -14,21 +14,29 @@ if TYPE_CHECKING:
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "delayline" / "benchmarks"
 #: The newest that run on Node.js 20.
-NODE_PACKAGES = ("pg-boss@10.4.2", "graphile-worker@0.17.3")
+NODE_PACKAGES = ("pg-boss@10.4.2", "graphile-worker@0.17.3", "bullmq@6.7.0")
 OBAN = "oban==0.7.0"
 OBAN_PYTHONS = ("3.14", "3.13", "3.12")
 
 
 def node_modules() -> Path | None:
-    """Return the folder with pg-boss and graphile-worker, or None without Node.js."""
+    """Return the folder with the peers that run on Node.js, or None without it."""
     if not shutil.which("npm"):
-        _missing("pg-boss and graphile-worker need Node.js 20 and npm")
+        _missing("pg-boss, graphile-worker and BullMQ need Node.js 20 and npm")
         return None
     folder = CACHE / "node"
     if not all((folder / "node_modules" / one.partition("@")[0]).exists() for one in NODE_PACKAGES):
         options = ["--no-audit", "--no-fund", "--no-save", "--loglevel=error"]
         subprocess.run(["npm", "install", "--prefix", folder, *options, *NODE_PACKAGES], check=True, stdout=sys.stderr)  # noqa: S607
     return folder / "node_modules"
+
+
+def redis_server() -> str | None:
+    """Return the path of Redis' server, or None where it is not installed."""
+    found = shutil.which("redis-server")
+    if found is None:
+        _missing("BullMQ needs a Redis server: apt-get install redis-server")
+    return found
 
 
 def oban_python() -> Path | None:

@@ -1,4 +1,4 @@
-// The peers that run on Node.js: `node peers_node.cjs fill|work pg-boss|graphile-worker URL SETTINGS`.
+// The peers that run on Node.js: `node peers_node.cjs fill|work pg-boss|graphile-worker|bullmq URL SETTINGS`.
 // They do what benchmarks/handled_worker.py describes: NODE_PATH names the folder that they are installed in.
 "use strict";
 const fs = require("node:fs");
@@ -73,7 +73,32 @@ const peers = {
       await run({ preset: { worker }, taskList: { work: async (payload) => write(payload.body) } });
     },
   },
+  bullmq: {
+    async fill() {
+      const { Queue } = require("bullmq");
+      const queue = new Queue("work", { connection: redis() });
+      for (const batch of bodies()) {
+        const delay = due === undefined ? 0 : Math.max(0, due.getTime() - Date.now());
+        const opts = { delay, removeOnComplete: true };
+        await queue.addBulk(batch.map((body) => ({ name: "work", data: { body }, opts })));
+      }
+      await queue.close();
+    },
+    async work() {
+      const { Worker } = require("bullmq");
+      const write = records();
+      const options = { connection: redis(), concurrency: settings.concurrency };
+      const worker = new Worker("work", async (job) => write(job.data.body), options);
+      worker.on("error", (error) => console.error(error));
+      await worker.waitUntilReady();
+    },
+  },
 };
+
+function redis() {
+  const { hostname, port } = new URL(connectionString);
+  return { host: hostname, port: Number(port), maxRetriesPerRequest: null };
+}
 
 async function start() {
   const PgBoss = require("pg-boss");

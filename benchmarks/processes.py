@@ -22,7 +22,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 def command(action: str, peer: str, url: str, settings: dict[str, Any]) -> list[str]:
     """Return what runs a contender's program."""
     program = [sys.executable, "-m", "benchmarks.handled_worker"]
-    if peer in {"pg-boss", "graphile-worker"}:
+    if peer in {"pg-boss", "graphile-worker", "bullmq"}:
         program = ["node", str(Path(__file__).with_name("peers_node.cjs"))]
     elif peer == "oban":
         program = [str(peer_installs.oban_python()), str(Path(__file__).with_name("peer_oban.py"))]

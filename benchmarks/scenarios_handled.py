@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks import peer_installs
 from benchmarks.common import Figures, scaled
+from benchmarks.handled import percentile
 from benchmarks.handling import (
     NUMBER,
     Contender,
@@ -23,11 +24,11 @@ from benchmarks.handling import (
 )
 from benchmarks.on_server import connected
 from benchmarks.processes import command, cpu_of, running
-from benchmarks.servers import FLUSH_MICROSECONDS, mariadb_server, postgresql_server
+from benchmarks.servers import FLUSH_MICROSECONDS, mariadb_server, postgresql_server, redis_server
 from benchmarks.servers_rabbitmq import rabbitmq_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
 AT_LEAST_ONCE = {"transaction_mode": "RECEIVE_ONLY"}
@@ -39,14 +40,30 @@ FEW = max(1000, NUMBER // 10)
 
 async def sqlite_handled(folder: Path) -> Figures:
     """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, on one file."""
-    figures, _ = await compare(_files(folder), _ours(due=True))
-    return figures
+    return await _beside_bullmq(folder, due=True)
 
 
 async def sqlite_handled_queued(folder: Path) -> Figures:
     """The same from an immediate send: they are in the queue when the worker starts."""
-    figures, _ = await compare(_files(folder), _ours(due=False))
-    return figures
+    return await _beside_bullmq(folder, due=False)
+
+
+async def _beside_bullmq(folder: Path, *, due: bool) -> Figures:
+    files = Server(lambda: f"sqlite:///{folder}/{time.time_ns()}.db", None)
+    ours, program = _ours(due=due), peer_installs.redis_server()
+    if program is None or not peer_installs.node_modules():
+        return (await compare(files, ours))[0]
+    with redis_server(program) as (port, pid):
+        redis = Server(lambda: _flushed(port), pid)
+        peer = Contender("BullMQ, 50", "bullmq", {"concurrency": 50}, due, server=redis)
+        figures, runs = await compare(files, [*ours, peer])
+    start = "due" if due else "queued"
+    return figures | {"times BullMQ": ratio(runs, f"{start}, at least once, best", peer.name)}
+
+
+def _flushed(port: int) -> str:
+    subprocess.run(["redis-cli", "-p", str(port), "FLUSHALL"], check=True, stdout=subprocess.DEVNULL)  # noqa: S607
+    return f"redis://127.0.0.1:{port}"
 
 
 async def pg_handled(folder: Path) -> Figures:
@@ -97,6 +114,7 @@ async def pg_steady(folder: Path) -> Figures:
             **await _steady(folder, server, Contender("at least once", "delayline", _with(AT_LEAST_ONCE)), 500, 2.0),
             **await _steady(folder, server, Contender("exactly once", "delayline", _with(EXACTLY_ONCE)), 500, 2.0),
             **await _steady(folder, server, Contender("PgQueuer", "PgQueuer", {"batch": 100}), 500, 2.0),
+            **await _steady_dispatch(folder, server, 500, 2.0),
         }
 
 
@@ -208,10 +226,6 @@ def _others() -> list[Contender]:
     return peers
 
 
-def _files(folder: Path) -> Server:
-    return Server(lambda: f"sqlite:///{folder}/{time.time_ns()}.db", None)
-
-
 @contextlib.contextmanager
 def on_postgresql(flush: int = FLUSH_MICROSECONDS) -> Iterator[Server]:
     """Start a private PostgreSQL."""
@@ -231,11 +245,30 @@ def _analyze(url: str) -> None:
         connection.exec_driver_sql("ANALYZE")
 
 
-async def _steady(folder: Path, server: Server, one: Contender, rate: int, delay: float) -> Figures:
+async def _steady_dispatch(folder: Path, server: Server, rate: int, delay: float) -> Figures:
+    """Return how late the poller dispatches, in a run of its own, as an observer costs time."""
+    dispatched = folder / "dispatched"
+    settings = _with(AT_LEAST_ONCE) | {"telemetry": "dispatch"}
+    environment = {"BENCHMARK_DISPATCHED": str(dispatched)}
+    await _steady(folder, server, Contender("observed", "delayline", settings), rate, delay, environment)
+    late = sorted(map(float, dispatched.read_text().split()))
+    assert late[0] >= 0, f"dispatched early by {-late[0]} ms"
+    return {"dispatch, p50 ms": percentile(late, 0.5), "dispatch, p99 ms": percentile(late, 0.99)}
+
+
+async def _steady(
+    folder: Path,
+    server: Server,
+    one: Contender,
+    rate: int,
+    delay: float,
+    variables: Mapping[str, str] | None = None,
+) -> Figures:
     """Return the CPU for each message of worker, server and sender, and how late messages were handled."""
     number, url = scaled(rate * 20), server.fresh()
     handled, sent = folder / f"handled-{time.time_ns()}", folder / f"sent-{time.time_ns()}"
-    environment = os.environ | {"BENCHMARK_HANDLED": str(handled), "BENCHMARK_SENT": str(sent)}
+    files = {"BENCHMARK_HANDLED": str(handled), "BENCHMARK_SENT": str(sent)}
+    environment = os.environ | files | dict(variables or {})
     settings = one.settings | {"number": 0, "due": None, "rate": rate, "delay": delay}
     handled.touch()
     await asyncio.to_thread(

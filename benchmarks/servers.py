@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`
 
 from tests.servers.azurite import AzuriteServer
 from tests.servers.mariadb import MariadbServer
-from tests.servers.postgresql import PostgresqlServer
+from tests.servers.postgresql import PostgresqlServer, free_port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,6 +65,22 @@ def mariadb_server() -> Iterator[MariadbServer]:
         server = MariadbServer(AS_IT_COMES)
     with contextlib.closing(server):
         yield server
+
+
+@contextlib.contextmanager
+def redis_server(program: str) -> Iterator[tuple[int, int]]:
+    """Run a Redis of its own with an append-only file, which it flushes every second; yield its port and process id."""
+    port = free_port()
+    settings = ["--port", str(port), "--bind", "127.0.0.1", "--appendonly", "yes", "--save", ""]
+    with tempfile.TemporaryDirectory(prefix="delayline-bench-") as folder:
+        command = [program, *settings, "--dir", folder]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                assert any("Ready to accept connections" in line for line in server.stdout), "Redis did not start"
+                yield port, server.pid
+            finally:
+                server.terminate()
 
 
 @contextlib.contextmanager

@@ -20,11 +20,16 @@ if TYPE_CHECKING:
 
 Case = TypeVar("Case")
 
+#: One in so many of the cases marked `slow` is run.
+SLOW_SHARE: Final = 3
 SEED: Final = os.environ.get("DELAYLINE_TEST_SAMPLE", "")
 
 
 def select(items: list[pytest.Item], config: pytest.Config) -> None:
-    """In `make test`, deselect tests marked `long`, and all but N cases of each test or group marked `sample(N)`."""
+    """In `make test`, deselect tests marked `long`, and sample those marked `sample` and `slow`.
+
+    Of a test or group marked `sample(N)` N cases are kept, of the cases of all tests marked `slow` a third.
+    """
     if not SEED:
         return
     cases: dict[str, list[pytest.Item]] = {}
@@ -37,6 +42,8 @@ def select(items: list[pytest.Item], config: pytest.Config) -> None:
         marker = alike[0].get_closest_marker("sample")
         selected.update(sampled(alike, marker.args[0]) if marker else alike)
     selected -= {item for item in items if item.get_closest_marker("long")}
+    slow = [item for item in items if item in selected and item.get_closest_marker("slow")]
+    selected -= {*slow} - {*sampled(slow, len(slow) // SLOW_SHARE)}
     config.hook.pytest_deselected(items=[item for item in items if item not in selected])
     items[:] = [item for item in items if item in selected]
 

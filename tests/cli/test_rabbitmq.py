@@ -108,6 +108,7 @@ def test_messages_are_migrated_and_others_are_reported(on_broker: Callable[..., 
     assert on_broker("pending", "--json").document["total"] == 2
 
 
+@pytest.mark.slow
 def test_messages_are_transferred_to_another_broker(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str
 ) -> None:
@@ -158,6 +159,7 @@ def levels_of(ran: Result) -> dict[str, tuple[bool, str]]:
     return {one["what"]: (one["ok"], one["text"]) for one in found if one["what"].startswith("delay levels")}
 
 
+@pytest.mark.slow
 def test_doctor_reports_faults_of_the_levels(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
@@ -201,6 +203,7 @@ def lose(url: str, levels: DelayInfrastructure = V2, number: int = 3) -> None:
     with_channel(url, fill)
 
 
+@pytest.mark.slow
 def test_caught_messages_are_counted_by_all_commands(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
@@ -219,6 +222,7 @@ def test_caught_messages_are_counted_by_all_commands(
     assert levels_of(ill)["delay levels: catch-all"][1].startswith("3 due messages are in nsb.v2.delay-undeliverable")
 
 
+@pytest.mark.slow
 def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
     on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
@@ -239,6 +243,7 @@ def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
     assert document["blocked"] == {"nsb.v2.delay-level-00": 3}
 
 
+@pytest.mark.slow
 def test_without_the_management_api_a_count_names_the_missing_parts(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:

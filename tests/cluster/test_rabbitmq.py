@@ -70,6 +70,7 @@ def sales(url: str) -> Endpoint:
     return Endpoint("sales", transport=RabbitMQTransport(url), delayed_delivery=DelayLevelDelivery(), concurrency=16)
 
 
+@pytest.mark.slow
 async def test_a_broker_killed_with_messages_on_several_levels(crashing_rabbitmq: RabbitmqServer) -> None:
     """Given delays of 0 to 10 s under way and more being sent, when the broker is killed, then all arrive in time."""
     server, chance = crashing_rabbitmq, random.Random(new_seed())  # noqa: S311 - repeatable

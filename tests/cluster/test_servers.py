@@ -88,6 +88,7 @@ def test_a_poller_killed_at_every_step(make_cluster: Callable[..., Cluster], ser
     all_arrived_once(cluster)
 
 
+@pytest.mark.slow
 def test_a_poller_killed_at_every_step_over_two_databases(make_cluster: Callable[..., Cluster], two: list[str]) -> None:
     cluster = make_cluster("RECEIVE_ONLY", "two databases", databases=two)
     cluster.send_all(MESSAGES)
@@ -134,6 +135,7 @@ def test_processes_killed_at_random(make_cluster: Callable[..., Cluster], server
     all_arrived_once(cluster)
 
 
+@pytest.mark.slow
 def test_connections_ended_at_random(
     make_cluster: Callable[..., Cluster], postgresql: PostgresqlServer, postgresql_url: str
 ) -> None:

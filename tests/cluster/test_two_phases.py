@@ -202,6 +202,7 @@ async def test_killed_at_every_step(two: TwoServers, role: str, queues_in: str, 
     assert sorted(two.queued("results")) == sorted(two.reminders()) == everybody
 
 
+@pytest.mark.slow
 async def test_a_running_endpoint_settles_transactions_of_a_killed_process(two: TwoServers) -> None:
     """Given a running endpoint, when another process is killed with a transaction prepared, then it is settled soon."""
     await two.send(MESSAGES, timedelta(seconds=1))

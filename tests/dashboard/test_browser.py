@@ -90,6 +90,7 @@ def test_the_heat_map_shows_how_late_messages_were_and_zooms(browser: Browser) -
     assert browser.all(".only-wide .h8")
 
 
+@pytest.mark.slow
 def test_a_waiting_message_is_found_read_and_postponed(browser: Browser) -> None:
     browser.open("/waiting")
     browser.picture("waiting")
@@ -123,6 +124,7 @@ def test_all_that_match_are_cancelled_after_their_number_is_typed(browser: Brows
     assert browser.shows("No waiting message matches")
 
 
+@pytest.mark.slow
 def test_failed_messages_are_edited_and_retried_one_and_as_a_group(browser: Browser) -> None:
     browser.open("/errors")
     browser.picture("errors")
@@ -151,6 +153,7 @@ def test_jobs_and_doctor_show_their_state(browser: Browser) -> None:
     browser.picture("doctor")
 
 
+@pytest.mark.slow
 def test_scripts_in_every_field_of_a_message_do_not_run(browser: Browser) -> None:
     browser.open("/waiting")
     browser.follow(HOSTILE_ID)
@@ -200,6 +203,7 @@ def edits_and_retries(browser: Browser) -> None:
     assert "builtins.TimeoutError" not in browser.loaded("/errors")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", ["postgresql_url", "azure_url"], indirect=True)
 def test_a_store_on_a_server_is_searched_and_changed(elsewhere: Browser) -> None:
     browser = elsewhere
@@ -218,6 +222,7 @@ def test_a_store_on_a_server_is_searched_and_changed(elsewhere: Browser) -> None
     edits_and_retries(browser)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", ["rabbitmq_url"], indirect=True)
 def test_delay_levels_are_counted_and_unsupported_pages_show_a_reason(elsewhere: Browser) -> None:
     browser = elsewhere

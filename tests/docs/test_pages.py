@@ -249,6 +249,7 @@ def test_the_examples_of_a_page_work_on_spark(page: Path, session: Session, requ
     test_the_examples_of_a_page_work(page, session, request)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "page", [page for page in OURS if page not in ON_A_BROKER + ON_POSTGRESQL + ON_SPARK], ids=name_of

@@ -225,6 +225,7 @@ async def test_a_place_that_leads_nowhere_is_taken_over(
         assert await store.cancel(f"m{number}") is Outcome.DONE
 
 
+@pytest.mark.slow
 async def test_a_handler_may_take_longer_than_its_message_is_hidden(azure_url: str) -> None:
     handled: list[str] = []
     done = asyncio.Event()
@@ -287,6 +288,7 @@ async def test_a_message_to_be_received_in_time_has_a_life_in_azure(azure_url: s
     assert unwrap("", message.content).headers[Headers.TIME_TO_BE_RECEIVED] == "00:01:00.5"
 
 
+@pytest.mark.slow
 async def test_a_broken_lease_is_logged_and_other_processes_fetch_its_messages(
     azure_url: str, store: AzureDelayedTable
 ) -> None:

@@ -57,6 +57,7 @@ def test_doctor_looks_at_the_account(run: Run) -> None:
     assert findings["index"]["text"] == "0 rows point at no message"
 
 
+@pytest.mark.slow
 def test_failed_messages_are_listed_retried_and_purged(run: Run) -> None:
     # Given 40 messages that failed: more than can be looked at without taking them
     run("setup")

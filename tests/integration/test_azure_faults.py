@@ -54,6 +54,7 @@ async def test_a_throttled_request_is_sent_again_when_azure_is_reported(proxy: P
     assert sorted(message.id for message in noted) == ["later", "now"]
 
 
+@pytest.mark.slow
 async def test_an_outage_loses_no_message_counts_no_failure_and_is_no_hot_loop(proxy: Proxy) -> None:
     # Given queues that refuse everything when a message falls due
     noted = HandledMessages()
@@ -124,6 +125,7 @@ async def test_an_endpoint_whose_queue_azure_cannot_have_is_reported(azure_url: 
         await endpoint_at(azure_url, "Contoso.Sales").start()
 
 
+@pytest.mark.slow
 async def test_leases_and_tables_outlive_a_restart_of_the_service(azurite: AzuriteServer, azure_url: str) -> None:
     """Azurite forgets leases; Azure does not. Either way nothing is lost."""
     noted = HandledMessages()

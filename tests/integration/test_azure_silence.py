@@ -93,6 +93,7 @@ async def test_silence_of_a_stopped_server_ends_a_send_within_the_limit(
                 await noted.until(len(noted) + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0.0, 4.0])
 async def test_silence_does_not_keep_an_endpoint_from_stopping(azure_url: str, silence: Silence, after: float) -> None:
     """With the limit of 15 seconds that it has by default."""
@@ -107,6 +108,7 @@ async def test_silence_does_not_keep_an_endpoint_from_stopping(azure_url: str, s
     assert time.monotonic() - asked < 20
 
 
+@pytest.mark.slow
 async def test_silence_arms_and_triggers_the_breakers(proxy: Proxy) -> None:
     account = AzureAccount(f"{proxy.url}server_timeout={LIMIT}")
     criticals: list[Exception] = []
@@ -158,6 +160,7 @@ async def test_many_sends_in_silence_all_fail_within_about_the_limit(proxy: Prox
     assert all(isinstance(result, BackendUnavailable) for result in results)
 
 
+@pytest.mark.slow
 async def test_a_lease_whose_renewal_is_not_answered_is_given_up_before_it_ends(proxy: Proxy) -> None:
     store = AzureDelayedTable(proxy.url)
     await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
@@ -183,6 +186,7 @@ async def test_a_retry_after_of_an_hour_ends_with_the_limit(proxy: Proxy) -> Non
         assert await failing_send(endpoint, None) < LIMIT + MARGIN
 
 
+@pytest.mark.slow
 async def test_a_stop_limits_requests_under_way_and_later_ones() -> None:
     requests = Requests(15.0)
     asking = asyncio.create_task(asked_in(requests))

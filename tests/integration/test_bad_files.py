@@ -144,6 +144,7 @@ async def test_a_read_only_file_keeps_its_messages(tmp_path: Path, make_endpoint
         assert [message.id for message in await endpoint.delayed.pending()] == [sent]
 
 
+@pytest.mark.slow
 def test_a_full_disk(tmp_path: Path) -> None:
     # When an endpoint sends until its disk is full, and its messages fall due meanwhile
     answer = in_namespace(ON_TMPFS, tmp_path)

@@ -116,6 +116,7 @@ async def failing(endpoint: Endpoint, delay: timedelta | None) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("timeout", "server_timeout"), [(2.0, None), (60.0, 2.0)])
 async def test_writes_beside_a_process_frozen_in_a_write_end_together(
     tmp_path: Path, others: list[OtherProcess], timeout: float, server_timeout: float | None
@@ -146,6 +147,7 @@ async def test_writes_beside_a_process_frozen_in_a_write_end_together(
     assert handled["after"] == 1
 
 
+@pytest.mark.slow
 async def test_an_endpoint_stops_beside_a_process_frozen_in_a_write(tmp_path: Path, others: list[OtherProcess]) -> None:
     """Given messages in hand and a timeout of a minute, when another process has the lock, then a stop ends in time."""
     file = tmp_path / "file.db"

@@ -78,6 +78,7 @@ async def hold_up_a_look(url: str, endpoint: Endpoint, signals: Signals) -> None
     await signals.wait_for(Event.HANDLED, where=is_message("held up"), timeout=WITHIN)
 
 
+@pytest.mark.slow
 async def test_a_message_committed_below_the_watermark_is_found_within_seconds(url: str) -> None:
     with Signals() as signals:
         async with endpoint_at(url) as endpoint:
@@ -105,6 +106,7 @@ def update_of(url: str) -> str:
     return "UPDATE `shop.timeouts` SET due = {} WHERE id = 'below'"
 
 
+@pytest.mark.slow
 async def test_a_transaction_that_commits_two_seconds_late_delays_its_message_only_by_that(url: str) -> None:
     with Signals() as signals:
         async with endpoint_at(url) as endpoint:

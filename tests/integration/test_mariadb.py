@@ -214,6 +214,7 @@ async def test_a_poller_finds_messages_of_other_processes_within_a_second(
             assert vars(record)["facts"]["message"].id == "sooner"
 
 
+@pytest.mark.slow
 async def test_an_idle_endpoint_is_quiet(
     mariadb: MariadbServer, mariadb_url: str, make_endpoint: Callable[..., Endpoint]
 ) -> None:

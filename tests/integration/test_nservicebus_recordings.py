@@ -171,6 +171,7 @@ def by_mark(messages: Sequence[Seen]) -> dict[str, Seen]:
     return {one.values[MARK]: one for one in reversed(messages)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", OPTIONS)
 async def test_recorded_messages_go_the_whole_way(rabbitmq_url: str, file: str) -> None:
     """Given all messages of .NET, when they fail and are retried, then nothing of them is lost or changed anywhere."""
@@ -214,6 +215,7 @@ async def test_recorded_messages_go_the_whole_way(rabbitmq_url: str, file: str) 
         assert error.properties["message_id"] == values_of(row)[Headers.MESSAGE_ID]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", OPTIONS)
 async def test_failures_differ_from_dotnets_only_as_listed(rabbitmq_url: str, file: str) -> None:
     """Given a message that failed at .NET, when it fails here, then retry and error queue differ as listed, exactly."""
@@ -547,6 +549,7 @@ async def handle_nothing(message: Any, context: MessageContext) -> None:  # noqa
     """A typed handler."""
 
 
+@pytest.mark.slow
 async def test_the_example_answers_dotnet(rabbitmq_url: str, tmp_path: Path) -> None:
     """Given the Python half of the example, when a command of .NET comes, then it is answered now and in a while."""
     [ping] = [

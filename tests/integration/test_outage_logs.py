@@ -29,6 +29,7 @@ def server() -> Iterator[PostgresqlServer]:
     server.close()
 
 
+@pytest.mark.slow
 async def test_an_outage_writes_one_traceback_for_each_breaker_and_few_lines(server: PostgresqlServer) -> None:
     """Given an idle endpoint, when its server is down for some seconds, then the log says so without repeating it."""
     url = server.new_database()

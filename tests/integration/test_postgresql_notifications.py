@@ -118,6 +118,7 @@ async def test_a_poller_that_wakes_in_time_is_not_notified(postgresql_url: str, 
     assert len(notified) == 1
 
 
+@pytest.mark.slow
 async def test_no_notification_is_sent_if_no_poller_sleeps(postgresql_url: str, notified: list[str]) -> None:
     # Given no poller at all, but the tables
     async with endpoint_at(postgresql_url):
@@ -202,6 +203,7 @@ async def test_where_listening_ends_it_begins_again(postgresql_url: str, caplog:
             await signals.wait_for(Event.HANDLED, timeout=PATIENCE)
 
 
+@pytest.mark.slow
 async def test_the_poller_queries_if_notifications_silently_stop(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ async def eventually_found(prometheus: PrometheusServer, expression: str) -> lis
             await asyncio.sleep(0.2)
 
 
+@pytest.mark.slow
 async def test_a_real_prometheus_finds_every_documented_name(scraped: PrometheusServer) -> None:
     """Given a scraped endpoint, then every metric is there with its type, and the values are right."""
     [sample] = await eventually_found(scraped, 'delayline_errors_queued_total{delayline_endpoint="shop"} > 0')
@@ -108,6 +109,7 @@ async def test_a_real_prometheus_finds_every_documented_name(scraped: Prometheus
         assert (entry["type"], entry["help"]) == (metric.kind.value, metric.meaning)
 
 
+@pytest.mark.slow
 async def test_every_query_of_the_board_and_of_the_alerts_is_understood(scraped: PrometheusServer) -> None:
     await eventually_found(scraped, "delayline_handlers_running")
     for expression in board_expressions():

@@ -79,6 +79,7 @@ async def test_a_user_without_the_permission_to_configure_gets_an_error(
         await create(user, V2)
 
 
+@pytest.mark.slow
 async def test_a_blocked_level_continues_after_undeliverable_messages_are_caught(
     address: BrokerAddress, api: ManagementApi, rabbitmq_url: str
 ) -> None:

@@ -79,6 +79,7 @@ async def test_every_layout_delivers(rabbitmq_url: str, layout: str) -> None:
     assert 1.0 <= arrivals.instants["m"] - began < 4.0
 
 
+@pytest.mark.slow
 async def test_ten_seconds_wait_eight_and_two(rabbitmq_url: str) -> None:
     """Given the document's example, when a message is delayed by 10 s, then it waits in level 3, then in level 1."""
     transport = RabbitMQTransport(rabbitmq_url)
@@ -181,6 +182,7 @@ async def test_short_delays_are_precise_with_a_store_in_front(rabbitmq_url: str,
     assert 0.2 <= arrivals.instants["m"] - began < 0.9
 
 
+@pytest.mark.slow
 async def test_the_fraction_of_a_second_waits_in_the_store_in_front(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, store: SqlDelayedMessageStore
 ) -> None:
@@ -204,6 +206,7 @@ async def test_the_fraction_of_a_second_waits_in_the_store_in_front(
         assert delay <= arrivals.instants[f"{delay}"] - began < delay + 0.6
 
 
+@pytest.mark.slow
 async def test_a_name_too_long_for_the_store_in_front_is_rounded_up(
     rabbitmq_url: str, store: SqlDelayedMessageStore
 ) -> None:
@@ -218,6 +221,7 @@ async def test_a_name_too_long_for_the_store_in_front_is_rounded_up(
     assert found.message.id == "m"
 
 
+@pytest.mark.slow
 async def test_a_long_delay_waits_in_the_store_until_the_levels_can_take_it(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, store: SqlDelayedMessageStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -293,6 +297,7 @@ def test_a_threshold_needs_a_store() -> None:
         DelayLevelDelivery(stored_below=SECOND)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", ["conventional", "direct"])
 async def test_an_endpoint_ignores_delayed_messages_of_a_longer_name(rabbitmq_url: str, topology: str) -> None:
     """Given sales and contoso.sales, when both get delayed messages, then each handles its own."""
@@ -331,6 +336,7 @@ async def test_an_endpoint_ignores_delayed_messages_of_a_longer_name(rabbitmq_ur
     assert len(dropped) == 1
 
 
+@pytest.mark.slow
 async def test_a_delayed_message_for_a_longer_name_that_is_gone_is_not_lost(rabbitmq_url: str) -> None:
     """Given a message for contoso.sales, which is deleted meanwhile, then the error queue has it."""
     transport = RabbitMQTransport(rabbitmq_url)

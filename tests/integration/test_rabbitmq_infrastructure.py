@@ -97,6 +97,7 @@ async def test_everything_is_declared_as_the_reference_has_it(
     assert bindings == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("theirs", "complaint"),
     [
@@ -130,6 +131,7 @@ async def test_an_exchange_of_another_type_is_refused(rabbitmq_url: str) -> None
             await declare_levels(rabbitmq_url, DelayInfrastructure.v2())
 
 
+@pytest.mark.slow
 async def test_levels_can_be_deleted_and_made_again(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     infrastructure = DelayInfrastructure.v2()
     async with own_channel(rabbitmq_url) as channel:
@@ -141,6 +143,7 @@ async def test_levels_can_be_deleted_and_made_again(rabbitmq: RabbitmqServer, ra
     assert len(seen(rabbitmq, rabbitmq_url, "queues")) == 28
 
 
+@pytest.mark.slow
 async def test_three_seconds_wait_two_and_one_and_arrive_once(rabbitmq_url: str) -> None:
     infrastructure = DelayInfrastructure.v2()
     await declare_levels(rabbitmq_url, infrastructure)

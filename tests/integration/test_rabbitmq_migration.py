@@ -294,6 +294,7 @@ async def test_a_move_that_is_cut_off_is_finished_by_the_next(
         assert len(await waiting_in(fresh, V2)) == 300  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 async def test_many_messages_move_once_each(channel: Channel, rabbitmq_url: str) -> None:
     # Given more messages in quorum queues than one batch takes
     await conventional(channel, "sales")
@@ -334,6 +335,7 @@ async def test_messages_go_from_one_broker_to_another(rabbitmq_url: str, second_
     assert await waiting_in(channel, V2) == {}
 
 
+@pytest.mark.slow
 async def test_a_message_that_passed_levels_arrives_once_and_not_early(channel: Channel, rabbitmq_url: str) -> None:
     # Given a message of 5 s that has passed level 2 on the broker, which leaves its marks on it
     await conventional(channel, "sales")

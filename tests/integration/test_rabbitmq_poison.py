@@ -179,6 +179,7 @@ async def test_headers_larger_than_a_frame_come_back_from_the_error_queue(rabbit
     assert moved.headers[Headers.EXCEPTION_MESSAGE] == "no"
 
 
+@pytest.mark.slow
 async def test_a_poison_message_without_an_error_queue_delays_no_other(rabbitmq_url: str) -> None:
     """Given an error queue that is gone, when a poison message is received, then it is held, and goes there later."""
     shop = RecordingEndpoint(rabbitmq_url)

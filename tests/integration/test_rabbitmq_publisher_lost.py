@@ -85,6 +85,7 @@ async def test_a_broker_that_falls_silent_is_given_up(rabbitmq_url: str) -> None
         assert await publisher.publish([to_queue("there")]) == {}
 
 
+@pytest.mark.slow
 async def test_a_publisher_at_rest_keeps_its_connection(rabbitmq_url: str) -> None:
     """Given a heartbeat of a second, when nothing is published for four, then the connection is still there."""
     await declare(rabbitmq_url, "there")
@@ -162,6 +163,7 @@ async def _send_all(publisher: Publisher, queue: str, confirmed: list[str]) -> N
             batch = [batch[position] for position in sorted(failures)]
 
 
+@pytest.mark.slow
 async def test_a_blocked_broker_makes_senders_wait(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -38,6 +38,7 @@ async def test_a_killed_node_keeps_confirmed_messages(crashing_rabbitmq: Rabbitm
     assert found.body == b"still here"
 
 
+@pytest.mark.slow
 async def test_a_memory_alarm_holds_confirms_back_until_it_is_over(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     # Given a connection that has published, and a node out of memory
     async with await aio_pika.connect(rabbitmq_url) as connection:

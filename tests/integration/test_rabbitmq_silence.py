@@ -74,6 +74,7 @@ def stopped(server: RabbitmqServer) -> Iterator[Callable[[], None]]:
         os.kill(server.pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 async def test_a_proxy_that_swallows_is_noticed_and_replaced(rabbitmq_url: str) -> None:
     """Given a limit of 2 s, when nothing comes through, then sends say so in time, and all is well again afterwards."""
     async with wire_to(rabbitmq_url) as (wire, url):
@@ -136,6 +137,7 @@ async def test_a_cancelled_send_returns_at_once(rabbitmq_url: str) -> None:
             wire.let_through()
 
 
+@pytest.mark.slow
 async def test_an_endpoint_stops_in_time_while_its_brokers_process_is_stopped(
     crashing_rabbitmq: RabbitmqServer,
 ) -> None:

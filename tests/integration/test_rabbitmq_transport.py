@@ -103,6 +103,7 @@ async def test_a_cut_connection_is_reported_once_and_then_replaced(
     await counted(transport, "billing", 0)
 
 
+@pytest.mark.slow
 async def test_an_endpoint_lives_through_cut_connections(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     """Given messages being handled, when connections are cut again and again, then none is lost."""
     endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), concurrency=4)

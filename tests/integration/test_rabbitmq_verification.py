@@ -155,6 +155,7 @@ async def test_a_policy_that_reaches_the_levels_is_found(
     assert not await api.delete_policy("short")
 
 
+@pytest.mark.slow
 async def test_due_messages_without_a_destination_are_found_and_gone_once_there_is_one(
     api: ManagementApi, channel: AbstractChannel, rabbitmq_url: str
 ) -> None:
@@ -241,6 +242,7 @@ def test_a_broker_that_is_too_old_is_reported(version: str) -> None:
     )
 
 
+@pytest.mark.slow
 async def test_a_feature_flag_that_is_off_is_reported() -> None:
     # Given an upgraded broker without the feature flags
     with running(RabbitmqServer, feature_flags="quorum_queue,virtual_host_metadata") as server:

@@ -251,6 +251,7 @@ async def stored(endpoint: Endpoint, delay: timedelta | None) -> int:
     return await endpoint.transport.count("error")
 
 
+@pytest.mark.slow
 async def test_silence_becomes_a_critical_error(server_url: str, frozen: Frozen) -> None:
     raised: list[str] = []
 
@@ -326,6 +327,7 @@ async def test_nothing_is_lost_or_doubled_by_silence(
     assert set(done) <= set(accepted) | set(unknown)
 
 
+@pytest.mark.slow
 async def test_a_stop_returns_in_time(server_url: str, frozen: Frozen) -> None:
     endpoint = endpoint_on(server_url, on_critical_error=ignore)
 
@@ -433,6 +435,7 @@ def test_a_sync_endpoint_stops_in_time(server_url: str, frozen: Frozen) -> None:
     frozen.go_on()
 
 
+@pytest.mark.slow
 def test_sigterm_ends_a_process_whose_server_is_silent(server_url: str, frozen: Frozen, tmp_path: Path) -> None:
     (tmp_path / "shop.py").write_text(HOST.format(url=server_url, limit=LIMIT))
     process = subprocess.Popen(
@@ -457,6 +460,7 @@ def test_sigterm_ends_a_process_whose_server_is_silent(server_url: str, frozen: 
         process.stdout.close()
 
 
+@pytest.mark.slow
 async def test_a_lock_that_is_waited_for_is_no_silence(server_url: str) -> None:
     store = SqlDelayedMessageStore(server_url, server_timeout=9)
     database = database_at(server_url)

@@ -182,6 +182,7 @@ async def test_a_table_of_dotnet_is_taken_over_as_it_is(product: str, request: p
     assert any("\\u043a\\u043b\\u044e\\u0447" in row[0] or "ключ" in row[0] for row in left)
 
 
+@pytest.mark.slow
 async def test_rows_of_dotnet_whose_time_lost_its_fraction_are_not_early(mariadb_url: str) -> None:
     """Given rows of .NET on MariaDB, whose column keeps whole seconds, then each is due at the time of its header."""
     insert = "insert into `Sales_Eu_TimeoutData` values (%s, %s, %s, %s, %s, %s, %s)"
@@ -226,6 +227,7 @@ def stopped() -> Iterator[PostgresqlServer]:
     server.close()
 
 
+@pytest.mark.slow
 @pytest.mark.server
 async def test_the_database_may_come_later_and_go_away(stopped: PostgresqlServer, tmp_path: Path) -> None:
     # Given queues that work, and timeouts in a database that does not
@@ -330,6 +332,7 @@ async def test_on_rabbitmq_both_kinds_exchange_delayed_messages(rabbitmq_url: st
     )
 
 
+@pytest.mark.slow
 async def test_on_rabbitmq_an_old_timeout_manager_drains(rabbitmq_url: str, tmp_path: Path) -> None:
     url = timeouts_in(tmp_path)
     await drains(lambda: RabbitMQTransport(rabbitmq_url), DelayLevelDelivery(), url, "sales.Timeouts")
@@ -344,11 +347,13 @@ async def test_on_azure_both_kinds_exchange_delayed_messages(azure_url: str, tmp
     )
 
 
+@pytest.mark.slow
 async def test_on_azure_an_old_timeout_manager_drains(azure_url: str, tmp_path: Path) -> None:
     new = StoredDelivery(AzureDelayedTable(azure_url))
     await drains(lambda: AzureStorageQueueTransport(azure_url), new, timeouts_in(tmp_path), "sales-timeouts")
 
 
+@pytest.mark.slow
 async def test_a_store_of_sql_drains_a_timeout_manager_in_the_same_database(postgresql_url: str) -> None:
     new = StoredDelivery(SqlDelayedMessageStore(postgresql_url))
     await drains(lambda: SqlTransport(postgresql_url), new, postgresql_url, "sales.Timeouts")

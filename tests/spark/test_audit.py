@@ -85,6 +85,7 @@ def names(frame: DataFrame) -> list[str]:
     return sorted(row["id"] for row in frame.toArrow().to_pylist())
 
 
+@pytest.mark.slow
 def test_every_message_gets_its_verdict(spark: SparkSession, journal: DataFrame) -> None:
     waiting = ids(spark, "overdue", "moved", "again")
     with audit(journal, store=STORE, waiting=waiting, until=second(600)) as found:
@@ -143,6 +144,7 @@ def test_recorded_arrivals_are_audited(spark: SparkSession, journal: DataFrame) 
         audit(journal, store=STORE, delivered=ids(spark, "late"))
 
 
+@pytest.mark.slow
 def test_a_report_is_one_page_without_any_other(spark: SparkSession, journal: DataFrame, tmp_path: Path) -> None:
     # Given a message whose id would be markup
     hostile = journal.limit(1).selectExpr(

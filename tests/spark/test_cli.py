@@ -49,6 +49,7 @@ def document(result: Result) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_file_is_scheduled_and_bad_rows_are_kept_apart(
     run: Callable[..., Result], store: StoreAt, tmp_path: Path
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_file_is_scheduled_and_bad_rows_are_kept_apart(
     assert '"line":3' in "".join(part.read_text() for part in (tmp_path / "bad").glob("part-*"))
 
 
+@pytest.mark.slow
 def test_far_messages_are_stored_in_files_promoted_and_compacted(
     run: Callable[..., Result], store: StoreAt, tmp_path: Path
 ) -> None:
@@ -92,6 +94,7 @@ def test_far_messages_are_stored_in_files_promoted_and_compacted(
     assert store.ids() == ["a", "b", "c"]
 
 
+@pytest.mark.slow
 def test_a_table_of_another_database_is_scheduled(run: Callable[..., Result], store: StoreAt) -> None:
     if not JDBC_DRIVER.exists():
         not_installed("PostgreSQL's JDBC driver", "apt-get install libpostgresql-jdbc-java")
@@ -127,6 +130,7 @@ def test_a_table_of_another_database_is_scheduled(run: Callable[..., Result], st
         assert result.exit_code == 2 and said in result.stderr, result.output
 
 
+@pytest.mark.slow
 def test_the_journal_is_exported_and_audited(
     run: Callable[..., Result], spark: SparkSession, store: StoreAt, tmp_path: Path
 ) -> None:

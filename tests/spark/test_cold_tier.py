@@ -87,6 +87,7 @@ def test_a_run_that_is_run_again_changes_nothing_however_near_its_messages_have_
     assert tiers.ids() == ids(100)
 
 
+@pytest.mark.slow
 def test_ids_that_wait_in_either_tier_are_left_as_they_are(spark: SparkSession, tiers: Tiers) -> None:
     # Given an id that waits in files, and one that waits in the store
     tiers.schedule(frame(spark, "cold"))
@@ -123,6 +124,7 @@ def test_nothing_to_schedule_and_nothing_to_promote(spark: SparkSession, any_tie
     assert (any_tiers.compact().before, any_tiers.files()) == (0, [])
 
 
+@pytest.mark.slow
 def test_late_arrivals_for_an_hour_already_promoted_are_promoted(spark: SparkSession, tiers: Tiers) -> None:
     until = FIRST + 3 * HOUR
     tiers.schedule(spread(spark, 100, hours=2))
@@ -132,6 +134,7 @@ def test_late_arrivals_for_an_hour_already_promoted_are_promoted(spark: SparkSes
     assert tiers.hot.ids() == sorted([*ids(100), *ids(50, "late")])
 
 
+@pytest.mark.slow
 def test_cancelled_messages_are_not_promoted(
     spark: SparkSession, any_tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,6 +152,7 @@ def test_cancelled_messages_are_not_promoted(
     assert len(tiers.hot.ids()) == 97
 
 
+@pytest.mark.slow
 def test_two_promoters_at_once_move_everything_once(spark: SparkSession, tiers: Tiers) -> None:
     tiers.schedule(spread(spark, NUMBER, hours=6))
     with ThreadPoolExecutor(2) as pool:
@@ -158,6 +162,7 @@ def test_two_promoters_at_once_move_everything_once(spark: SparkSession, tiers: 
     assert tiers.hot.ids() == ids()
 
 
+@pytest.mark.slow
 def test_compaction_merges_the_files_of_an_hour_and_loses_nothing(
     spark: SparkSession, any_tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -188,6 +193,7 @@ def test_compaction_merges_the_files_of_an_hour_and_loses_nothing(
     assert tiers.hot.ids() == expected
 
 
+@pytest.mark.slow
 def test_a_compaction_that_is_overtaken_by_a_promotion_changes_nothing(
     spark: SparkSession, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,6 +212,7 @@ def test_a_compaction_that_is_overtaken_by_a_promotion_changes_nothing(
     assert tiers.tier.files() == ([], {})
 
 
+@pytest.mark.slow
 def test_a_promotion_that_is_overtaken_by_a_compaction_begins_again(
     spark: SparkSession, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,6 +257,7 @@ def test_a_job_that_fails_for_good_holds_nothing(spark: SparkSession, tiers: Tie
     assert tiers.schedule(spread(spark, 100, hours=2), run="nightly").cold == 100
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small_batches")
 def test_a_task_that_fails_once_holds_its_messages_once(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
     data = in_python(spread(spark, NUMBER, hours=2), once(tmp_path / "failed"))
@@ -276,6 +284,7 @@ def test_due_times_at_the_edges_whatever_the_sessions_time_zone(spark: SparkSess
     assert {message.id: message.due for message in tiers.hot.messages()} == edges
 
 
+@pytest.mark.slow
 def test_promoting_again_and_again_until_stopped(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
     tiers.schedule(spread(spark, 50, hours=1))
     horizon = FIRST + 2 * HOUR - datetime.now(UTC)
@@ -303,6 +312,7 @@ def test_promoting_again_and_again_until_stopped(spark: SparkSession, tiers: Tie
     assert tiers.hot.ids() == sorted([*ids(50), *ids(50, "q")])
 
 
+@pytest.mark.slow
 def test_usage_errors_are_reported_in_one_line(spark: SparkSession, tiers: Tiers, tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="the cold tier is missing: "):
         promote(JobTarget(tiers.hot.url, endpoint="sales"), spark=spark)

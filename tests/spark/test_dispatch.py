@@ -101,6 +101,7 @@ def test_shards_share_due_messages_and_stop(spark: SparkSession, store: StoreAt)
     assert store.ids() == []
 
 
+@pytest.mark.slow
 def test_a_generation_follows_when_a_lease_is_over(spark: SparkSession, store: StoreAt) -> None:
     dispatcher = Dispatcher(settings(store), shards=1, lease=timedelta(seconds=1), spark=spark)
     with running(dispatcher):
@@ -122,6 +123,7 @@ def test_a_task_that_is_killed_is_started_again(spark: SparkSession, store: Stor
         eventually(lambda: arrived(store) == ["x"])
 
 
+@pytest.mark.slow
 def test_shards_dispatch_to_a_broker_and_one_of_them_is_killed(
     spark: SparkSession, store: StoreAt, rabbitmq_url: str
 ) -> None:
@@ -154,6 +156,7 @@ def test_who_begins_under_the_same_name_takes_over(spark: SparkSession, store: S
         assert not thread.is_alive()
 
 
+@pytest.mark.slow
 def test_a_stream_dispatches_where_only_streams_run(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     dispatcher = Dispatcher(settings(store), shards=1, lease=timedelta(seconds=2), spark=spark)
     query = dispatcher.stream(tmp_path)

@@ -49,6 +49,7 @@ def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: P
     assert tiers.hot.ids() == IDS
 
 
+@pytest.mark.slow
 def test_scheduling_to_a_store_alone(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     # Given messages, and drivers that are killed, each at a later step of the commit
     source, target = tmp_path / "source.parquet", JobTarget(store.url, endpoint=ENDPOINT)
@@ -62,6 +63,7 @@ def test_scheduling_to_a_store_alone(spark: SparkSession, store: StoreAt, tmp_pa
     assert (done.stored, done.repeated, len(store.ids())) == (NUMBER, True, NUMBER)
 
 
+@pytest.mark.slow
 def test_exporting(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     # Given a journal
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))

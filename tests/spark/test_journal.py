@@ -39,6 +39,7 @@ def rows(target: JobTarget, path: Path, spark: SparkSession) -> list[dict[str, A
     return found
 
 
+@pytest.mark.slow
 def test_events_are_exported_in_batches(spark: SparkSession, any_store: StoreAt, tmp_path: Path) -> None:
     # Given a job that has scheduled messages, which were exported
     target = journaled(any_store)
@@ -63,6 +64,7 @@ def test_events_are_exported_in_batches(spark: SparkSession, any_store: StoreAt,
     assert export(target, tmp_path, spark=spark).entries == 0
 
 
+@pytest.mark.slow
 def test_messages_in_files_are_journaled_and_audited(spark: SparkSession, any_tiers: Tiers, tmp_path: Path) -> None:
     tiers = any_tiers
     journaled(tiers.hot)

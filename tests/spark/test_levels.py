@@ -59,6 +59,7 @@ def numbered(spark: SparkSession, number: int) -> DataFrame:
     )
 
 
+@pytest.mark.slow
 def test_near_messages_go_to_the_levels_and_far_ones_to_the_store(
     spark: SparkSession, tiers: Tiers, broker: str
 ) -> None:
@@ -92,6 +93,7 @@ def test_near_messages_go_to_the_levels_and_far_ones_to_the_store(
         assert len(reasons) == 2
 
 
+@pytest.mark.slow
 def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
     spark: SparkSession, store: StoreAt, broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +163,7 @@ def test_a_broker_alone_gets_everything_it_can_hold(
     assert not sent(broker)
 
 
+@pytest.mark.slow
 def test_a_stream_goes_to_levels_and_files_each_batch_once(
     spark: SparkSession, tiers: Tiers, broker: str, tmp_path: Path
 ) -> None:

@@ -49,6 +49,7 @@ def shell(spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pyte
     return Shell(legacy.url, store.url, monkeypatch)
 
 
+@pytest.mark.slow
 def test_the_commands_report_the_same_run(shell: Shell, legacy: Legacy, tmp_path: Path) -> None:
     legacy.add(ENDPOINT, *some(5), Timeout(9, destination=None))
     assert "no migration has run" in shell.run("history")
@@ -96,6 +97,7 @@ def test_wrong_usage_is_reported_and_ends_with_2(shell: Shell, arguments: list[s
     assert "hunter2" not in output
 
 
+@pytest.mark.slow
 def test_a_row_without_a_due_time_is_reported_by_every_command(shell: Shell, legacy: Legacy) -> None:
     # Given a row that no run can take, beside those that it can
     legacy.add(ENDPOINT, *some(3), Timeout(9, time=None))

@@ -119,6 +119,7 @@ def test_delayed_tasks_move_to_a_store_whose_endpoint_gets_them(
     assert bytes(left[None].body) == b"no task"
 
 
+@pytest.mark.slow
 def test_a_driver_that_dies_while_it_takes_tasks_loses_and_doubles_nothing(
     spark: SparkSession, rabbitmq_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

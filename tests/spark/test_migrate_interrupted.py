@@ -79,6 +79,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, where: type, name: str, *, after: boo
             yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "after"), [("_deliver", False), ("_end", False)])
 def test_a_driver_that_dies_between_steps_is_resumed(
     spark: SparkSession, legacy: Legacy, store: StoreAt, monkeypatch: pytest.MonkeyPatch, step: str, after: bool
@@ -120,6 +121,7 @@ def test_a_commit_with_a_lost_answer_counts_once(
     assert verified.repeatable == []
 
 
+@pytest.mark.slow
 def test_rejected_rows_are_those_of_the_counted_attempt(
     spark: SparkSession, legacy: Legacy, store: StoreAt, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ def test_messages_arrive_at_an_endpoint_on_time(spark: SparkSession, legacy: Leg
     assert arrived[1][2]["NServiceBus.EnclosedMessageTypes"] == "Sales.Remind, Sales"
 
 
+@pytest.mark.slow
 def test_a_batch_in_doubt_is_given_back_by_an_abort_and_named(
     spark: SparkSession, legacy: Legacy, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

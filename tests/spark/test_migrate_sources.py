@@ -59,6 +59,7 @@ def test_endpoints_that_share_a_table_move_one_by_one(
     assert [partition.endpoint for partition in left] == ["crm"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("product", ["postgresql", "mariadb"])
 def test_rows_that_name_no_endpoint_are_counted_and_named(
     spark: SparkSession, product: str, request: pytest.FixtureRequest, tmp_path: Path
@@ -127,6 +128,7 @@ def test_a_message_whose_id_waits_at_the_target_already_stays(
     assert "is pending in the target's store already" in outcome.reasons[0][0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("old", "new"), [("sqlite", "postgresql"), ("postgresql", "mariadb"), ("mariadb", "sqlite")])
 def test_delayline_stores_move_from_product_to_product(
     spark: SparkSession, old: str, new: str, request: pytest.FixtureRequest, tmp_path: Path

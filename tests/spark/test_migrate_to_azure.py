@@ -161,6 +161,7 @@ def test_killed_tasks_lose_nothing_and_possible_doubles_are_listed(
         assert [number for _, number in outcome.reasons] == [1]
 
 
+@pytest.mark.slow
 def test_a_driver_that_dies_at_the_end_is_resumed(
     spark: SparkSession, legacy: Legacy, azure_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

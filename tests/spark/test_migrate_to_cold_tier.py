@@ -144,6 +144,7 @@ def test_a_driver_that_dies_at_any_step_loses_and_doubles_nothing(
     assert verified.repeatable == []
 
 
+@pytest.mark.slow
 def test_rows_of_killed_tasks_are_ignored(spark: SparkSession, legacy: Legacy, tiers: Tiers, tmp_path: Path) -> None:
     # Given a task that is killed behind its last batch, when others have staged some
     near = datetime.now(UTC).replace(microsecond=0) + timedelta(hours=1)

@@ -97,6 +97,7 @@ def test_timeouts_arrive_when_they_are_due(spark: SparkSession, legacy: Legacy, 
     assert dict(waiting[Timeout(4).id].message.headers) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("then", ["retried", "resumed", "aborted"])
 def test_killed_tasks_lose_nothing_and_possible_doubles_are_listed(
     spark: SparkSession, legacy: Legacy, plain: StoreAt, tmp_path: Path, then: str
@@ -159,6 +160,7 @@ def test_a_message_that_the_store_refuses_keeps_no_other_from_it(tmp_path: Path)
     assert store.ids() == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_sql_server_s_stores_are_such_and_one_that_does_not_answer_moves_nothing(
     spark: SparkSession, legacy: Legacy
 ) -> None:

@@ -29,6 +29,7 @@ def refused(rows: DataFrame) -> dict[str, dict[str, Any]]:
     return {row["row"]: row for row in rows.toArrow().to_pylist()}
 
 
+@pytest.mark.slow
 def test_parquet_is_scheduled_once_however_often_it_is_run(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     # Given a file of messages
     file = tmp_path / "reminders.parquet"

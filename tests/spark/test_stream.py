@@ -66,6 +66,7 @@ def kept(spark: SparkSession, folder: Path) -> list[str]:
     return sorted(spark.read.parquet(str(folder)).select("id").toArrow().column("id").to_pylist())
 
 
+@pytest.mark.slow
 def test_a_stream_is_stored_once_also_when_a_batch_comes_again(
     spark: SparkSession, store: StoreAt, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_after_the_loss_of_its_checkpoint_a_stream_is_stored_again_rather_than_l
     assert store.ids() == sorted(f"m{number}" for number in range(200))
 
 
+@pytest.mark.slow
 def test_a_stream_removes_due_messages_from_pollers(spark: SparkSession, any_store: StoreAt, tmp_path: Path) -> None:
     # Given messages that are due, and one that is not
     any_store.put(*(f"d{number:03}" for number in range(250)), due=PAST)
@@ -109,6 +111,7 @@ def test_a_stream_removes_due_messages_from_pollers(spark: SparkSession, any_sto
     assert (row["destination"], row["due"], row["headers"], row["body"]) == ("billing", PAST, '{"n":"d007"}', b"d007")
 
 
+@pytest.mark.slow
 def test_a_stream_goes_on_where_it_was(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     sink, checkpoint = tmp_path / "sink", tmp_path / "checkpoint"
     store.put("a", "b", due=PAST)
@@ -120,6 +123,7 @@ def test_a_stream_goes_on_where_it_was(spark: SparkSession, store: StoreAt, tmp_
     assert taken(store) == []  # the last batch too: Spark has requested the one after it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint_lost", [False, True])
 def test_a_batch_that_was_not_finished_is_read_again(
     spark: SparkSession, store: StoreAt, tmp_path: Path, checkpoint_lost: bool
@@ -156,6 +160,7 @@ def test_a_batch_that_was_not_finished_is_read_again(
     assert kept(spark, sink) == [f"d{number:02}" for number in range(20)]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_stream_is_refused(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     # Given two streams of one store, of which the second has taken a message and failed
     store.put("a", due=PAST)
@@ -175,6 +180,7 @@ def test_a_checkpoint_of_another_stream_is_refused(spark: SparkSession, store: S
     assert "b" in taken(store)
 
 
+@pytest.mark.slow
 def test_a_stream_needs_a_name(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
     with pytest.raises(PySparkException, match="needs a permanent name"):
         keep(read(spark, store, app=""), tmp_path / "sink", tmp_path / "checkpoint")

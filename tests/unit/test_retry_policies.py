@@ -56,14 +56,14 @@ async def failing(scenario: Scenario, error: Exception | None = None) -> list[fl
 
 
 async def test_delays_of_further_rounds(clock: ManualClock) -> None:
-    # Given retries after 1 s and then after two days, which is longer than the usual limit of a day
-    scenario = build(clock, recoverability=Recoverability(immediate_retries=0, delays=[SECOND, timedelta(days=2)]))
+    # Given retries after 1 s and then after 25 hours, which is longer than the usual limit of a day
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=0, delays=[SECOND, timedelta(hours=25)]))
     times = await failing(scenario)
     # When time passes
     await clock.advance(1)
-    await clock.advance(timedelta(days=2))
+    await clock.advance(timedelta(hours=25))
     # Then the handler was called three times, and the message is in the error queue
-    assert times == [0, 1, 1 + 2 * 86_400]
+    assert times == [0, 1, 1 + 25 * 3600]
     assert await scenario.ids("error") == ["m"]
     await scenario.endpoint.stop()
 
