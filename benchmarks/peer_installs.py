@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "delayline" / "benchmarks"
 #: The newest that run on Node.js 20.
-NODE_PACKAGES = ("pg-boss@10.4.2", "graphile-worker@0.17.3", "bullmq@6.7.0")
+NODE_PACKAGES = ("pg-boss@10.4.2", "graphile-worker@0.17.3", "bullmq@6.7.0", "ioredis@5.8.2")
 OBAN = "oban==0.7.0"
 OBAN_PYTHONS = ("3.14", "3.13", "3.12")
 
