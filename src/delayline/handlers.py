@@ -363,7 +363,7 @@ class Handlers:
             InvalidPayload: The body does not fit the type.
         """
         named = message.headers.get(Headers.ENCLOSED_MESSAGE_TYPES, "") if self._typed else ""
-        for name in names_in_header(named):
+        for name in names_in_header(named) if named else ():
             if (typed := self._typed.get(name)) is not None:
                 return [typed.call(self._payload(message, name, typed.kind))]
         if not self._plain:
@@ -452,16 +452,14 @@ class _Registered:
         self.type_name = ""
         self._coroutine = coroutine
         self._seconds = seconds
+        self.run = self._run if seconds is None else self._run_in_time
 
     def call(self, argument: Any) -> Call:  # noqa: ANN401 - a message, or a value of the type
         """Return the call with the message, or the typed value, as its first argument."""
         return Call(self, argument)
 
-    async def run(self, argument: Any, context: MessageContext) -> None:  # noqa: ANN401 - as above
+    async def _run_in_time(self, argument: Any, context: MessageContext) -> None:  # noqa: ANN401 - as above
         """Run the function. Raises TimeoutError if it takes too long; a thread then runs on."""
-        if self._seconds is None:
-            await self._run(argument, context)
-            return
         limit = asyncio.timeout(self._seconds)
         try:
             async with limit:
@@ -514,9 +512,9 @@ class Call:
         """The type that the handler is registered for; empty for one that takes every message."""
         return self._registered.type_name
 
-    async def __call__(self, context: MessageContext) -> None:
+    def __call__(self, context: MessageContext) -> Coroutine[Any, Any, None]:
         """Run the handler."""
-        await self._registered.run(self._argument, context)
+        return self._registered.run(self._argument, context)
 
 
 def _settle(done: asyncio.Future[None], failure: BaseException | None) -> None:

@@ -14,6 +14,8 @@ from datetime import UTC, datetime, timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
+
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import CorruptBody, CorruptHeaders, InvalidDueTime, InvalidMessage
 from delayline.header_xml import from_xml
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 Body = Any
 JSON: Final = JsonSerializer()
 
+_decode_texts: Final = msgspec.json.Decoder(dict[str, str]).decode
 _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 MAXIMUM_ID_LENGTH: Final = 250  # NServiceBus's column Id nvarchar(250)
@@ -220,7 +223,8 @@ class Message:
         An id that a back end could not keep, as one of more than 250 characters, is replaced by one that follows from
         it; the header stays as it is.
         """
-        return self.under(usable_id(self.headers.get(Headers.MESSAGE_ID) or self.id))
+        headers = self._headers or self.headers
+        return self.under(usable_id(headers.get(Headers.MESSAGE_ID) or self.id))
 
     def under(self, message_id: str) -> Message:
         """Return the same message under another id, its headers as they are.
@@ -333,13 +337,18 @@ def decode_headers(encoded: bytes, message_id: str) -> dict[str, str]:
     if is_xml(encoded):
         return from_xml(encoded, message_id)
     try:
+        return _decode_texts(encoded)
+    except (msgspec.MsgspecError, ValueError):  # also null, numbers and lone surrogates, which are read below
+        return _decode_values(encoded, message_id)
+
+
+def _decode_values(encoded: bytes, message_id: str) -> dict[str, str]:
+    try:
         headers = json.loads(encoded.decode("utf-8", "surrogatepass"))
     except (ValueError, RecursionError) as error:
         raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {error}") from error
     if not isinstance(headers, dict):
         raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {type(headers).__name__}, not an object")
-    if TEXTS.issuperset(map(type, headers.values())):
-        return headers
     return {name: NO_VALUE if value is None else str(value) for name, value in headers.items()}
 
 

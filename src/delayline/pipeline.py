@@ -350,13 +350,15 @@ class Pipeline:
 
     def _start_handlers(self) -> None:
         """Start a task for each prefetched message, up to the concurrency limit."""
-        while self._prefetch and self._free > 0 and not self._stopping.is_set():
+        free = 0 if self._stopping.is_set() else self._free
+        while free > 0 and self._prefetch:
             received = self._prefetch.pop()
             if self._prefetches is not None and not self._prefetches.holds(received):
                 continue  # another receiver may have it since a connection was lost
             task = asyncio.create_task(self._take(received))
             self._tasks.add(task)
             task.add_done_callback(self._done)
+            free -= 1
 
     async def _release(self, received: Sequence[ReceivedMessage]) -> None:
         if received and self._prefetches is not None:
@@ -429,7 +431,6 @@ class Pipeline:
         for attempt in count(1):
             handled = False
             try:
-                _ = message.headers
                 calls = self.handlers.calls(message.logical)
             except (CorruptHeaders, UnknownMessageType, InvalidPayload) as error:
                 text = "Message %r is classified as a poison message: %s"
@@ -448,7 +449,8 @@ class Pipeline:
             running: list[Call] = []
             began = ended = time.perf_counter()
             try:
-                context = await self._run_within_limit(received, attempt, calls, running)
+                run = self._run_within_limit if self.slots else self._run_handlers
+                context = await run(received, attempt, calls, running)
                 ended = time.perf_counter()
                 handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
                 await self._complete_handled(received, context)
@@ -480,7 +482,8 @@ class Pipeline:
 
     async def _complete_handled(self, received: ReceivedMessage, context: MessageContext) -> None:
         """Complete a message that was handled; one that ServicePulse has sent to be retried with a notice to it."""
-        notice = await self._retry_notice(received.message) if self.acknowledges_retries else None
+        is_retry = self.acknowledges_retries and Headers.RETRY_ID in received.message.headers
+        notice = await self._retry_notice(received.message) if is_retry else None
         if notice is None:
             await self._settle(received, context.outgoing, context.own)
             return
@@ -744,7 +747,7 @@ class Pipeline:
         if own is not None and own.connection is not None:
             await self._complete_in(own, received, outgoing)
             return
-        now, later = await self._checked(outgoing)
+        now, later = await self._checked(outgoing) if outgoing else ([], [])
         match self.host.mode:
             case TransactionMode.NONE:
                 await self._send(now, later, None)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction
     from delayline.sql.dialect import Claims, Dialect, TableIdentity
     from delayline.sql.notifications import Notifications
-    from delayline.sql.prepared import Prepared
+    from delayline.sql.prepared import Prepared, StatementResult
     from delayline.sql.transactions import Checkout
     from delayline.transaction import Transaction
 
@@ -188,6 +188,10 @@ class Database(ABC):
     ) -> int:
         """Run an insert that may find nothing to insert, as `write` does; return how many rows it has inserted."""
         return await self.write(lambda connection: statement.change(connection, *row), transaction, one_statement=True)
+
+    async def run_statement(self, statement: Prepared, *values: Any) -> StatementResult:  # noqa: ANN401
+        """Run the statement in a transaction of its own."""
+        return await self.write(lambda connection: statement.result(connection, *values), one_statement=True)
 
     async def insert_from(self, statement: Prepared, rows_of: RowsOf, transaction: Transaction | None = None) -> None:
         """Insert the rows that `rows_of` returns on the same connection: all of them or none."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from delayline.message import Message
     from delayline.sql.deadlines import StopLimit
     from delayline.sql.notifications import ServerNotifications
-    from delayline.sql.prepared import Prepared
+    from delayline.sql.prepared import Prepared, StatementResult
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_clock import ServerClock
 
@@ -288,11 +288,11 @@ class TimeoutShape:
     """Whether `insert_new` supports keys of this type."""
 
 
-class Inserts(Protocol):
-    """A short way for the insert of a single message, outside transactions."""
+class LoopStatements(Protocol):
+    """A short way for single statements outside transactions, without a worker thread."""
 
-    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> int | None:
-        """Return how many rows were inserted; None when it has to go the ordinary way, and nothing was done."""
+    async def run(self, statement: Prepared, values: tuple[Any, ...]) -> StatementResult | None:
+        """Run the statement, which commits by itself; None if it has to go the ordinary way, and nothing was done."""
         ...
 
     def rest(self) -> None:
@@ -721,7 +721,7 @@ class ServerErrors(Protocol):
 class ServerFeatures(Protocol):
     """The implementations that a server's product has for claims, notifications, inserts and forwarding."""
 
-    def inserts(self, database: ServerSessions) -> Inserts | None:
+    def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
         """Return the fast route for inserting single messages; None if there is none."""
         ...
 

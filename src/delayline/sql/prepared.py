@@ -6,7 +6,7 @@ SQLAlchemy writes each server's SQL; its execution layer costs more per statemen
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import Insert
 
@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 
 
 LONGEST_LIST: Final = 500
+
+
+class StatementResult(NamedTuple):
+    """What a statement did."""
+
+    affected: int
+    """How many rows it has inserted, changed, deleted or returned."""
+    rows: Sequence[tuple[Any, ...]]
+    """The rows that it has returned, if it returns any."""
 
 
 class Prepared:
@@ -98,6 +107,13 @@ class Prepared:
         row = cursor.fetchone()
         cursor.close()
         return None if row is None else row[0]
+
+    def result(self, connection: Connection, *values: Any) -> StatementResult:  # noqa: ANN401
+        """Execute once and return how many rows were affected, and every row that the statement returns."""
+        cursor = self.run(connection, *values)
+        result = StatementResult(cursor.rowcount, cursor.fetchall() if cursor.description else [])
+        cursor.close()
+        return result
 
     def change(self, connection: Connection, *values: Any) -> int:  # noqa: ANN401
         """Execute once and return how many rows were affected."""

@@ -211,9 +211,15 @@ class SqlReceiver:
     ) -> Sequence[bool]:
         """Delete the messages, now or at the commit."""
         numbers = [_number(one) for one in received]
-        remove, forget = partial(self._statements.remove, numbers=numbers), partial(self._forget, numbers)
+        returning = self._statements.delete_returning
         one_statement = self._statements.removes_at_once(len(numbers))
-        removed = await self._database.write(remove, transaction, one_statement=one_statement)
+        if transaction is None and returning is not None and one_statement:
+            deleted = await self._database.run_statement(returning, numbers)
+            removed = {number for (number,) in deleted.rows}
+        else:
+            remove = partial(self._statements.remove, numbers=numbers)
+            removed = await self._database.write(remove, transaction, one_statement=one_statement)
+        forget = partial(self._forget, numbers)
         forget() if transaction is None else transaction.after_commit(forget)
         return [number in removed for number in numbers]
 

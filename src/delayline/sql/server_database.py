@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from delayline.sql.deadlines import AnswerDeadline
     from delayline.sql.dialect import Server, ServerClaims
     from delayline.sql.notifications import ServerNotifications
+    from delayline.sql.prepared import StatementResult
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction
 
@@ -358,7 +359,7 @@ class ServerDatabase(Database):
         self._silent_until = 0.0
         self._notifications: ServerNotifications | None = None
         self._claims: dict[str, ServerClaims] = {}
-        self._inserts = self.dialect.inserts(self)
+        self._loop_statements = self.dialect.loop_statements(self)
 
     @property
     def clock(self) -> ServerClock:
@@ -398,7 +399,7 @@ class ServerDatabase(Database):
             await super().insert(statement, rows, transaction)
         elif len(rows) == 1:
             # The fast path has no limit but the server's; the other one checks the product's limits of size.
-            if self._inserts is None or await self._inserts.insert(statement, rows[0]) is None:
+            if await self._run_on_loop(statement, rows[0]) is None:
                 await super().insert(statement, rows)
         else:
             insert = partial(self.insert_from, statement, lambda _: rows)
@@ -409,11 +410,17 @@ class ServerDatabase(Database):
         self, statement: Prepared, row: tuple[Any, ...], transaction: Transaction | None = None
     ) -> int:
         """Run the insert, the short way where there is one that is free."""
-        if transaction is None and self._inserts is not None:
-            inserted = await self._inserts.insert(statement, row)
-            if inserted is not None:
-                return inserted
+        if transaction is None and (result := await self._run_on_loop(statement, row)) is not None:
+            return result.affected
         return await super().insert_one(statement, row, transaction)
+
+    async def run_statement(self, statement: Prepared, *values: Any) -> StatementResult:  # noqa: ANN401
+        """Run the statement, the short way where there is one that is free."""
+        result = await self._run_on_loop(statement, values)
+        return await super().run_statement(statement, *values) if result is None else result
+
+    async def _run_on_loop(self, statement: Prepared, values: tuple[Any, ...]) -> StatementResult | None:
+        return None if self._loop_statements is None else await self._loop_statements.run(statement, values)
 
     async def insert_from(self, statement: Prepared, rows_of: RowsOf, transaction: Transaction | None = None) -> None:
         """Insert the rows, by one statement that commits by itself where that is possible."""
@@ -472,8 +479,8 @@ class ServerDatabase(Database):
 
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next work; close one that has not been used for a while."""
-        if self._inserts is not None:
-            self._inserts.rest()
+        if self._loop_statements is not None:
+            self._loop_statements.rest()
         if session in self._all and not session.is_at_work:
             self._idle.append(session)
         else:  # closed meanwhile, and perhaps opened again
@@ -631,8 +638,8 @@ class ServerDatabase(Database):
         def left() -> float:
             return max(0.0, end - time.monotonic())
 
-        if self._inserts is not None:
-            self._inserts.close()
+        if self._loop_statements is not None:
+            self._loop_statements.close()
         if self._notifications is not None:
             self._notifications.close()
         if not self.silent:

@@ -196,7 +196,7 @@ class QueueStatements:
         self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
         self.claimed = Prepared(kept.add_columns(expired).where(by_numbers), sql, ["numbers"])
         self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
-        self._delete_returning = (
+        self.delete_returning = (
             Prepared(delete(queued).where(by_numbers).returning(columns.seq), sql, ["numbers"])
             if dialect.returns_deleted
             else None
@@ -211,8 +211,8 @@ class QueueStatements:
 
         One statement for up to 500 numbers; two, for several numbers, where a delete does not return rows.
         """
-        if self._delete_returning is not None:
-            return {number for (number,) in self._delete_returning.rows_each(connection, keys=numbers)}
+        if self.delete_returning is not None:
+            return {number for (number,) in self.delete_returning.rows_each(connection, keys=numbers)}
         if len(numbers) > 1:
             numbers = [number for (number,) in self._lock.rows_each(connection, keys=numbers)]
         deleted = self.delete.change_each(connection, keys=numbers)
@@ -220,7 +220,7 @@ class QueueStatements:
 
     def removes_at_once(self, number: int) -> bool:
         """Return whether `remove` deletes so many messages with one statement."""
-        return number == 1 or (self._delete_returning is not None and number <= LONGEST_LIST)
+        return number == 1 or (self.delete_returning is not None and number <= LONGEST_LIST)
 
     def missing(self, connection: Connection, names: Iterable[str]) -> set[str]:
         """Return the names that are not queues."""

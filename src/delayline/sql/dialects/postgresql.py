@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
     from delayline.sql.dialect import Finding, ServerSessions, Stage, WaitingReceiver
-    from delayline.sql.dialects.postgresql_binary import LoopInserts
+    from delayline.sql.dialects.postgresql_binary import LoopStatements
     from delayline.sql.schema import QueueTables
 
 OLDEST: Final = 13
@@ -307,13 +307,13 @@ class Postgresql(ServerDialect):
         """PREPARE TRANSACTION."""
         return PostgresqlTwoPhase(self)
 
-    def inserts(self, database: ServerSessions) -> LoopInserts | None:
-        """Let the event loop insert by itself, which takes a prepared statement."""
+    def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
+        """Let the event loop run statements by itself, which takes prepared ones."""
         if self.pgbouncer:
             return None
-        from delayline.sql.dialects.postgresql_binary import LoopInserts
+        from delayline.sql.dialects.postgresql_binary import LoopStatements
 
-        return LoopInserts(database, self)
+        return LoopStatements(database, self)
 
     def notifications(self, database: ServerSessions) -> PostgresqlNotifications:
         """LISTEN and NOTIFY."""

@@ -1,12 +1,12 @@
-"""Messages in PostgreSQL's binary format: COPY of many, and inserts of one that the event loop drives itself.
+"""Messages in PostgreSQL's binary format: COPY of many, and single statements that the event loop drives itself.
 
 Binary COPY costs the server less than any INSERT. It has no ON CONFLICT: one with an id that is stored already is
 undone as a whole, and its rows are inserted.
 
-For a single message two crossings between the loop and a worker thread cost more than the insert takes in the server.
-The loop sends the insert on a dedicated connection and reads the answer when its socket is readable, through psycopg's
+Two crossings between the loop and a worker thread cost more than the insert of a message takes in the server. The loop
+sends such statements on a dedicated connection and reads the answer when its socket is readable, through psycopg's
 binding of libpq. Nothing in that blocks: connecting, checking an idle connection and preparing the statement are done
-by a worker thread, together with the row at hand.
+by a worker thread, together with the values at hand.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import Cursor
+from psycopg.adapt import Dumper, Transformer
 from psycopg.pq import ExecStatus, Format
 from psycopg.types.array import ListBinaryDumper
 
 from delayline.clock import to_microseconds
 from delayline.errors import NotStarted
+from delayline.sql.prepared import StatementResult
 from delayline.sql.statements import INSERTED, PUT
 from delayline.sql.workers import WorkResult
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from psycopg import Connection as Driver
+    from psycopg.abc import DumperKey
+    from psycopg.adapt import PyFormat
     from psycopg.pq.abc import PGconn, PGresult
     from sqlalchemy import Connection
 
@@ -53,8 +57,43 @@ YEAR_2000: Final = 946_684_800_000_000
 
 def use_binary(connection: Driver[Any]) -> None:
     """Let every cursor of the connection read in binary, and write lists so; other values are written as before."""
-    connection.adapters.register_dumper(list, ListBinaryDumper)
+    connection.adapters.register_dumper(list, ListDumper)
     connection.cursor_factory = BinaryCursor
+
+
+class ListDumper(ListBinaryDumper):
+    """Writes lists; those of whole numbers as `bigint[]`, whatever their size, which takes a fifth of the time."""
+
+    def get_key(self, obj: list[Any], format: PyFormat) -> DumperKey:
+        """Return the key of the dumper for the list."""
+        return NumbersDumper if _are_numbers(obj) else super().get_key(obj, format)
+
+    def upgrade(self, obj: list[Any], format: PyFormat) -> Any:  # noqa: ANN401 - psycopg's is a dumper of lists
+        """Return the dumper for the list."""
+        return NumbersDumper(list, self._tx) if _are_numbers(obj) else super().upgrade(obj, format)
+
+
+class NumbersDumper(Dumper):
+    """Writes lists of whole numbers as `bigint[]`."""
+
+    format = Format.BINARY
+    oid = 1016
+
+    def dump(self, obj: list[int]) -> bytes:
+        """Return the array."""
+        try:
+            return _bigints(obj)
+        except struct.error as error:
+            raise psycopg.DataError(f"a number in a list is no bigint: {error}") from error
+
+
+def _bigints(numbers: list[int]) -> bytes:
+    """Return the array: dimensions, nulls, type of the elements, their number, lower bound, and the elements."""
+    return b"".join([ARRAY.pack(1, 0, 20, len(numbers), 1), *[BIGINT.pack(8, number) for number in numbers]])
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    return bool(values) and {int}.issuperset(map(type, values))
 
 
 class BinaryCursor(Cursor[Any]):
@@ -71,6 +110,8 @@ FIRST: Final = struct.Struct(">hi")
 LENGTH: Final = struct.Struct(">i")
 INSTANT: Final = struct.Struct(">iqi")
 COUNT: Final = struct.Struct(">ii")
+ARRAY: Final = struct.Struct(">iiiii")
+BIGINT: Final = struct.Struct(">iq")
 #: Number of batches written by INSERT after one that repeated an id: a sender that repeats one often repeats more.
 HELD_OFF: Final = 100
 #: What an INSERT may have no trouble with, or a better word for: ids that are there, columns of other types, texts that
@@ -159,18 +200,19 @@ def copying(insert: str) -> tuple[bytes, Callable[[tuple[Any, ...]], bytes]] | N
 
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work
 MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit
-#: The types in which values are sent, as they are kept: varchar, timestamptz, bytea, int4.
-OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 23}
-NAMES: Final = "delayline inserts"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
+#: The types in which values are sent, as they are kept: varchar, timestamptz, bytea, int4, bigint[].
+OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 23, list: 1016}
+#: Errors of statements that had no effect and are repeated on a worker thread.
+ELSEWHERE: Final = (psycopg.errors.InsufficientPrivilege, psycopg.errors.DeadlockDetected)
+NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
 MICROSECONDS: Final = struct.Struct(">q")
 NUMBER: Final = struct.Struct(">i")
 
 
-class LoopInserts:
-    """Inserts messages one at a time, for the first event loop that uses it while that loop runs.
+class LoopStatements:
+    """Runs single statements one at a time, for the first event loop that uses it while that loop runs.
 
-    `_free` is held from the start of an insert until its answer has been read; then its connection returns to
-    the pool.
+    `_free` is held from the start of a statement until its answer has been read.
     """
 
     def __init__(self, database: ServerSessions, dialect: Server) -> None:
@@ -181,29 +223,29 @@ class LoopInserts:
         self._driver: psycopg.Connection[Any] | None = None
         self._names: dict[str, bytes] = {}
         self._watch: SocketWatch | None = None
-        self._under_way: WorkResult[int | None] | None = None
-        self._inserted = 0
+        self._under_way: WorkResult[StatementResult | None] | None = None
+        self._result: PGresult | None = None
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
 
-    async def insert(self, statement: Prepared, row: tuple[Any, ...]) -> int | None:
-        """Run the insert, which commits implicitly, and return how many rows it has inserted.
+    async def run(self, statement: Prepared, values: tuple[Any, ...]) -> StatementResult | None:
+        """Run the statement, which commits implicitly.
 
         None if nothing was done and another route has to be taken. If cancelled, raises CancelledError once the effect
         is certain. Raises the errors of a session.
         """
-        loop, values = asyncio.get_running_loop(), _in_binary(statement.in_order(row))
-        if values is None or not self._take(loop):
+        loop, encoded = asyncio.get_running_loop(), _in_binary(statement.in_order(values))
+        if encoded is None or not self._take(loop):
             return None
         session = self._session
         if session is None or not session.trusted or statement.sql not in self._names:
-            return await self._insert_slowly(statement, row)
+            return await self._run_slowly(statement, values)
         if self._watches(loop):
-            return await self._insert(loop, self._names[statement.sql], values)
+            return await self._run(loop, self._names[statement.sql], encoded)
         self._free.release()
         return None
 
     def close(self) -> None:
-        """Finish the insert in progress and accept no more; blocks. The database keeps the connection."""
+        """Finish the statement in progress and accept no more; blocks. The database keeps the connection."""
         watch = self._watch
         abandoned = watch is not None and watch.loop.is_closed()
         longest = self._dialect.stops.left(self._dialect.server_timeout) + MARGIN
@@ -250,34 +292,34 @@ class LoopInserts:
             self._free.release()
         return closed
 
-    async def _insert_slowly(self, statement: Prepared, row: tuple[Any, ...]) -> int:
-        """Insert on a worker thread, which may have to connect first; after that the loop can go on."""
+    async def _run_slowly(self, statement: Prepared, values: tuple[Any, ...]) -> StatementResult:
+        """Run it on a worker thread, which may have to connect first; after that the loop can go on."""
         self._end_watch()
         if self._session is None:
             self._session = self._database.session()
         try:
-            return await self._database.run(partial(self._insert_blocking, self._session, statement, row))
+            return await self._database.run(partial(self._run_blocking, self._session, statement, values))
         except NotStarted:
             self._free.release()
             raise
 
-    def _insert_blocking(self, session: ServerSession, statement: Prepared, row: tuple[Any, ...]) -> int:
+    def _run_blocking(self, session: ServerSession, statement: Prepared, values: tuple[Any, ...]) -> StatementResult:
         try:
-            return session.run(partial(self._prepare_and_insert, statement, row), commits=True)
+            return session.run(partial(self._prepare_and_run, statement, values), commits=True)
         finally:
             self._free.release()
 
-    def _prepare_and_insert(self, statement: Prepared, row: tuple[Any, ...], connection: Connection) -> int:
+    def _prepare_and_run(self, statement: Prepared, values: tuple[Any, ...], connection: Connection) -> StatementResult:
         driver: Any = connection.connection.driver_connection
         if driver is not self._driver:
             self._driver, self._names = driver, connection.info.setdefault(NAMES, {})
         usable = driver.prepare_threshold is not None and driver.info.encoding == "utf-8"
         if usable and statement.sql not in self._names:
             name = f"delayline_{len(self._names)}".encode()
-            types = [_oid(value) for value in statement.in_order(row)]
+            types = [_oid(value) for value in statement.in_order(values)]
             _must_be_done(driver.pgconn.prepare(name, _numbered(statement.sql), types))
             self._names[statement.sql] = name
-        return statement.change(connection, *row)
+        return statement.result(connection, *values)
 
     def _watches(self, loop: asyncio.AbstractEventLoop) -> bool:
         if self._watch is None:
@@ -287,13 +329,15 @@ class LoopInserts:
                 return False
         return True
 
-    async def _insert(self, loop: asyncio.AbstractEventLoop, name: bytes, values: Sequence[bytes]) -> int | None:
-        answer: WorkResult[int | None] = WorkResult(loop.create_future())
-        self._under_way, self._inserted = answer, 0
+    async def _run(
+        self, loop: asyncio.AbstractEventLoop, name: bytes, values: Sequence[bytes]
+    ) -> StatementResult | None:
+        answer: WorkResult[StatementResult | None] = WorkResult(loop.create_future())
+        self._under_way, self._result = answer, None
         assert self._session is not None  # noqa: S101 - nothing is sent before there is one
         self._session.waits()
         try:
-            self._pgconn.send_query_prepared(name, values, (1,) * len(values))
+            self._pgconn.send_query_prepared(name, values, (Format.BINARY,) * len(values), Format.BINARY)
             self._flush()
         except psycopg.Error as error:
             self._finish(error)
@@ -330,7 +374,7 @@ class LoopInserts:
                     self._finish(self._refusal)
                     return
                 self._refusal = self._refusal or _failure(result)
-                self._inserted += result.command_tuples or 0
+                self._result = result
         except psycopg.Error as error:
             self._finish(self._refusal or error)
 
@@ -352,9 +396,8 @@ class LoopInserts:
     def _finish(self, error: psycopg.Error | None) -> None:
         answer, self._under_way, self._refusal = self._under_way, None, None
         failure: Exception | None = None
-        refused = isinstance(
-            error, psycopg.errors.InsufficientPrivilege
-        )  # finding the reason needs a thread that may wait
+        # Finding the reason for missing rights, and repeating after a deadlock, needs a thread that may wait.
+        refused = error is not None and isinstance(error, ELSEWHERE)
         if error is not None and not refused:
             failure = self._given_up(error, commits=True)
             failure.__cause__ = None if failure is error else error
@@ -362,7 +405,16 @@ class LoopInserts:
             self._session.answered()
         self._free.release()
         if answer is not None:
-            answer.finish(None if refused else self._inserted, failure)
+            answer.finish(None if refused or failure else self._read_result(), failure)
+
+    def _read_result(self) -> StatementResult:
+        result = self._result
+        assert result is not None  # noqa: S101 - it has come before the end of the answer
+        if not result.ntuples:
+            return StatementResult(result.command_tuples or 0, [])
+        reader = Transformer(self._driver)
+        reader.set_pgresult(result, format=Format.BINARY)
+        return StatementResult(result.command_tuples or 0, reader.load_rows(0, result.ntuples, tuple))
 
     def _given_up(self, error: psycopg.Error, *, commits: bool) -> Exception:
         """Return the session's error, and watch its connection no more if that was its end."""
@@ -414,7 +466,7 @@ class SocketWatch:
 
 
 def _in_binary(values: tuple[Any, ...]) -> list[bytes] | None:
-    """Return the values of an insert, encoded; None if they are too large or would be refused."""
+    """Return the values of a statement, encoded; None if they are too large or would be refused."""
     encoded = []
     try:
         for value in values:
@@ -427,6 +479,8 @@ def _in_binary(values: tuple[Any, ...]) -> list[bytes] | None:
                         return None
                 case datetime():
                     encoded.append(MICROSECONDS.pack(to_microseconds(value) - YEAR_2000))
+                case list():
+                    encoded.append(_bigints(value))
                 case _:
                     encoded.append(NUMBER.pack(value))
     except (TypeError, UnicodeEncodeError, struct.error):
@@ -452,6 +506,6 @@ def _must_be_done(result: PGresult) -> None:
 
 
 def _failure(result: PGresult) -> psycopg.Error | None:
-    if result.status == ExecStatus.COMMAND_OK:
+    if result.status in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
         return None
     return psycopg.errors.error_from_result(result)

@@ -62,9 +62,9 @@ if TYPE_CHECKING:
     from delayline.message import Message
     from delayline.sql.dialect import (
         DecisionReader,
-        Inserts,
         JournalTriggers,
         Leases,
+        LoopStatements,
         PreparedTransactions,
         Server,
         ServerSessions,
@@ -334,7 +334,7 @@ class ServerDialect(ABC):
         watch_of(connection).end()
         return connection
 
-    def inserts(self, database: ServerSessions) -> Inserts | None:
+    def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
         """None: a worker thread inserts."""
         del database
         return None
