@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.eventually import eventually_async
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.sql.receiver import SqlReceiver
@@ -16,10 +18,18 @@ from delayline.testing.conformance.transport import ids, received
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from delayline.transport import ReceivedMessage
+
 PATIENCE = 20.0
 MOST_BYTES = 1 << 20
 FUNCTION = """
 CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'full' USING ERRCODE = '53100'; END $$
+"""
+LOCK = 4711
+WAIT = f"""
+CREATE FUNCTION wait() RETURNS trigger LANGUAGE plpgsql AS
+$$ BEGIN PERFORM pg_advisory_xact_lock({LOCK}); RETURN NEW; END $$;
+CREATE TRIGGER wait BEFORE INSERT ON delayline_messages FOR EACH ROW EXECUTE FUNCTION wait()
 """
 TRIGGER = "CREATE TRIGGER refuse AFTER INSERT ON delayline_messages FOR EACH ROW EXECUTE FUNCTION refuse()"
 
@@ -32,6 +42,7 @@ class Sales:
         self.transport = SqlTransport(url)
         self.receiver: SqlReceiver
         self.looks = 0
+        self._last: Sequence[ReceivedMessage] = []
 
     async def waits(self, limit: int) -> asyncio.Task[list[str]]:
         """Return a task that receives and that waits for messages."""
@@ -42,7 +53,13 @@ class Sales:
         return task
 
     async def _receive(self, limit: int) -> list[str]:
-        return ids(list(await self.receiver.receive(limit)))
+        self._last = await self.receiver.receive(limit)
+        return ids(list(self._last))
+
+    async def last_received(self, waits: asyncio.Task[list[str]]) -> Sequence[ReceivedMessage]:
+        """Return the messages that the task has received."""
+        await asyncio.wait_for(waits, PATIENCE)
+        return self._last
 
     async def store_due(self, number: int) -> None:
         await self.store.store_many([delayed(f"m{n}", destination="sales") for n in range(number)])
@@ -121,6 +138,61 @@ async def test_messages_of_a_cancelled_receive_are_received_by_the_next(
     assert waits.cancelled()
     # Then the next one receives them
     assert sorted(ids(await received(sales.receiver, 2))) == ["m0", "m1"]
+
+
+@pytest.mark.parametrize("earlier", [0, 2])
+async def test_messages_of_a_cancelled_move_are_received(sales: Sales, postgresql_url: str, earlier: int) -> None:
+    # Given a move that is cancelled while it waits for the server, as the first on its connection or later
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        for number in range(earlier):
+            waits = await sales.waits(1)
+            await sales.store.store(delayed(f"earlier{number}", destination="sales"))
+            await sales.move()
+            await sales.receiver.acknowledge_many(await sales.last_received(waits))
+        connection.execute(WAIT)
+        connection.execute(f"SELECT pg_advisory_lock({LOCK})")
+        waits = await sales.waits(5)
+        await sales.store_due(2)
+        moving = asyncio.create_task(sales.move())
+        await eventually_async(lambda: _waits(connection))
+        moving.cancel()
+        connection.execute(f"SELECT pg_advisory_unlock({LOCK})")
+        with pytest.raises(asyncio.CancelledError):
+            await moving
+    # Then its messages are not claimed for ever
+    assert sorted(await asyncio.wait_for(waits, PATIENCE)) == ["m0", "m1"]
+
+
+async def _waits(connection: psycopg.Connection) -> bool:
+    query = "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
+    return bool(connection.execute(query).fetchall())
+
+
+async def test_a_move_whose_event_loop_is_closed_does_not_keep_the_claims(sales: Sales, postgresql_url: str) -> None:
+    # Given a move that waits in the server, of an event loop that is closed meanwhile
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        for number in range(2):
+            waits = await sales.waits(1)
+            await sales.store.store(delayed(f"earlier{number}", destination="sales"))
+            await sales.move()
+            await sales.receiver.acknowledge_many(await sales.last_received(waits))
+        connection.execute(WAIT)
+        connection.execute(f"SELECT pg_advisory_lock({LOCK})")
+        waits = await sales.waits(5)
+        await sales.store_due(2)
+        loop = asyncio.new_event_loop()
+        loop.set_exception_handler(lambda *_: None)  # the task ends unfinished, on purpose
+        moving = loop.create_task(sales.move())
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        await eventually_async(lambda: _waits(connection))
+        loop.call_soon_threadsafe(loop.stop)
+        await asyncio.to_thread(thread.join)
+        loop.close()
+        del moving
+        connection.execute(f"SELECT pg_advisory_unlock({LOCK})")
+        # Then the messages are received, on another connection of the claims
+        assert sorted(await asyncio.wait_for(waits, PATIENCE)) == ["m0", "m1"]
 
 
 async def test_a_stopped_receiver_gives_moved_messages_back(sales: Sales) -> None:

@@ -131,8 +131,6 @@ class Forwarding(Protocol):
 
     one_statement: bool
     """Whether `run` is a single statement."""
-    can_claim: bool
-    """Whether `run` also takes `queue`, `wanted` and `key`, to lock moved messages for a `WaitingReceiver`."""
 
     def run(
         self,
@@ -150,6 +148,63 @@ class Forwarding(Protocol):
 
         Those that need more than moving are passed over: their queue does not exist, or their headers hold
         properties that are meant for the dispatch only, or a time to be received.
+        """
+        ...
+
+
+class ClaimingMove(Protocol):
+    """One move of due messages that locks some of them for a `WaitingReceiver`."""
+
+    def moved(self, rows: Sequence[tuple[Any, ...]]) -> Moved | None:
+        """Return what the rows of `statement` report; None if nothing was moved, and `run` has to be called."""
+        ...
+
+    def statement(self, key: int) -> tuple[Prepared, tuple[Any, ...]]:
+        """Return the statement that moves and locks, and its parameters.
+
+        Args:
+            key: The lock of row 0.
+        """
+        ...
+
+    def run(self, connection: Connection, key: int) -> Moved:
+        """Move and lock on the connection of the claims.
+
+        Args:
+            connection: The connection.
+            key: The lock of row 0.
+        """
+        ...
+
+
+@runtime_checkable
+class ClaimingForwarding(Forwarding, Protocol):
+    """Forwarding whose moves can lock messages for a receiver."""
+
+    can_claim: bool
+    """False behind a pooler whose clients share sessions, which hold the locks."""
+
+    def claiming(
+        self,
+        until: object,
+        *,
+        limit: int,
+        max_bytes: int,
+        counted: bool,
+        since: object | None,
+        queue: str,
+        wanted: int,
+    ) -> ClaimingMove:
+        """Return a move like that of `run`.
+
+        Args:
+            until: The latest due time.
+            limit: The most messages to move.
+            max_bytes: The most bytes to move, if it is more than one message.
+            counted: Whether the result has `counts`.
+            since: The earliest due time, None for any.
+            queue: The queue in which moved messages are locked.
+            wanted: The most messages to lock.
         """
         ...
 
@@ -341,8 +396,8 @@ class ClaimsOfMoves(ServerClaims, Protocol):
         """Return a receiver that waits for messages, if there is one."""
         ...
 
-    def move(self, run: Callable[..., Moved]) -> Moved:
-        """Call `run` with the claims' `connection`, and with `key`, the lock of row 0; claim the rows it has locked."""
+    async def move(self, move: ClaimingMove) -> Moved:
+        """Run the move on the claims' connection, and claim the rows that it has locked."""
         ...
 
 
@@ -604,6 +659,9 @@ def conflict_columns(table: Table, key: str) -> Sequence[str]:
 
 class ServerSession(Protocol):
     """A connection to a server that is made anew when it was lost. Used by one thread at a time."""
+
+    driver: Any
+    """The driver's connection; None while there is none."""
 
     @property
     def trusted(self) -> bool:

@@ -58,6 +58,14 @@ class Prepared:
         self._lists = [(order.index(name), f"__[POSTCOMPILE_{name}]") for name in order if f"E_{name}]" in self.sql]
         self._mark = "?" if dialect.paramstyle == "qmark" else "%s"
 
+    @classmethod
+    def of_text(cls, sql: str) -> Prepared:
+        """Return a statement written in the driver's words, whose parameters are in their order."""
+        statement = cls.__new__(cls)
+        statement.sql = sql
+        statement._constants, statement._places, statement._lists, statement._mark = (), None, [], "%s"
+        return statement
+
     def run(self, connection: Connection, *values: Any) -> DBAPICursor:  # noqa: ANN401 - what the columns take
         """Execute once; the caller reads the cursor to its end, or closes it."""
         cursor = connection.connection.cursor()

@@ -28,7 +28,7 @@ from sqlalchemy import bindparam, func, select
 from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
 from delayline.errors import DelaylineError, NotStarted
-from delayline.sql.dialect import Moved
+from delayline.sql.dialect import ClaimingForwarding
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
@@ -36,7 +36,7 @@ from delayline.sql.server_database import ServerDatabase
 from delayline.sql.statements import store_channel
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
     from delayline.sql.database import Database
-    from delayline.sql.dialect import ClaimsOfMoves, Leases, Server, WaitingReceiver
+    from delayline.sql.dialect import ClaimsOfMoves, Leases, Moved, Server
     from delayline.sql.file_database import FileDatabase
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
@@ -271,7 +271,9 @@ class ServerRowClaims:
         self._statements = statements
         self._leases = database.dialect.leases(statements.table, tables)
         self._locks = LockStatements(statements, database.dialect, self._leases)
-        self._forwarding = database.dialect.forwarding(statements.table, tables)
+        self._forwarding = forwarding = database.dialect.forwarding(statements.table, tables)
+        can_claim = isinstance(forwarding, ClaimingForwarding) and forwarding.can_claim
+        self._claiming = cast("ClaimingForwarding", forwarding) if can_claim else None
         self._queued = tables.queued.fullname
         self._last_moved = 0
         self._from_due = database.dialect.from_due
@@ -347,16 +349,12 @@ class ServerRowClaims:
 
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues inside the server."""
-        run = partial(self._forwarding.run, until=until, limit=limit, max_bytes=max_bytes, counted=counted)
-        if self._forwarding.can_claim:
-            claims = cast("ClaimsOfMoves", self._database.claims(self._queued))
-            receiver = claims.waiting_receiver()
-            # After a large move the next one would keep the claims' connection from acknowledgements and looks.
-            if receiver is not None and self._last_moved <= receiver.wanted:
-                run = partial(self._forward_to, claims, receiver, receiver.wanted, run)
-        forward = partial(self._forward, run=run)
+        settings: dict[str, Any] = {"until": until, "limit": limit, "max_bytes": max_bytes, "counted": counted}
         with self._then_look_fully():
-            moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
+            moved = await self._forward_to_receiver(settings)
+            if moved is None:
+                forward = partial(self._forward, run=partial(self._forwarding.run, **settings))
+                moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
         self._last_moved = moved.number
         due = moved.next_due
         if due is not None and not self._database.notifications.must_register_sleep(self._channel, self._from_due(due)):
@@ -429,18 +427,24 @@ class ServerRowClaims:
 
         return self._from_watermark(look)
 
-    def _forward_to(
-        self,
-        claims: ClaimsOfMoves,
-        receiver: WaitingReceiver,
-        wanted: int,
-        run: Callable[..., Moved],
-        connection: Connection,
-        since: object | None,
-    ) -> Moved:
-        """Run the move on the claims' connection, and pass the messages that it has claimed to the receiver."""
-        del connection
-        moved = claims.move(partial(run, since=since, queue=receiver.queue, wanted=wanted))
+    async def _forward_to_receiver(self, settings: Mapping[str, Any]) -> Moved | None:
+        """Move messages, claiming some for a receiver that waits, and pass these to it; None where none waits."""
+        forwarding = self._claiming
+        if forwarding is None:
+            return None
+        claims = cast("ClaimsOfMoves", self._database.claims(self._queued))
+        receiver = claims.waiting_receiver()
+        # After a large move the next one would keep the claims' connection from acknowledgements and looks.
+        if receiver is None or self._last_moved > receiver.wanted:
+            return None
+        query, since = self._begin()
+        try:
+            move = forwarding.claiming(**settings, since=since, queue=receiver.queue, wanted=receiver.wanted)
+            moved = await claims.move(move)
+        except BaseException:
+            self._watermark.abandon(query)
+            raise
+        self._watermark.end(query, None if moved.reached is None else self._from_due(moved.reached))
         if moved.claimed:
             try:
                 receiver.loop.call_soon_threadsafe(receiver.moved, moved.claimed)
@@ -482,14 +486,19 @@ class ServerRowClaims:
         self, run: Callable[[object | None], tuple[Result, datetime | None]], *, full: bool = False
     ) -> Result:
         """Run a query from the watermark on, or a full one; it returns its findings and how far it looked."""
-        look = self._watermark.begin(full=full or (self._full_looks is None and self._watermark.is_unchecked))
+        query, since = self._begin(full=full)
         try:
-            found, reached = run(None if look.since is None else self._database.dialect.to_due(look.since))
+            found, reached = run(since)
         except BaseException:
-            self._watermark.abandon(look)
+            self._watermark.abandon(query)
             raise
-        self._watermark.end(look, reached)
+        self._watermark.end(query, reached)
         return found
+
+    def _begin(self, *, full: bool = False) -> tuple[DueQuery, object | None]:
+        """Begin a query; return it, and what the due column keeps of the watermark, None for a full query."""
+        query = self._watermark.begin(full=full or (self._full_looks is None and self._watermark.is_unchecked))
+        return query, None if query.since is None else self._database.dialect.to_due(query.since)
 
     def _if_free(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
         if self._locks.one.one(connection, message_id) is not None:

@@ -49,6 +49,8 @@ class Session:
         self._database = database
         self._dialect = database.dialect
         self._connection: Connection | None = None
+        self.driver: Any = None
+        """The driver's connection; None while there is none."""
         self._watch: AnswerDeadline | None = None
         self._generation = 0
         self._used = 0.0
@@ -162,7 +164,7 @@ class Session:
             if self._watch is not None:
                 self._watch.cut()
             return
-        connection, self._connection = self._connection, None
+        connection, self._connection, self.driver = self._connection, None, None
         watch, self._watch = self._watch, None
         if connection is None:
             return
@@ -244,6 +246,7 @@ class Session:
                 self.close()
         if self._connection is None:
             self._connection = self._connect()
+            self.driver = self._connection.connection.driver_connection
             self._watch = self._connection.info[WATCH]
             self._connection.info[IN_SESSION] = True
         if self._abandoned:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -18,6 +19,7 @@ from delayline.errors import (
     BackendUnavailable,
     BackendUnusable,
     ConfigurationError,
+    DelaylineError,
     InvalidMessage,
     StorageFull,
     TransactionAborted,
@@ -37,8 +39,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
-    from delayline.sql.dialect import Finding, ServerSessions, Stage, WaitingReceiver
+    from delayline.sql.dialect import ClaimingMove, Finding, ServerSessions, Stage, WaitingReceiver
     from delayline.sql.dialects.postgresql_binary import LoopStatements
+    from delayline.sql.prepared import StatementResult
     from delayline.sql.schema import QueueTables
 
 OLDEST: Final = 13
@@ -327,7 +330,7 @@ class Postgresql(ServerDialect):
                 "and purge claim messages by locks of a session. Name the server itself in the URL of endpoints that "
                 "receive; those with send_only=True work through PgBouncer"
             )
-        return AdvisoryLockClaims(database, table, self.errors)
+        return AdvisoryLockClaims(database, table, self)
 
     def forwarding(self, table: Table, tables: QueueTables) -> PostgresqlForwarding:
         """One statement."""
@@ -484,9 +487,12 @@ ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigi
 class AdvisoryLockClaims(SessionClaims):
     """This process's claims on the rows of one table."""
 
-    def __init__(self, database: ServerSessions, table: str, errors: tuple[type[Exception], ...]) -> None:
+    def __init__(self, database: ServerSessions, table: str, dialect: Postgresql) -> None:
+        from delayline.sql.dialects.postgresql_binary import LoopStatements
+
         super().__init__(database)
-        self._errors = errors
+        self._errors = dialect.errors
+        self._moves = LoopStatements(database, dialect, self._session, self._in_use, self._lock_again)
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
         self._receivers: list[WaitingReceiver] = []
@@ -518,21 +524,52 @@ class AdvisoryLockClaims(SessionClaims):
         """Return a receiver that waits for messages, if there is one."""
         return next((receiver for receiver in list(self._receivers) if receiver.wanted), None)
 
-    def move(self, run: Callable[..., Moved]) -> Moved:
-        """Run a move on the claims' connection, and claim the rows that it has locked."""
-        with self._in_use:
-            moved = self._session.run(partial(self._move, run), commits=True)
-            with self._lock:
-                self._claimed.update(row[0] for row in moved.claimed)
-            return moved
+    async def move(self, move: ClaimingMove) -> Moved:
+        """Run the move on the claims' connection, and claim the rows that it has locked."""
+        found: list[Moved] = []
 
-    def _move(self, run: Callable[..., Moved], connection: Connection) -> Moved:
+        def claim(result: StatementResult) -> None:
+            moved = move.moved(result.rows)
+            if moved is not None:
+                self._claim(moved, found)
+
+        try:
+            await self._moves.run(*move.statement(self._base), claim)
+            if not found:
+                await self._database.run(partial(self._move, move, found))
+        except asyncio.CancelledError:
+            self.release(row[0] for moved in found for row in moved.claimed)
+            raise
+        except BaseException:  # locks outlast the transaction that has taken them
+            with contextlib.suppress(DelaylineError):  # the locks of a lost connection end with it
+                await self._database.run(self._unlock_others)
+            raise
+        return found[0]
+
+    def _move(self, move: ClaimingMove, found: list[Moved]) -> None:
+        with self._in_session():
+            self._claim(self._session.run(partial(self._move_on, move), commits=True), found)
+
+    def _move_on(self, move: ClaimingMove, connection: Connection) -> Moved:
         self._lock_again(connection)
         try:
-            return run(connection, key=self._base)
-        except BaseException:  # locks outlast the transaction that has taken them
+            return move.run(connection, self._base)
+        except BaseException:
             self._unlock_unclaimed(connection)
             raise
+
+    def _claim(self, moved: Moved, found: list[Moved]) -> None:
+        with self._lock:
+            self._claimed.update(row[0] for row in moved.claimed)
+        found.append(moved)
+
+    def _unlock_others(self) -> None:
+        """Unlock rows that a failed move has locked."""
+        with self._in_session():
+            self._session.run(self._unlock_unclaimed)
+
+    def _reclaim(self) -> None:
+        self._moves.reclaim()
 
     def _unlock_unclaimed(self, connection: Connection) -> None:
         with self._lock:
@@ -579,7 +616,7 @@ GROUPED: Final = """, grouped AS MATERIALIZED (
 COUNTS: Final = """,
   (SELECT array_agg(destination) FROM grouped), (SELECT array_agg(due) FROM grouped),
   (SELECT array_agg(number) FROM grouped)"""
-EVER: Final = "-infinity"
+EVER: Final = datetime.min.replace(tzinfo=UTC)
 ALL: Final = "chosen AS (SELECT seq FROM due WHERE movable AND (SELECT sum(size) FROM due) <= %s)"
 #: As many as fit, but at least one: sorting them once more costs a tenth of the whole move.
 SOME: Final = """
@@ -600,16 +637,18 @@ class PostgresqlForwarding:
         quote = dialect.sql.identifier_preparer.format_table
         tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}
-        self._moves = {
+        self._statements = {
             (counted, claiming): tuple(
-                MOVE_DUE.format(
-                    chosen=chosen,
-                    grouped=GROUPED if counted else "",
-                    counts=COUNTS if counted else "",
-                    returning=RETURNING if claiming else "",
-                    claimed=CLAIMED if claiming else "",
-                    columns=CLAIMED_COLUMNS if claiming else "",
-                    **names,
+                Prepared.of_text(
+                    MOVE_DUE.format(
+                        chosen=chosen,
+                        grouped=GROUPED if counted else "",
+                        counts=COUNTS if counted else "",
+                        returning=RETURNING if claiming else "",
+                        claimed=CLAIMED if claiming else "",
+                        columns=CLAIMED_COLUMNS if claiming else "",
+                        **names,
+                    )
                 )
                 for chosen in (ALL, SOME)
             )
@@ -626,46 +665,80 @@ class PostgresqlForwarding:
         max_bytes: int,
         counted: bool = False,
         since: object | None = None,
-        queue: str | None = None,
-        wanted: int = 0,
-        key: int = 0,
     ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`.
+        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`."""
+        statements = self._statements[counted, False]
+        return PostgresqlMove(statements, until, limit, max_bytes, counted, since).run(connection)
 
-        Args:
-            connection: The connection, that of the claims if rows are to be locked.
-            until: The latest due time.
-            limit: The most messages to move.
-            max_bytes: The most bytes to move, if it is more than one message.
-            counted: Whether the result has `counts`.
-            since: The earliest due time.
-            queue: The queue in which moved messages are locked by the session, as `claimed` of the result.
-            wanted: The most messages to lock.
-            key: The lock of row 0.
-        """
-        move_all, move_some = self._moves[counted, queue is not None]
-        bounds: tuple[object, ...] = (MARKER, EXPIRY_MARKER, until, EVER if since is None else since, limit, max_bytes)
-        bounds = (*bounds, limit) if queue is None else (*bounds, queue, wanted, key, limit, queue)
-        rows = run(connection, move_all, *bounds)
+    def claiming(
+        self,
+        until: object,
+        *,
+        limit: int,
+        max_bytes: int,
+        counted: bool,
+        since: object | None,
+        queue: str,
+        wanted: int,
+    ) -> PostgresqlMove:
+        """Return a move that locks up to `wanted` messages of the queue."""
+        statements = self._statements[counted, True]
+        return PostgresqlMove(statements, until, limit, max_bytes, counted, since, queue, wanted)
+
+
+class PostgresqlMove(NamedTuple):
+    """One move of due messages; see `ClaimingForwarding.claiming`."""
+
+    statements: Sequence[Prepared]
+    """One that moves all due messages if they fit in `max_bytes`, and one that moves those that fit."""
+    until: object
+    limit: int
+    max_bytes: int
+    counted: bool
+    since: object | None
+    queue: str | None = None
+    """The queue in which moved messages are locked; None for none."""
+    wanted: int = 0
+
+    def statement(self, key: int) -> tuple[Prepared, tuple[Any, ...]]:
+        """Return the statement that moves all due messages, and its parameters."""
+        return self.statements[0], self._values(key)
+
+    def run(self, connection: Connection, key: int = 0) -> Moved:
+        """Move on the connection."""
+        values = self._values(key)
+        moved = self.moved(self.statements[0].rows(connection, *values))
+        return self._read(self.statements[1].rows(connection, *values)) if moved is None else moved
+
+    def moved(self, rows: Sequence[tuple[Any, ...]]) -> Moved | None:
+        """Return what the rows of the first statement report; None if the messages did not fit: none were moved."""
+        moved, _, due, left = rows[0][:4]
+        return None if moved + left < due else self._read(rows)
+
+    def _read(self, rows: Sequence[tuple[Any, ...]]) -> Moved:
         moved, queues, due, left, last, next_due, *groups = rows[0]
-        if moved + left < due:
-            rows = run(connection, move_some, *bounds)
-            moved, queues, due, left, last, next_due, *groups = rows[0]
         claimed: list[tuple[Any, ...]] = []
-        if queue is not None:
+        if self.queue is not None:
             *groups, put, _, _, _, _ = groups
             claimed = [row[-4:] for row in rows if row[-4] is not None]
             if put == len(claimed):  # there is nothing for others to look for
-                queues = [one for one in queues if one != queue]
+                queues = [one for one in queues if one != self.queue]
         if left:
             next_due = last = None
-        if due == limit or moved + left < due:
-            next_due = until
+        if due == self.limit or moved + left < due:
+            next_due = self.until
         counts = None
-        if counted and moved:
+        if self.counted and moved:
             destinations, due_times, numbers = groups
             counts = dict(zip(zip(destinations, due_times, strict=True), numbers, strict=True))
         return Moved(moved, set(queues), left, next_due, last, counts, claimed)
+
+    def _values(self, key: int) -> tuple[Any, ...]:
+        since = EVER if self.since is None else self.since
+        bounds = (MARKER, EXPIRY_MARKER, self.until, since, self.limit, self.max_bytes)
+        if self.queue is None:
+            return (*bounds, self.limit)
+        return (*bounds, self.queue, self.wanted, key, self.limit, self.queue)
 
 
 # Expired timeouts go to their queues in PostgreSQL in one statement, which also returns when the next one expires.

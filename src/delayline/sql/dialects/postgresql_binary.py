@@ -200,44 +200,77 @@ def copying(insert: str) -> tuple[bytes, Callable[[tuple[Any, ...]], bytes]] | N
 
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work
 MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit
-#: The types in which values are sent, as they are kept: varchar, timestamptz, bytea, int4, bigint[].
-OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 23, list: 1016}
+#: The types in which values are sent: varchar, timestamptz, bytea, bigint, bigint[].
+OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 20, list: 1016}
 #: Errors of statements that had no effect and are repeated on a worker thread.
 ELSEWHERE: Final = (psycopg.errors.InsufficientPrivilege, psycopg.errors.DeadlockDetected)
 NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
-MICROSECONDS: Final = struct.Struct(">q")
-NUMBER: Final = struct.Struct(">i")
+NUMBER: Final = struct.Struct(">q")
 
 
 class LoopStatements:
     """Runs single statements one at a time, for the first event loop that uses it while that loop runs.
 
     `_free` is held from the start of a statement until its answer has been read.
+
+    Args:
+        database: The sessions, of which one is taken as long as statements follow each other.
+        dialect: The product.
+        session: A session that threads use too, instead of one of the database's.
+        in_use: The lock that is held by the thread that uses it.
+        before: Is called on a worker thread before the first statement on a new connection of that session.
     """
 
-    def __init__(self, database: ServerSessions, dialect: Server) -> None:
+    def __init__(
+        self,
+        database: ServerSessions,
+        dialect: Server,
+        session: ServerSession | None = None,
+        in_use: threading.Lock | None = None,
+        before: Callable[[Connection], object] | None = None,
+    ) -> None:
         self._database = database
         self._dialect = dialect
-        self._free = threading.Lock()
-        self._session: ServerSession | None = None
+        self._free = in_use or threading.Lock()
+        self._session = session
+        self._shared = session is not None
+        self._before = before
+        self._reclaiming = threading.Lock()
         self._driver: psycopg.Connection[Any] | None = None
         self._names: dict[str, bytes] = {}
         self._watch: SocketWatch | None = None
         self._under_way: WorkResult[StatementResult | None] | None = None
         self._result: PGresult | None = None
+        self._then: Callable[[StatementResult], None] | None = None
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
 
-    async def run(self, statement: Prepared, values: tuple[Any, ...]) -> StatementResult | None:
+    async def run(
+        self,
+        statement: Prepared,
+        values: tuple[Any, ...],
+        then: Callable[[StatementResult], None] | None = None,
+    ) -> StatementResult | None:
         """Run the statement, which commits implicitly.
 
         None if nothing was done and another route has to be taken. If cancelled, raises CancelledError once the effect
         is certain. Raises the errors of a session.
+
+        Args:
+            statement: The statement.
+            values: Its parameters.
+            then: Is called with the result before the connection is free for other statements.
         """
         loop, encoded = asyncio.get_running_loop(), _in_binary(statement.in_order(values))
         if encoded is None or not self._take(loop):
             return None
         session = self._session
-        if session is None or not session.trusted or statement.sql not in self._names:
+        self._then = then
+        if (
+            session is None
+            or session.driver is not self._driver
+            or not session.trusted
+            or statement.sql not in self._names
+        ):
             return await self._run_slowly(statement, values)
         if self._watches(loop):
             return await self._run(loop, self._names[statement.sql], encoded)
@@ -254,6 +287,16 @@ class LoopStatements:
         elif watch is not None:
             with contextlib.suppress(RuntimeError):  # closed just now
                 watch.loop.call_soon_threadsafe(self._abandon)
+
+    def reclaim(self) -> None:
+        """End a statement whose event loop has been closed meanwhile, so that threads can use the session again."""
+        with self._reclaiming:
+            watch, session = self._watch, self._session
+            if self._shared and watch is not None and session is not None and watch.loop.is_closed():
+                self._end_watch()
+                self._under_way = None
+                session.close()
+                self._free.release()
 
     def rest(self) -> None:
         """Give a connection that has not been used for a while back to the pool. Never blocks."""
@@ -310,6 +353,8 @@ class LoopStatements:
             self._free.release()
 
     def _prepare_and_run(self, statement: Prepared, values: tuple[Any, ...], connection: Connection) -> StatementResult:
+        if self._before is not None:
+            self._before(connection)
         driver: Any = connection.connection.driver_connection
         if driver is not self._driver:
             self._driver, self._names = driver, connection.info.setdefault(NAMES, {})
@@ -319,7 +364,10 @@ class LoopStatements:
             types = [_oid(value) for value in statement.in_order(values)]
             _must_be_done(driver.pgconn.prepare(name, _numbered(statement.sql), types))
             self._names[statement.sql] = name
-        return statement.result(connection, *values)
+        result = statement.result(connection, *values)
+        if self._then is not None:
+            self._then(result)
+        return result
 
     def _watches(self, loop: asyncio.AbstractEventLoop) -> bool:
         if self._watch is None:
@@ -403,9 +451,15 @@ class LoopStatements:
             failure.__cause__ = None if failure is error else error
         elif self._session is not None:
             self._session.answered()
+        result = None if refused or failure else self._read_result()
+        if result is not None and self._then is not None:
+            self._then(result)
+        if self._shared and self._watch is not None:  # a thread may read the next answer
+            self._watch.end_here()
+            self._watch = None
         self._free.release()
         if answer is not None:
-            answer.finish(None if refused or failure else self._read_result(), failure)
+            answer.finish(result, failure)
 
     def _read_result(self) -> StatementResult:
         result = self._result
@@ -478,7 +532,7 @@ def _in_binary(values: tuple[Any, ...]) -> list[bytes] | None:
                     if b"\0" in text:
                         return None
                 case datetime():
-                    encoded.append(MICROSECONDS.pack(to_microseconds(value) - YEAR_2000))
+                    encoded.append(NUMBER.pack(to_microseconds(value) - YEAR_2000))
                 case list():
                     encoded.append(_bigints(value))
                 case _:

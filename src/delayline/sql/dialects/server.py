@@ -52,7 +52,7 @@ from delayline.sql.schema import TO_PUT, in_order, must_fit, timeouts_table
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
 
@@ -470,6 +470,7 @@ def cause_of(error: BaseException) -> BaseException:
     return error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
 
 
+RECLAIM_EVERY: Final = 1.0  # seconds between looks whether the session of claims is used by something that has ended
 FORGOTTEN_AT_ONCE: Final = 100  # locks on rows that are gone; a server has room for some thousands
 
 
@@ -501,7 +502,7 @@ class SessionClaims(ABC):
 
     def take(self, rows: Iterable[int], limit: int) -> list[int]:
         """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
-        with self._in_use:
+        with self._in_session():
             with self._lock:
                 wanted = [row for row in rows if row not in self._claimed]
             claimed: list[int] = []
@@ -528,7 +529,7 @@ class SessionClaims(ABC):
 
     def flush(self) -> None:
         """Make released rows available to other sessions; blocks for a round trip."""
-        with self._in_use:
+        with self._in_session():
             if self._released:
                 self._session.run(self._unlock_released)
 
@@ -552,6 +553,19 @@ class SessionClaims(ABC):
         finally:
             if in_use:
                 self._in_use.release()
+
+    @contextlib.contextmanager
+    def _in_session(self) -> Iterator[None]:
+        """Keep other threads from the session."""
+        while not self._in_use.acquire(timeout=RECLAIM_EVERY):
+            self._reclaim()
+        try:
+            yield
+        finally:
+            self._in_use.release()
+
+    def _reclaim(self) -> None:  # noqa: B027 - for sessions that an event loop uses too
+        """End a use of the session that cannot end by itself."""
 
     def _give_up(self, rows: Iterable[int]) -> int:
         """Give them up here; return how many are to be unlocked."""
@@ -592,7 +606,6 @@ class LockedForwarding:
     """Moves the earliest due messages that are not locked, on servers that need one statement per step."""
 
     one_statement = False
-    can_claim = False
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Server) -> None:
         columns, sql = table.c, dialect.sql
