@@ -237,6 +237,26 @@ async def test_a_move_that_fails_leaves_no_locks(sales: Sales, postgresql_url: s
         assert locks(connection) == 2
 
 
+@pytest.mark.parametrize("earlier", [0, 2])
+async def test_an_answer_that_cannot_be_read_keeps_no_claims(sales: Sales, postgresql_url: str, earlier: int) -> None:
+    # Given a due time that Python has no value for, which a move would return as the next one
+    for number in range(earlier):
+        waits = await sales.waits(1)
+        await sales.store.store(delayed(f"earlier{number}", destination="sales"))
+        await sales.move()
+        await sales.receiver.acknowledge_many(await sales.last_received(waits))
+    waits = await sales.waits(5)
+    await sales.store_due(2)
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        connection.execute("""UPDATE "sales.timeouts" SET due = 'infinity' WHERE id = 'm1'""")
+        # When a message is moved, then the move fails, as the first on its connection or later, and claims nothing
+        with pytest.raises(Exception, match="timestamp too large"):
+            await asyncio.wait_for(sales.move(), PATIENCE)
+        await eventually_async(lambda: waits.done() or not locks(connection))
+    # Then the moved message is received
+    assert await asyncio.wait_for(waits, PATIENCE) == ["m0"]
+
+
 def locks(connection: psycopg.Connection) -> int:
     """Return how many rows of queues are locked in the database."""
     query = "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database WHERE locktype = 'advisory'"

@@ -173,7 +173,7 @@ def test_readers_do_not_wait_and_claims_skip_locked_rows(url: str) -> None:
 @pytest.mark.parametrize("url", ["mssql://sa@host/db", "mssql+pymssql://sa@host/db"])
 def test_statements_return_no_unread_rows(url: str) -> None:
     for name, statement in Statements(url).all().items():
-        assert "OUTPUT" not in statement.sql or name == "QueueStatements._delete_returning", name
+        assert "OUTPUT" not in statement.sql or name == "QueueStatements.delete_returning", name
 
 
 def test_a_page_begins_where_the_last_one_ended() -> None:

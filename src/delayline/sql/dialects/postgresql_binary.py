@@ -451,9 +451,14 @@ class LoopStatements:
             failure.__cause__ = None if failure is error else error
         elif self._session is not None:
             self._session.answered()
-        result = None if refused or failure else self._read_result()
-        if result is not None and self._then is not None:
-            self._then(result)
+        result: StatementResult | None = None
+        if not (refused or failure):
+            try:
+                result = self._read_result()
+                if self._then is not None:
+                    self._then(result)
+            except psycopg.Error as unreadable:  # a value that Python has no form for
+                failure = self._given_up(unreadable, commits=True)
         if self._shared and self._watch is not None:  # a thread may read the next answer
             self._watch.end_here()
             self._watch = None
