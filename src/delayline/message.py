@@ -33,7 +33,6 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encod
 
 MAXIMUM_ID_LENGTH: Final = 250  # NServiceBus's column Id nvarchar(250)
 MAXIMUM_DESTINATION_LENGTH: Final = 200  # NServiceBus's column Destination nvarchar(200)
-TEXTS: Final = frozenset([str])
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 UNUSABLE_IN_IDS: Final = re.compile("[\0\ud800-\udfff]")  # PostgreSQL keeps no NUL, UTF-8 has no lone surrogates
 UNUSABLE_IDS: Final = uuid.UUID("c3b0f4f2-7c0b-4b43-8a53-0f6f2f0d6c1e")

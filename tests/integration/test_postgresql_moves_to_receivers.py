@@ -56,10 +56,14 @@ class Sales:
         self._last = await self.receiver.receive(limit)
         return ids(list(self._last))
 
-    async def last_received(self, waits: asyncio.Task[list[str]]) -> Sequence[ReceivedMessage]:
-        """Return the messages that the task has received."""
-        await asyncio.wait_for(waits, PATIENCE)
-        return self._last
+    async def move_and_handle(self, number: int) -> None:
+        """Move messages to the waiting receiver and acknowledge them, one after another."""
+        for one in range(number):
+            waits = await self.waits(1)
+            await self.store.store(delayed(f"earlier{one}", destination="sales"))
+            await self.move()
+            await asyncio.wait_for(waits, PATIENCE)
+            await self.receiver.acknowledge_many(self._last)
 
     async def store_due(self, number: int) -> None:
         await self.store.store_many([delayed(f"m{n}", destination="sales") for n in range(number)])
@@ -144,11 +148,7 @@ async def test_messages_of_a_cancelled_receive_are_received_by_the_next(
 async def test_messages_of_a_cancelled_move_are_received(sales: Sales, postgresql_url: str, earlier: int) -> None:
     # Given a move that is cancelled while it waits for the server, as the first on its connection or later
     with psycopg.connect(postgresql_url, autocommit=True) as connection:
-        for number in range(earlier):
-            waits = await sales.waits(1)
-            await sales.store.store(delayed(f"earlier{number}", destination="sales"))
-            await sales.move()
-            await sales.receiver.acknowledge_many(await sales.last_received(waits))
+        await sales.move_and_handle(earlier)
         connection.execute(WAIT)
         connection.execute(f"SELECT pg_advisory_lock({LOCK})")
         waits = await sales.waits(5)
@@ -171,11 +171,7 @@ async def _waits(connection: psycopg.Connection) -> bool:
 async def test_a_move_whose_event_loop_is_closed_does_not_keep_the_claims(sales: Sales, postgresql_url: str) -> None:
     # Given a move that waits in the server, of an event loop that is closed meanwhile
     with psycopg.connect(postgresql_url, autocommit=True) as connection:
-        for number in range(2):
-            waits = await sales.waits(1)
-            await sales.store.store(delayed(f"earlier{number}", destination="sales"))
-            await sales.move()
-            await sales.receiver.acknowledge_many(await sales.last_received(waits))
+        await sales.move_and_handle(2)
         connection.execute(WAIT)
         connection.execute(f"SELECT pg_advisory_lock({LOCK})")
         waits = await sales.waits(5)
@@ -240,11 +236,7 @@ async def test_a_move_that_fails_leaves_no_locks(sales: Sales, postgresql_url: s
 @pytest.mark.parametrize("earlier", [0, 2])
 async def test_an_answer_that_cannot_be_read_keeps_no_claims(sales: Sales, postgresql_url: str, earlier: int) -> None:
     # Given a due time that Python has no value for, which a move would return as the next one
-    for number in range(earlier):
-        waits = await sales.waits(1)
-        await sales.store.store(delayed(f"earlier{number}", destination="sales"))
-        await sales.move()
-        await sales.receiver.acknowledge_many(await sales.last_received(waits))
+    await sales.move_and_handle(earlier)
     waits = await sales.waits(5)
     await sales.store_due(2)
     with psycopg.connect(postgresql_url, autocommit=True) as connection:

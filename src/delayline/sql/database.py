@@ -190,7 +190,7 @@ class Database(ABC):
         return await self.write(lambda connection: statement.change(connection, *row), transaction, one_statement=True)
 
     async def run_statement(self, statement: Prepared, *values: Any) -> StatementResult:  # noqa: ANN401
-        """Run the statement in a transaction of its own."""
+        """Run the statement, commit it, and return its result."""
         return await self.write(lambda connection: statement.result(connection, *values), one_statement=True)
 
     async def insert_from(self, statement: Prepared, rows_of: RowsOf, transaction: Transaction | None = None) -> None:

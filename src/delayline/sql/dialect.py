@@ -156,7 +156,7 @@ class ClaimingMove(Protocol):
     """One move of due messages that locks some of them for a `WaitingReceiver`."""
 
     def moved(self, rows: Sequence[tuple[Any, ...]]) -> Moved | None:
-        """Return what the rows of `statement` report; None if nothing was moved, and `run` has to be called."""
+        """Read the result of `statement` from its rows; None if it has moved nothing and `run` must be called."""
         ...
 
     def statement(self, key: int) -> tuple[Prepared, tuple[Any, ...]]:

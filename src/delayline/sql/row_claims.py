@@ -496,7 +496,7 @@ class ServerRowClaims:
         return found
 
     def _begin(self, *, full: bool = False) -> tuple[DueQuery, object | None]:
-        """Begin a query; return it, and what the due column keeps of the watermark, None for a full query."""
+        """Begin a query and return it with the earliest due time that it reads, None for a full query."""
         query = self._watermark.begin(full=full or (self._full_looks is None and self._watermark.is_unchecked))
         return query, None if query.since is None else self._database.dialect.to_due(query.since)
 

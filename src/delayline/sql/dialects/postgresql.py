@@ -711,7 +711,7 @@ class PostgresqlMove(NamedTuple):
         return self._read(self.statements[1].rows(connection, *values)) if moved is None else moved
 
     def moved(self, rows: Sequence[tuple[Any, ...]]) -> Moved | None:
-        """Return what the rows of the first statement report; None if the messages did not fit: none were moved."""
+        """Read the result of the first statement from its rows; None if the messages did not fit and none moved."""
         moved, _, due, left = rows[0][:4]
         return None if moved + left < due else self._read(rows)
 

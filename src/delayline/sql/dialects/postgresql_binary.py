@@ -459,6 +459,8 @@ class LoopStatements:
                     self._then(result)
             except psycopg.Error as unreadable:  # a value that Python has no form for
                 failure = self._given_up(unreadable, commits=True)
+            except Exception as unreadable:  # raised here it would end in the event loop, and `run` would never return
+                failure = unreadable
         if self._shared and self._watch is not None:  # a thread may read the next answer
             self._watch.end_here()
             self._watch = None
