@@ -79,7 +79,7 @@ def test_the_forecast_shows_when_messages_are_due_and_zooms(browser: Browser) ->
     browser.picture("forecast")
     browser.follow("next hour")
     assert "span=hour" in browser.driver.current_url
-    assert browser.all(".only-wide .s0")
+    browser.until(lambda: browser.all(".only-wide .s0"))
 
 
 def test_the_heat_map_shows_how_late_messages_were_and_zooms(browser: Browser) -> None:
@@ -87,7 +87,7 @@ def test_the_heat_map_shows_how_late_messages_were_and_zooms(browser: Browser) -
     browser.picture("lateness")
     browser.choose("select[name=span]", "last week")
     browser.until(lambda: "span=week" in browser.driver.current_url)
-    assert browser.all(".only-wide .h8")
+    browser.until(lambda: browser.all(".only-wide .h8"))
 
 
 @pytest.mark.slow
@@ -209,7 +209,7 @@ def test_a_store_on_a_server_is_searched_and_changed(elsewhere: Browser) -> None
     browser = elsewhere
     assert "in the next hour" in browser.loaded("/")
     browser.open("/forecast")
-    assert browser.all(".only-wide .s0")
+    browser.until(lambda: browser.all(".only-wide .s0"))
     browser.open("/waiting?destination=email")
     browser.follow("order-003-reminder")
     browser.fill("input[name=due]", "10d12h30m")

@@ -19,6 +19,7 @@ import pytest
 from delayline.delayed.poller import Poller
 from delayline.events import Event
 from delayline.sql.dialects.sqlite import READ_SIZE, RECORD, PipeNotifications
+from delayline.sql.notifications import LocalNotifications, Notifications
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def pipes(folder: Path) -> list[Path]:
 class Listener:
     """The notifications that a listener in this process has received."""
 
-    def __init__(self, notifications: PipeNotifications, channel: str = "channel") -> None:
+    def __init__(self, notifications: Notifications, channel: str = "channel") -> None:
         self.at: list[int] = []
         self._news = asyncio.Event()
         self.stop = notifications.subscribe(channel, self._note)
@@ -210,6 +211,26 @@ async def test_listeners_come_and_go_during_notifications(folder: Path) -> None:
         telling.join()
         teller.close()
     assert pipes(folder) == []
+
+
+@pytest.mark.parametrize("product", ["sqlite", "others"])
+async def test_a_removed_listener_is_not_called_for_an_earlier_notification(folder: Path, product: str) -> None:
+    # Given two listeners, and a notification that waits for the next turn of the event loop
+    pipes = PipeNotifications(folder)
+    notifications: Notifications = pipes if product == "sqlite" else LocalNotifications()
+    called: list[str] = []
+    remove = notifications.subscribe("channel", lambda at: called.append("removed"))
+    notifications.subscribe("channel", lambda at: called.append("kept"))
+    notifications.notify("channel", 7)
+    # When one is removed
+    remove()
+    # Then only the other is called
+    listener = Listener(notifications)
+    notifications.notify("channel", 8)
+    assert await listener.next() == 8
+    assert "removed" not in called
+    assert "kept" in called
+    pipes.close()
 
 
 @pytest.mark.parametrize("trouble", [errno.EMFILE, errno.ENFILE, errno.EACCES])

@@ -64,22 +64,46 @@ class ServerNotifications(Notifications, Protocol):
         ...
 
 
+class Listener:
+    """A callback, called on the event loop that was running when it was added, until it is removed."""
+
+    __slots__ = ("_callback", "_loop")
+
+    def __init__(self, callback: Callable[[int], None]) -> None:
+        self._callback: Callable[[int], None] | None = callback
+        self._loop = asyncio.get_running_loop()
+
+    def notify(self, at: int) -> None:
+        """Schedule a call; thread-safe."""
+        with contextlib.suppress(RuntimeError):  # that loop is closed
+            self._loop.call_soon_threadsafe(self._call, at)
+
+    def remove(self) -> None:
+        """Drop the callback, calls that are scheduled included."""
+        self._callback = None
+
+    def _call(self, at: int) -> None:
+        if self._callback is not None:
+            self._callback(at)
+
+
 class Listeners:
-    """Callbacks by channel, each called on the event loop that was running when it was added."""
+    """The listeners of each channel. Thread-safe, except for `add`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._by_channel: dict[str, list[tuple[asyncio.AbstractEventLoop, Callable[[int], None]]]] = {}
+        self._by_channel: dict[str, list[Listener]] = {}
 
     def add(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
         """Call `callback(at)` on the running event loop for each notification; return a function to remove it."""
-        entry = (asyncio.get_running_loop(), callback)
+        listener = Listener(callback)
         with self._lock:
-            self._by_channel.setdefault(channel, []).append(entry)
+            self._by_channel.setdefault(channel, []).append(listener)
 
         def remove() -> None:
+            listener.remove()
             with self._lock, contextlib.suppress(KeyError, ValueError):
-                self._by_channel[channel].remove(entry)
+                self._by_channel[channel].remove(listener)
 
         return remove
 
@@ -95,14 +119,18 @@ class Listeners:
 
     def notify(self, channel: str, at: int) -> None:
         """Call every listener of the channel."""
-        for loop, callback in list(self._by_channel.get(channel, ())):
-            with contextlib.suppress(RuntimeError):  # that loop is closed
-                loop.call_soon_threadsafe(callback, at)
+        for listener in list(self._by_channel.get(channel, ())):
+            listener.notify(at)
 
     def notify_all(self) -> None:
         """Call every listener: a notification may have been missed."""
         for channel in self.channels:
             self.notify(channel, 0)
+
+    def clear(self) -> None:
+        """Forget every listener."""
+        with self._lock:
+            self._by_channel.clear()
 
 
 class LocalNotifications:

@@ -12,7 +12,6 @@ ended.
 
 from __future__ import annotations
 
-import asyncio
 import bisect
 import contextlib
 import errno
@@ -51,6 +50,7 @@ from delayline.sql.dialect import Moved, TableIdentity, TimeoutShape, conflict_c
 from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.server import run
 from delayline.sql.dialects.staging import need_arrow
+from delayline.sql.notifications import Listeners
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
 from delayline.sql.statements import EXPIRY_MARKER, MARKER, QueueStatements
@@ -160,7 +160,9 @@ class PipeNotifications:
         self._directory = directory
         self._mine = ""
         self._lock = threading.Lock()
-        self._listeners: dict[bytes, list[tuple[asyncio.AbstractEventLoop, Callable[[int], None]]]] = {}
+        self._listeners = Listeners()
+        self._channels: dict[bytes, str] = {}
+        """The channels with listeners, by their key in a record."""
         self._pipes: dict[str, int] = {}
         self._listed: int = -1
         self._pipe: int | None = None
@@ -182,7 +184,8 @@ class PipeNotifications:
             for pipe in self._pipes.values():
                 os.close(pipe)
             self._pipes.clear()
-            self._listeners.clear()
+            self._channels.clear()
+        self._listeners.clear()
 
     def forked(self) -> None:
         """Close the pipes that a fork has inherited: its parent's must end with its parent."""
@@ -192,24 +195,17 @@ class PipeNotifications:
 
     def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
         """Call `callback(at)` on the running loop after each commit that notifies `channel`; return how to stop."""
-        key = _key(channel)
-        entry = (asyncio.get_running_loop(), callback)
+        unsubscribe = self._listeners.add(channel, callback)
         with self._lock:
-            self._listeners.setdefault(key, []).append(entry)
+            self._channels[_key(channel)] = channel
             if self._thread is None:
                 self._listen()
-
-        def unsubscribe() -> None:
-            with self._lock, contextlib.suppress(KeyError, ValueError):
-                self._listeners[key].remove(entry)
-
         return unsubscribe
 
     def notify(self, channel: str, at: int = 0) -> None:
         """Notify every listener of `channel` of a message due at `at`. Never blocks."""
-        key = _key(channel)
-        self._notify(key, at)
-        record = RECORD.pack(key, at)
+        self._listeners.notify(channel, at)
+        record = RECORD.pack(_key(channel), at)
         with self._lock:
             self._find_pipes()
             for name, pipe in list(self._pipes.items()):
@@ -257,25 +253,17 @@ class PipeNotifications:
         while not quitting:
             records = os.read(pipe, READ_SIZE)
             if len(records) == READ_SIZE:
-                self._notify_all()  # the pipe may have been full, and records dropped
+                self._listeners.notify_all()  # the pipe may have been full, and records dropped
             earliest: dict[bytes, int] = {}
             for key, at in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size]):
                 earliest[key] = min(at, earliest.get(key, at))
             quitting = earliest.pop(QUIT[:8], None) is not None
             for key, at in earliest.items():
-                self._notify(key, at)
+                if (channel := self._channels.get(key)) is not None:
+                    self._listeners.notify(channel, at)
         (self._directory / self._mine).unlink(missing_ok=True)
         os.close(pipe)
         self._pipe = None
-
-    def _notify(self, key: bytes, at: int) -> None:
-        for loop, callback in list(self._listeners.get(key, ())):
-            with contextlib.suppress(RuntimeError):  # that loop is closed
-                loop.call_soon_threadsafe(callback, at)
-
-    def _notify_all(self) -> None:
-        for key in list(self._listeners):
-            self._notify(key, 0)
 
 
 def _sweep(path: Path) -> None:
