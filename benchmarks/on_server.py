@@ -260,7 +260,7 @@ async def store_rate(url: str, waiting: Sequence[DelayedMessage]) -> float:
 
 
 class Dispatched(logging.Handler):
-    """Tells when this process has dispatched so many messages."""
+    """Notifies when this process has dispatched so many messages."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -378,7 +378,7 @@ async def _drained(url: str) -> None:
     """Return when nothing is left; for the pollers of other processes."""
     with connected(url) as watch:
         left = f"SELECT EXISTS (SELECT 1 FROM {timeouts(watch)})"  # noqa: S608 - our own name
-        while _number(watch, left):  # noqa: ASYNC110 - nobody tells
+        while _number(watch, left):  # noqa: ASYNC110 - there is no notification
             await asyncio.sleep(0.02)
 
 

@@ -38,14 +38,14 @@ PATIENCE = 600.0
 DISPATCHER = """
 import asyncio, logging, sys, time
 from benchmarks.scenarios_azure import endpoint_at
-class Told(logging.Handler):
+class Printed(logging.Handler):
     def emit(self, record):
         if getattr(record, "event", None) == "delayed.dispatched":
             print(time.monotonic(), flush=True)
 logger = logging.getLogger("delayline.delayed.batch")
 logger.setLevel(logging.DEBUG)
 logger.propagate = False
-logger.addHandler(Told())
+logger.addHandler(Printed())
 async def main():
     async with endpoint_at(sys.argv[1], batch_size=50):
         await asyncio.Event().wait()

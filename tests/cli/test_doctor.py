@@ -200,7 +200,7 @@ def test_an_endpoint_drains_the_configured_timeout_manager(
             assert isinstance(endpoint.draining, TimeoutManagerDelivery)
             assert isinstance(endpoint.transport, SqlTransport)
             async with asyncio.timeout(20):
-                while not await endpoint.transport.count("billing"):  # noqa: ASYNC110 - nobody tells
+                while not await endpoint.transport.count("billing"):  # noqa: ASYNC110 - there is no notification
                     await asyncio.sleep(0.02)
 
     asyncio.run(drained())
@@ -221,7 +221,7 @@ def test_the_dry_run_of_draining_is_complete(run: Callable[..., Result], monkeyp
         async with endpoint_from(settings, setup_infrastructure=False) as endpoint:
             assert isinstance(endpoint.transport, SqlTransport)
             async with asyncio.timeout(20):
-                while not await endpoint.transport.count("billing"):  # noqa: ASYNC110 - nobody tells
+                while not await endpoint.transport.count("billing"):  # noqa: ASYNC110 - there is no notification
                     await asyncio.sleep(0.02)
 
     asyncio.run(drained())

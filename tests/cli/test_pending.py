@@ -80,7 +80,7 @@ def test_reschedule_moves_the_due_time(three: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "error"),
     [
         (["b"], 2, "one of --delay and --at"),
         (["b", "--delay", "1h", "--at", "2090-01-01T00:00:00Z"], 2, "one of --delay and --at"),
@@ -90,11 +90,11 @@ def test_reschedule_moves_the_due_time(three: Callable[..., Result]) -> None:
     ],
 )
 def test_a_wrong_due_time_changes_nothing(
-    three: Callable[..., Result], arguments: list[str], code: int, told: str
+    three: Callable[..., Result], arguments: list[str], code: int, error: str
 ) -> None:
     ran = three("reschedule", *arguments)
     assert (ran.code, ran.out) == (code, "")
-    assert told in ran.err
+    assert error in ran.err
     assert ids(three("pending", "--json")) == ["a", "c", "b"]
 
 
@@ -122,7 +122,7 @@ def test_both_tiers_are_seen_and_changed_where_there_is_a_cold_one(
 
     asyncio.run(far())
     assert ids(three("pending", "--json")) == ["a", "c", "b"]
-    # When the command line is told where they are
+    # When the command line gets their place
     monkeypatch.setenv("DELAYLINE_COLD_TIER", "cold")
     # Then it sees and changes both
     assert ids(three("pending", "--json")) == ["a", "c", "x", "y", "z", "b"]

@@ -182,7 +182,7 @@ def test_doctor_reports_faults_of_the_levels(
 
     with_channel(rabbitmq_url, fill)
 
-    # Then it tells both
+    # Then it reports both
     ill = run("doctor", "--json")
     assert ill.code == 1
     found = levels_of(ill)
@@ -287,7 +287,7 @@ def test_doctor_does_without_the_management_plugin(
     assert ok
     assert "not looked at more closely: no management API at http://127.0.0.1:1" in text
     assert "Whether another one ends in 'sales' was not looked at" in levels_of(ran)["delay levels: names"][1]
-    # And of an endpoint whose name ends in another's, it tells that without the plugin
+    # And of an endpoint whose name ends in another's, it reports that without the plugin
     assert run("setup", "--url", closed, "--endpoint", "acme.sales").code == 0
     ran = run("doctor", "--url", closed, "--endpoint", "acme.sales", "--json")
     assert ran.code == 1, ran.out

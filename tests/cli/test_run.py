@@ -113,7 +113,7 @@ def test_without_a_module_it_dispatches_due_messages(
 
 
 @pytest.mark.parametrize(
-    ("target", "told"),
+    ("target", "error"),
     [
         ("shop", "write MODULE:ENDPOINT"),
         ("nowhere:endpoint", "there is no module 'nowhere'"),
@@ -121,10 +121,10 @@ def test_without_a_module_it_dispatches_due_messages(
         ("shop:number", "is a int, not an Endpoint. Its endpoints are: billing, broken, synchronous"),
     ],
 )
-def test_a_target_that_is_not_an_endpoint_is_reported(shop: Callable[..., Result], target: str, told: str) -> None:
+def test_a_target_that_is_not_an_endpoint_is_reported(shop: Callable[..., Result], target: str, error: str) -> None:
     ran = shop("run", target)
     assert (ran.code, ran.out) == (2, "")
-    assert told in ran.err
+    assert error in ran.err
 
 
 def test_handlers_that_take_longer_than_the_grace_period_are_cancelled(

@@ -57,7 +57,7 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Result]) -> No
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "error"),
     [
         (["billing", "x", "--at", "2020-01-01T00:00:00Z"], 1, "has passed"),
         (["billing", "x", "--at", "2090-01-01T00:00:00"], 2, "has no time zone"),
@@ -77,11 +77,11 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Result]) -> No
     ],
 )
 def test_a_message_that_cannot_be_sent_is_reported_in_one_line(
-    ready: Callable[..., Result], arguments: list[str], code: int, told: str
+    ready: Callable[..., Result], arguments: list[str], code: int, error: str
 ) -> None:
     ran = ready("send", *arguments)
     assert (ran.code, ran.out) == (code, "")
-    assert told in ran.err
+    assert error in ran.err
     assert "Traceback" not in ran.err
     if code == 1:
         assert ran.err.startswith("error: ")
@@ -278,7 +278,7 @@ def test_many_rows_are_stored(ready: Callable[..., Result]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "told"),
+    ("name", "content", "error"),
     [
         ("r.csv", "destnation,body\n", "unknown column 'destnation'; did you mean 'destination'?"),
         ("r.csv", "", "has no column destination"),
@@ -289,12 +289,12 @@ def test_many_rows_are_stored(ready: Callable[..., Result]) -> None:
     ],
 )
 def test_a_file_that_cannot_be_understood_at_all_is_refused(
-    ready: Callable[..., Result], name: str, content: str, told: str
+    ready: Callable[..., Result], name: str, content: str, error: str
 ) -> None:
     Path(name).write_text(content)
     ran = ready("send", "--from", name)
     assert ran.code == 2
-    assert told in ran.err
+    assert error in ran.err
 
 
 def test_sending_before_setup_has_a_remedy(run: Callable[..., Result]) -> None:

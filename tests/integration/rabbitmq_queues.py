@@ -88,5 +88,5 @@ async def drain(url: str, name: str) -> list[AbstractIncomingMessage]:
 async def until_outstanding(publisher: Publisher, number: int) -> None:
     """Return when so many publications are written and none of them is settled."""
     async with asyncio.timeout(10):
-        while publisher.outstanding < number:  # noqa: ASYNC110 - nobody tells
+        while publisher.outstanding < number:  # noqa: ASYNC110 - there is no notification
             await asyncio.sleep(0)

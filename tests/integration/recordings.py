@@ -63,7 +63,7 @@ def values_of(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(row: dict[str, Any]) -> Types:
-    """Return the headers' types; those of integers that the recorder could not tell are int32."""
+    """Return the headers' types; integers whose type the recorder could not determine are int32."""
     kinds = {name: one["type"].removesuffix("32").replace("int", "int32") for name, one in row["headers"].items()}
     return {name: kind for name, kind in kinds.items() if not name.startswith("x-")}
 

@@ -115,7 +115,7 @@ async def test_foreign_rows_stay_and_block_no_others(azure_url: str, table: Tabl
     rows = [row_of_dotnet(past, number, Destination="") for number in range(60)]
     rows += [
         row_of_dotnet(past, 70, Body="text"),
-        {"PartitionKey": "2020", "RowKey": "mine", "note": "somebody's"},
+        {"PartitionKey": "2020", "RowKey": "mine", "note": "another application's"},
         {"PartitionKey": "2020010100", "RowKey": "2020010199_x"},
         row_of_dotnet(past, 80, MessageId=5),
         row_of_dotnet(past, 81, Destination=past),

@@ -76,7 +76,7 @@ async def refusal(url: str, **settings: Any) -> DelaylineError:  # noqa: ANN401
     return raised.value
 
 
-def told(*arguments: str) -> str:
+def error_of(*arguments: str) -> str:
     """Return the command line's error: one line, no stack trace, no password."""
     result = CliRunner().invoke(main, list(arguments), prog_name="delayline")
     assert isinstance(result.exception, SystemExit), result.exception
@@ -117,7 +117,7 @@ async def test_a_url_that_leads_nowhere(database: str, url: str, kind: type[Dela
 @pytest.mark.parametrize("url", [url for url, _, _ in BAD_URLS])
 def test_the_command_line_reports_it_without_a_stack_trace(database: str, url: str) -> None:
     address = url.format(user=USER, secret=SECRET, database=database, nobody=free_port())
-    assert "error: " in told("setup", "--endpoint", "sales", "--url", address)
+    assert "error: " in error_of("setup", "--endpoint", "sales", "--url", address)
 
 
 async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str) -> None:
@@ -195,7 +195,7 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
             f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public."sales.timeouts" TO {USER};',
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_sleeping TO {USER};",
         ]
-        seen = await asyncio.to_thread(told, "doctor", "--endpoint", "sales", "--url", url)
+        seen = await asyncio.to_thread(error_of, "doctor", "--endpoint", "sales", "--url", url)
         assert " ".join(grants) in seen
         # And the granted rights suffice, for all tables
         for grant in grants:
@@ -269,7 +269,7 @@ async def test_rights_on_a_schema_and_a_sequence_and_of_an_owner(guarded: Postgr
         administrator.execute('CREATE SCHEMA "of 100%"')
         await store.setup_infrastructure("sales")
         limited = SqlDelayedMessageStore(url, schema="of 100%")
-        # When rights are missing one after the other, then the one that is missing is told, and how to grant it
+        # When rights are missing one after the other, then the error names the missing one and how to grant it
         both = 'CREATE for `delayline setup` only: GRANT USAGE, CREATE ON SCHEMA "of 100%" TO '
         with pytest.raises(BackendUnusable, match=both):
             await limited.setup_infrastructure("sales")

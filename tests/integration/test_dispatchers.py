@@ -1,4 +1,4 @@
-"""The rows by which dispatchers are told to go on, to stop, or that another one has taken over."""
+"""The rows that let dispatchers continue, stop them, or show that another one has taken over."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_a_sync_endpoint_that_was_started_before_a_fork_is_refused_in_the_child(
                 sync.start()
             sync.stop()
 
-        # Then a fork of it is told so, at once, and the parent goes on
+        # Then a fork of it gets an error at once, and the parent goes on
         in_child(use)
         sync.send("orders", b"", delay=HOUR)
         sync.send("orders", b"")

@@ -32,16 +32,16 @@ async def everything_works(url: str, other_url: str, schema: str | None, due: da
         await one.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
     await transport.start()
     try:
-        # When another process stores something earlier than what this one sleeps towards, then it is told
-        told = asyncio.Event()
-        stop = other.on_stored(lambda _: told.set())
+        # When another process stores something earlier than what this one sleeps towards, then it is notified
+        notified = asyncio.Event()
+        stop = other.on_stored(lambda _: notified.set())
         await store.store(delayed("far", LATER, destination=TABLE))
         while await other.next_due() is None:  # noqa: ASYNC110 - the other's snapshot
             await asyncio.sleep(0.01)
-        told.clear()
+        notified.clear()
         await store.store_many([delayed(f"m{number}", due, destination=TABLE) for number in range(100)])
         async with asyncio.timeout(PATIENCE):
-            await told.wait()
+            await notified.wait()
         stop()
         # When rows are staged and moved, new ones and ones that are there already
         for on_conflict in (OnConflict.IGNORE, OnConflict.REPLACE):

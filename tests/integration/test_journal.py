@@ -129,7 +129,7 @@ async def test_the_journal_distinguishes_failed_from_dispatched_messages(journal
     endpoint = Endpoint("orders", transport=SqlTransport(journaled.url), delayed_delivery=delivery, send_only=True)
     # When an endpoint that knows nothing of the journal deals with them
     async with asyncio.timeout(30), endpoint:
-        while len(journaled.rows()) < 4:  # noqa: ASYNC110 - the database's, which tells nobody
+        while len(journaled.rows()) < 4:  # noqa: ASYNC110 - a trigger writes them, without a notification
             await asyncio.sleep(0.05)
     # Then both outcomes are written down, and neither is early
     assert sorted(journaled.entries()[2:]) == [("dispatched", "good"), ("failed", "bad")]

@@ -59,7 +59,7 @@ async def test_batches_are_bounded_by_their_bytes(make_endpoint: Callable[..., E
                 await endpoint.send("orders", bytes(5 * MEGABYTE), delay=timedelta(seconds=0.5))
             # When they are dispatched
             async with asyncio.timeout(30):
-                while await endpoint.delayed.pending(limit=1):  # noqa: ASYNC110 - nobody tells when all are gone
+                while await endpoint.delayed.pending(limit=1):  # noqa: ASYNC110 - no notification when all are gone
                     await asyncio.sleep(0.05)
         batches = [vars(record)["facts"]["count"] for record in signals.records(Event.DISPATCHED)]
     # Then no more than two went at once

@@ -56,7 +56,7 @@ class RemoteStore:
         working = asyncio.ensure_future(work)
         try:
             async with asyncio.timeout(PATIENCE):
-                while not done(await self.waiting()):  # noqa: ASYNC110 - nobody tells
+                while not done(await self.waiting()):  # noqa: ASYNC110 - there is no notification
                     await asyncio.sleep(0.01)
         finally:
             self.wire.cut()

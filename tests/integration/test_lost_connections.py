@@ -123,14 +123,14 @@ async def test_a_transaction_does_not_go_on_after_its_connection(store: SqlDelay
 
 
 async def test_a_commit_on_a_lost_connection_fails(store: SqlDelayedMessageStore, server: Server) -> None:
-    told: list[str] = []
+    called: list[str] = []
     with pytest.raises(BackendUnavailable, match="outcome is unknown: check"):
         async with store.transaction() as transaction:
-            transaction.after_commit(lambda: told.append("committed"))
-            transaction.after_end(lambda: told.append("ended"))
+            transaction.after_commit(lambda: called.append("committed"))
+            transaction.after_end(lambda: called.append("ended"))
             await store.store(delayed(), transaction)
             server.terminate(IN_TRANSACTION)
-    assert told == ["ended"]
+    assert called == ["ended"]
     assert await waiting(store) == []
 
 

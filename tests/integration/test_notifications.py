@@ -1,4 +1,4 @@
-"""Notifications between processes: told at once, never swept by mistake, never in the way."""
+"""Notifications between processes: sent at once, never swept by mistake, never in the way."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ LISTEN = """
 import asyncio, pathlib, sys
 from delayline.sql.dialects.sqlite import PipeNotifications
 async def main():
-    told = PipeNotifications(pathlib.Path(sys.argv[1]))
-    told.subscribe("channel", lambda at: print("told", at, flush=True))
+    notifications = PipeNotifications(pathlib.Path(sys.argv[1]))
+    notifications.subscribe("channel", lambda at: print("notified", at, flush=True))
     print("listening", flush=True)
     await asyncio.sleep(60)
 asyncio.run(main())
@@ -144,7 +144,7 @@ async def test_another_process_is_reported(folder: Path) -> None:
         PipeNotifications(folder).notify("channel", 42)
         assert process.stdout is not None
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), PATIENCE)
-        assert line == "told 42\n"
+        assert line == "notified 42\n"
 
 
 async def test_pipes_of_killed_processes_are_swept(folder: Path) -> None:
@@ -152,64 +152,64 @@ async def test_pipes_of_killed_processes_are_swept(folder: Path) -> None:
     with listener(folder):
         pass
     assert len(pipes(folder)) == 1
-    teller = PipeNotifications(folder)
+    sender = PipeNotifications(folder)
     with listener(folder):
-        teller.notify("channel")
+        sender.notify("channel")
         assert len(pipes(folder)) == 1, "the first was swept, the second is alive"
-    # When something is told
-    teller.notify("channel")
+    # When a notification is sent
+    sender.notify("channel")
     # Then nothing of either is left
     assert pipes(folder) == []
-    teller.close()
+    sender.close()
 
 
 async def test_a_listener_that_starts_at_the_same_moment_is_not_swept(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a process that looks for dead pipes when a listener has created its pipe and does not read it yet
-    teller, notifications, make = PipeNotifications(folder), PipeNotifications(folder), os.mkfifo
+    sender, notifications, make = PipeNotifications(folder), PipeNotifications(folder), os.mkfifo
 
     def making(path: Path) -> None:
         make(path)
-        teller.open()
-        teller.notify("noise")
+        sender.open()
+        sender.notify("noise")
 
     monkeypatch.setattr(os, "mkfifo", making)
     # When it begins to listen
     listener = Listener(notifications)
     # Then its pipe is still there, and works
     assert len(pipes(folder)) == 1
-    teller.notify("channel", 7)
+    sender.notify("channel", 7)
     assert await listener.next() == 7
     notifications.close()
-    teller.close()
+    sender.close()
 
 
 async def test_listeners_come_and_go_during_notifications(folder: Path) -> None:
     # Given a process that sends notifications without a pause
-    teller, enough = PipeNotifications(folder), threading.Event()
+    sender, enough = PipeNotifications(folder), threading.Event()
 
-    def tell() -> None:
+    def send() -> None:
         while not enough.is_set():
-            teller.open()  # look at the folder every time
-            teller.notify("noise")
+            sender.open()  # look at the folder every time
+            sender.notify("noise")
 
-    telling = threading.Thread(target=tell)
-    telling.start()
+    thread = threading.Thread(target=send)
+    thread.start()
     try:
         for _ in range(40):
             # When others begin to listen meanwhile
             notifications, other = PipeNotifications(folder), PipeNotifications(folder)
             listener = Listener(notifications)
-            # Then they are told
+            # Then they are notified
             other.notify("channel", 7)
             assert await listener.next() in (7, 0), "0 is for everybody: the noise has filled the pipe"
             notifications.close()
             other.close()
     finally:
         enough.set()
-        telling.join()
-        teller.close()
+        thread.join()
+        sender.close()
     assert pipes(folder) == []
 
 
@@ -237,8 +237,8 @@ async def test_a_removed_listener_is_not_called_for_an_earlier_notification(fold
 async def test_a_pipe_that_cannot_be_opened_is_not_swept(
     folder: Path, monkeypatch: pytest.MonkeyPatch, trouble: int
 ) -> None:
-    # Given a listener, and a teller that is out of descriptors, or another user
-    notifications, teller = PipeNotifications(folder), PipeNotifications(folder)
+    # Given a listener, and a sender that is out of descriptors, or another user
+    notifications, sender = PipeNotifications(folder), PipeNotifications(folder)
     listener = Listener(notifications)
 
     def failing(*arguments: Any, **settings: Any) -> int:  # noqa: ANN401
@@ -246,34 +246,34 @@ async def test_a_pipe_that_cannot_be_opened_is_not_swept(
 
     with monkeypatch.context() as broken:
         broken.setattr(os, "open", failing)
-        # When it tells something
-        teller.notify("channel")
+        # When it sends a notification
+        sender.notify("channel")
     # Then the listener's pipe is still there, and works when the trouble is over
     assert len(pipes(folder)) == 1
-    teller.open()
-    teller.notify("channel", 7)
+    sender.open()
+    sender.notify("channel", 7)
     assert await listener.next() == 7
     notifications.close()
-    teller.close()
+    sender.close()
 
 
 async def test_a_full_pipe_does_not_block(folder: Path) -> None:
     # Given a process that listens and stands still
     with listener(folder) as process:
-        teller = PipeNotifications(folder)
+        sender = PipeNotifications(folder)
         process.send_signal(signal.SIGSTOP)
-        # When more is told than its pipe holds
+        # When more notifications are sent than its pipe holds
         started = time.monotonic()
         for number in range(20_000):
-            teller.notify("other channel", number)
-        teller.notify("channel", 42)
+            sender.notify("other channel", number)
+        sender.notify("channel", 42)
         assert time.monotonic() - started < PATIENCE
         # Then no process was blocked, and the listener is notified of all messages when it continues
         process.send_signal(signal.SIGCONT)
         assert process.stdout is not None
         line = await asyncio.wait_for(asyncio.to_thread(process.stdout.readline), PATIENCE)
-        assert line == "told 0\n"
-        teller.close()
+        assert line == "notified 0\n"
+        sender.close()
 
 
 def test_a_full_pipe_is_seen_as_full_even_where_pipes_are_small() -> None:
@@ -305,8 +305,8 @@ async def test_a_listener_with_a_closed_loop_does_not_disturb_others(folder: Pat
 
     await asyncio.to_thread(asyncio.run, listen())
     listener = Listener(notifications)
-    # When something is told
+    # When a notification is sent
     notifications.notify("channel", 7)
-    # Then the living one hears it
+    # Then the living one is notified
     assert await listener.next() == 7
     notifications.close()

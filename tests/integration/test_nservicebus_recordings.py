@@ -159,7 +159,7 @@ def levels_of(url: str) -> list[str]:
 
 
 def marked(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the messages with a header that tells them apart."""
+    """Return the messages with a header that distinguishes them."""
     return [
         row | {"headers": row["headers"] | {MARK: {"type": "longstr", "value": str(number)}}}
         for number, row in enumerate(rows)

@@ -106,7 +106,7 @@ async def test_a_transaction_cancelled_while_it_commits(file: Path, monkeypatch:
     # Given a transaction whose commit takes its time
     database = database_of(file)
     await database.open()
-    committing, go, told = threading.Event(), threading.Event(), list[str]()
+    committing, go, called = threading.Event(), threading.Event(), list[str]()
     commit = database.dialect.commit
 
     def slowly(connection: Connection) -> None:
@@ -117,7 +117,7 @@ async def test_a_transaction_cancelled_while_it_commits(file: Path, monkeypatch:
     async def hold() -> None:
         async with database.transaction() as transaction:
             await transaction.run(lambda connection: connection.exec_driver_sql("CREATE TABLE made (x)").close())
-            transaction.after_commit(lambda: told.append("committed"))
+            transaction.after_commit(lambda: called.append("committed"))
             monkeypatch.setattr(database.dialect, "commit", slowly)
 
     # When it is cancelled meanwhile
@@ -127,9 +127,9 @@ async def test_a_transaction_cancelled_while_it_commits(file: Path, monkeypatch:
     await asyncio.sleep(0)
     go.set()
     await asyncio.gather(holder, return_exceptions=True)
-    # Then it was committed, once, and those who wait for that were told
+    # Then it was committed, once, and its callbacks were called
     assert holder.cancelled()
-    assert told == ["committed"]
+    assert called == ["committed"]
     await database.read(lambda connection: connection.exec_driver_sql("SELECT * FROM made").close())
     await database.close()
 
@@ -321,7 +321,7 @@ def test_a_fork_survives_its_parent(file: Path, make_endpoint: Callable[..., End
     next(waiting)
     assert select.select([ready[0]], [], [], 20)[0]
     os.read(ready[0], 1)
-    # When the parent disconnects, the last one as far as its own locks tell
+    # When the parent disconnects, the last one as far as its own locks show
     parent.stop()
     os.write(go[1], b"!")
     assert next(waiting, None) is None
@@ -344,7 +344,7 @@ async def test_a_fork_in_the_middle_of_a_transaction(file: Path, make_endpoint: 
                 with pytest.raises(DelaylineError, match="forked in the middle of a transaction"):
                     SyncEndpoint(forked_endpoint(file)).start()
 
-            # Then the child is told so, instead of damaging the file
+            # Then the child gets an error, instead of damaging the file
             waiting = in_child(use)
             next(waiting)
             assert next(waiting, None) is None

@@ -223,7 +223,7 @@ def test_delays_of_the_command_line_go_by_the_servers_clock(
     rows.write_text('{"id": "row", "destination": "orders", "body": "x", "delay": "30m"}\n')
     # When messages are sent and rescheduled with delays
     started = datetime.now(UTC)
-    told = json.loads(run("send", "orders", "x", "--delay", "30m", "--id", "one", "--json"))
+    sent = json.loads(run("send", "orders", "x", "--delay", "30m", "--id", "one", "--json"))
     run("send", "orders", "x", "--delay", "1d", "--id", "moved")
     run("reschedule", "moved", "--delay", "30m")
     run("send", "--from", str(rows))
@@ -232,7 +232,7 @@ def test_delays_of_the_command_line_go_by_the_servers_clock(
     assert due.keys() == {"one", "moved", "row"}
     assert min(due.values()) >= started + HOUR / 2
     assert max(due.values()) < datetime.now(UTC) + HOUR / 2 + timedelta(seconds=5)
-    assert datetime.fromisoformat(told["due"]) == due["one"]
+    assert datetime.fromisoformat(sent["due"]) == due["one"]
 
 
 async def test_two_machines_agree_by_the_servers_clock(postgresql_url: str, wrong: WrongClock) -> None:

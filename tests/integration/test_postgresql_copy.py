@@ -58,7 +58,7 @@ async def kept(store: SqlDelayedMessageStore) -> dict[str, DelayedMessage]:
 
 
 async def test_existing_objects_are_unchanged(store: SqlDelayedMessageStore, postgresql_url: str) -> None:
-    # Given messages that were copied, as the server tells
+    # Given messages that were copied, as the server reports
     with psycopg.connect(postgresql_url, autocommit=True) as watch:
         watch.execute(COUNTED)
         old = DelayedMessage(Message("new-0007", {"which": "old"}, b"old"), "billing", LATER, 3)

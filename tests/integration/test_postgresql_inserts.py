@@ -57,9 +57,9 @@ class Blocker:
             (message_id,),
         )
 
-    async def until_somebody_waits(self) -> None:
+    async def until_blocked(self) -> None:
         async with asyncio.timeout(PATIENCE):
-            while not self.ours(HELD):  # noqa: ASYNC110 - nobody tells
+            while not self.ours(HELD):  # noqa: ASYNC110 - there is no notification
                 await asyncio.sleep(0.01)
 
     def ours(self, where: str) -> list[int]:
@@ -130,7 +130,7 @@ async def test_cancelled_it_ends_when_its_effect_is_certain(store: SqlDelayedMes
     # Given an insert that waits in the server
     blocker.hold("m")
     storing = asyncio.create_task(store.store(delayed("m")))
-    await blocker.until_somebody_waits()
+    await blocker.until_blocked()
     # When it is cancelled, twice
     for _ in range(2):
         storing.cancel()
@@ -146,7 +146,7 @@ async def test_cancelled_it_ends_when_its_effect_is_certain(store: SqlDelayedMes
 async def test_others_do_not_wait_for_one_that_waits(store: SqlDelayedMessageStore, blocker: Blocker) -> None:
     blocker.hold("m")
     storing = asyncio.create_task(store.store(delayed("m")))
-    await blocker.until_somebody_waits()
+    await blocker.until_blocked()
     async with asyncio.timeout(PATIENCE):
         await store.store(delayed("other"))
     assert not storing.done()
@@ -159,8 +159,8 @@ async def test_a_connection_lost_under_way(store: SqlDelayedMessageStore, blocke
     # Given an insert that waits in the server
     blocker.hold("m")
     storing = asyncio.create_task(store.store(delayed("m")))
-    await blocker.until_somebody_waits()
-    # When its connection ends, then it is told so, and the next one is stored
+    await blocker.until_blocked()
+    # When its connection ends, then its caller gets an error, and the next one is stored
     await asyncio.to_thread(blocker.terminate, HELD)
     with pytest.raises(BackendUnavailable, match="terminating connection"):
         await storing
@@ -187,7 +187,7 @@ async def test_closing_waits_for_work_in_progress(postgresql_url: str, store: Sq
             await closing_store.store(delayed(name))
         blocker.hold("m")
         storing = asyncio.create_task(closing_store.store(delayed("m")))
-        await blocker.until_somebody_waits()
+        await blocker.until_blocked()
         closing = asyncio.create_task(closing_store.close())
         await asyncio.sleep(0.1)
         assert not closing.done()
@@ -316,7 +316,7 @@ async def test_a_fork_while_one_is_under_way(
     # Given an insert under way
     blocker.hold("m")
     storing = asyncio.create_task(store.store(delayed("m")))
-    await blocker.until_somebody_waits()
+    await blocker.until_blocked()
     # When the process forks, and the child stores by itself
     child = os.fork()
     if child == 0:

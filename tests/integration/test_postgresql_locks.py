@@ -190,7 +190,7 @@ async def test_work_that_a_deadlock_has_rolled_back_is_repeated(postgresql_url: 
             held = "SELECT FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND query LIKE 'INSERT%'"
             async with await psycopg.AsyncConnection.connect(postgresql_url, autocommit=True) as watch:
                 async with asyncio.timeout(PATIENCE):
-                    while (await watch.execute(held)).rowcount == 0:  # noqa: ASYNC110 - nobody tells
+                    while (await watch.execute(held)).rowcount == 0:  # noqa: ASYNC110 - there is no notification
                         await asyncio.sleep(0.01)
             await other.execute(insert, ["a"])
             await other.rollback()

@@ -69,23 +69,23 @@ def endpoint_at(url: str) -> Endpoint:
 @pytest.fixture
 async def notified(postgresql_url: str) -> AsyncIterator[list[str]]:
     """Provide the notifications that go over the channel of the store's pollers."""
-    async with heard_on("timeouts orders.timeouts", postgresql_url) as heard:
-        yield heard
+    async with payloads_on("timeouts orders.timeouts", postgresql_url) as payloads:
+        yield payloads
 
 
 @contextlib.asynccontextmanager
-async def heard_on(channel: str, url: str) -> AsyncIterator[list[str]]:
+async def payloads_on(channel: str, url: str) -> AsyncIterator[list[str]]:
     """Provide the notifications that go over the channel."""
-    heard: list[str] = []
+    payloads: list[str] = []
     async with await psycopg.AsyncConnection.connect(url, autocommit=True) as connection:
         await connection.execute(f'LISTEN "{channel_name(channel)}"')
 
         async def listen() -> None:
             async for notification in connection.notifies():
-                heard.append(notification.payload)  # noqa: PERF401 - it never ends
+                payloads.append(notification.payload)  # noqa: PERF401 - it never ends
 
         listening = asyncio.create_task(listen())
-        yield heard
+        yield payloads
         listening.cancel()
         await asyncio.gather(listening, return_exceptions=True)
 
@@ -170,19 +170,19 @@ async def test_a_queue_that_is_received_from_here_is_notified_to_others_at_inter
     await transport.start()
     if receives:
         await transport.receiver("orders")
-    async with heard_on("queue orders", postgresql_url) as heard:
+    async with payloads_on("queue orders", postgresql_url) as payloads:
         # When it sends messages one after another
         for number in range(5):
             await transport.dispatch([operation("orders", str(number))])
-            await eventually_async(partial(_has, heard, 1 if receives else number + 1))
+            await eventually_async(partial(_has, payloads, 1 if receives else number + 1))
         # Then others are notified of the first at once and of the rest together, or of each
-        await eventually_async(partial(_has, heard, 2 if receives else 5))
-        assert len(heard) < 5 or not receives
+        await eventually_async(partial(_has, payloads, 2 if receives else 5))
+        assert len(payloads) < 5 or not receives
     await transport.stop()
 
 
-async def _has(heard: list[str], number: int) -> bool:
-    return len(heard) >= number
+async def _has(payloads: list[str], number: int) -> bool:
+    return len(payloads) >= number
 
 
 async def test_where_listening_ends_it_begins_again(postgresql_url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -214,7 +214,7 @@ async def test_the_poller_queries_if_notifications_silently_stop(
         with Signals() as signals:
             async with endpoint_at(url):
                 await signals.wait_for(Event.SLEEPS)
-                await asyncio.sleep(1)  # the probes of a listener that hears well
+                await asyncio.sleep(1)  # the probes of a listener whose connection works
                 assert wire.hold_answers_to(b"LISTEN") == 1
                 # When other processes store messages, then the poller finds them without a notification
                 await send(postgresql_url, "0.1")

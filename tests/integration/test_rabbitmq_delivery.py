@@ -177,7 +177,7 @@ async def test_short_delays_are_precise_with_a_store_in_front(rabbitmq_url: str,
         await endpoint.send("sales", b"", message_id="levels", delay=3600 * SECOND)
         await arrivals.number(1)
         async with asyncio.timeout(20):
-            while await store.next_due() is not None:  # noqa: ASYNC110 - nobody tells
+            while await store.next_due() is not None:  # noqa: ASYNC110 - there is no notification
                 await asyncio.sleep(0.05)
     assert 0.2 <= arrivals.instants["m"] - began < 0.9
 

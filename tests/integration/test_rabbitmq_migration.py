@@ -262,8 +262,8 @@ async def test_progress_is_reported_level_by_level(channel: Channel, rabbitmq_ur
         await put(channel, 64 + number)
     seen: list[tuple[int, int, int]] = []
     await migrate(rabbitmq_url, progress=lambda *step: seen.append(step))
-    told = [step for step in seen if step[2]]
-    assert (told[0], told[-1]) == ((6, 0, 3), (6, 3, 3))
+    moves = [step for step in seen if step[2]]
+    assert (moves[0], moves[-1]) == ((6, 0, 3), (6, 3, 3))
     assert {level for level, _, _ in seen} == set(range(28))
 
 

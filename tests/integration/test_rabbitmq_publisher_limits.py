@@ -98,7 +98,7 @@ async def test_an_untrusted_certificate_is_refused(broker: GuardedBroker) -> Non
 
 @pytest.mark.server
 async def test_a_certificate_for_another_name_is_refused(broker: GuardedBroker) -> None:
-    """Given another name to expect, when connecting, then the error tells both."""
+    """Given another name to expect, when connecting, then the error names both."""
     authority = broker.folder / "certificate.pem"
     url = broker.url(f"?cacertfile={authority}&server_name_indication=other.test")
     with pytest.raises(BackendUnusable, match=r"'other\.test'.*server_name_indication="):

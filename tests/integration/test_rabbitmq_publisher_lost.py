@@ -27,12 +27,12 @@ async def arrived(rabbitmq: RabbitmqServer, url: str, queue: str, number: int) -
         return int(rabbitmq.api("GET", path).json().get("messages", 0))
 
     async with asyncio.timeout(20):
-        while await asyncio.to_thread(there) < number:  # noqa: ASYNC110 - nobody tells
+        while await asyncio.to_thread(there) < number:  # noqa: ASYNC110 - there is no notification
             await asyncio.sleep(0.05)
 
 
 async def test_a_wire_cut_between_publish_and_confirm(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
-    """Given 200 messages that arrived and whose confirms did not, when sent again, then ids tell the duplicates."""
+    """Given 200 messages that arrived, without confirms, when sent again, then their ids show the duplicates."""
     await declare(rabbitmq_url, "there")
     batch = [to_queue("there", a_message(f"m-{n}")) for n in range(200)]
     async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
@@ -73,7 +73,7 @@ async def test_concurrent_callers_open_one_new_connection(rabbitmq_url: str) -> 
 
 
 async def test_a_broker_that_falls_silent_is_given_up(rabbitmq_url: str) -> None:
-    """Given a heartbeat of a second, when nothing comes through, then those who wait are told after two seconds."""
+    """Given a heartbeat of a second, when nothing comes through, then callers get an error after two seconds."""
     await declare(rabbitmq_url, "there")
     async with wire_to(rabbitmq_url) as (wire, url), opened(f"{url}?heartbeat=1") as publisher:
         assert await publisher.publish([to_queue("there")]) == {}
@@ -96,7 +96,7 @@ async def test_a_publisher_at_rest_keeps_its_connection(rabbitmq_url: str) -> No
 
 
 async def test_a_cancelled_caller_leaves_the_others_alone(rabbitmq_url: str) -> None:
-    """Given two callers that wait for confirms, when one is cancelled, then the other is told as ever."""
+    """Given two callers that wait for confirms, when one is cancelled, then the other gets its confirms."""
     await declare(rabbitmq_url, "there")
     async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
         wire.hold_answers()
@@ -114,7 +114,7 @@ async def test_a_cancelled_caller_leaves_the_others_alone(rabbitmq_url: str) -> 
 async def test_closing_gives_up_on_a_broker_that_does_not_confirm(
     rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Given a broker that falls silent, when the publisher is closed, then it waits so long and then tells."""
+    """Given a broker that falls silent, when the publisher is closed, then it waits that long and raises an error."""
     monkeypatch.setattr("delayline.rabbitmq.amqp.publisher.CLOSING_PATIENCE", 0.2)
     async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
         wire.hold_answers()
@@ -167,7 +167,7 @@ async def _send_all(publisher: Publisher, queue: str, confirmed: list[str]) -> N
 async def test_a_blocked_broker_makes_senders_wait(
     rabbitmq: RabbitmqServer, rabbitmq_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Given a memory alarm, when messages are published, then they wait, are told of, can be cancelled, and arrive."""
+    """Given a memory alarm, when messages are published, then they wait, are logged, can be cancelled, and arrive."""
     await declare(rabbitmq_url, "there")
     caplog.set_level(logging.WARNING, "delayline.rabbitmq")
     async with opened(f"{rabbitmq_url}?heartbeat=1") as publisher:

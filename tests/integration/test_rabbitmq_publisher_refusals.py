@@ -185,17 +185,17 @@ async def test_a_missing_server_is_unavailable_at_once_and_for_a_while() -> None
 
 
 @pytest.mark.parametrize(
-    ("said", "told"),
+    ("said", "error"),
     [
         (b"HTTP/1.1 400 Bad Request\r\n\r\n", "does not speak AMQP 0-9-1: .* Check host and port"),
         (b"AMQP\0\1\0\0", "does not speak AMQP 0-9-1: it asks for another version of the protocol"),
         (b"", "does not answer: no answer in time"),
     ],
 )
-async def test_a_server_of_something_else_is_reported(said: bytes, told: str) -> None:
+async def test_a_server_of_something_else_is_reported(said: bytes, error: str) -> None:
     """Given a server that is not RabbitMQ, when connecting, then the error says so, after connection_timeout."""
     async with a_server(said) as port:
-        with pytest.raises(BackendUnavailable, match=told):
+        with pytest.raises(BackendUnavailable, match=error):
             await Publisher(BrokerAddress("127.0.0.1", port, connection_timeout=0.3)).open()
 
 

@@ -71,7 +71,7 @@ async def received_at_last(receiver: Receiver, number: int = 1) -> list[Received
 
 async def counted(transport: RabbitMQTransport, queue: str, number: int) -> None:
     async with asyncio.timeout(PATIENCE):
-        while await transport.count(queue) != number:  # noqa: ASYNC110 - nobody tells
+        while await transport.count(queue) != number:  # noqa: ASYNC110 - there is no notification
             await asyncio.sleep(0.05)
 
 
@@ -128,7 +128,7 @@ async def test_an_endpoint_lives_through_cut_connections(rabbitmq: RabbitmqServe
             await asyncio.to_thread(rabbitmq.cut_connections, rabbitmq_url)
         await sending
         async with asyncio.timeout(PATIENCE):
-            while sent - {message.id for message in arrivals.messages}:  # noqa: ASYNC110 - nobody tells
+            while sent - {message.id for message in arrivals.messages}:  # noqa: ASYNC110 - there is no notification
                 await asyncio.sleep(0.05)
     assert len(sent) == 60
 
@@ -322,9 +322,9 @@ async def test_a_user_without_access_gets_the_reason(rabbitmq_url: str) -> None:
         (rabbitmq_url.replace("guest:guest", "guest:secret"), r"refuses user 'guest' or the password"),
         (f"{rabbitmq_url}x", r"no virtual host 'test_\w+x'.*rabbitmqctl add_vhost"),
     ):
-        with pytest.raises(BackendUnusable, match=why) as told:
+        with pytest.raises(BackendUnusable, match=why) as refused:
             await RabbitMQTransport(url).start()
-        assert "secret" not in str(told.value)
+        assert "secret" not in str(refused.value)
     with pytest.raises(BackendUnavailable, match=r"127\.0\.0\.1:1 does not answer"):
         await RabbitMQTransport(NOBODY_LISTENS).start()
 

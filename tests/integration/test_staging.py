@@ -248,7 +248,7 @@ def test_the_pre_commit_hook_shares_the_transaction(url: str, make_job: Callable
 
     def refuse(connection: Connection, staged: Table) -> None:
         seen.append(connection.execute(text("SELECT 1")).scalar())
-        raise LookupError("somebody else was faster")
+        raise LookupError("another one was faster")
 
     job.commit([job.write([rows("a", "b")])], pre_commit=without_b)
     with pytest.raises(LookupError, match="faster"):

@@ -65,7 +65,7 @@ async def test_a_poller_that_sleeps_is_woken_by_the_commit_of_another_process(ur
     command = [sys.executable, "-c", COMMIT, url]
     ran = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
-    # Then the poller is told
+    # Then the poller is notified
     async with asyncio.timeout(20):
         while (await woken.get()).year < 2000:
             pass

@@ -169,7 +169,7 @@ async def test_a_table_of_dotnet_is_taken_over_as_it_is(product: str, request: p
         assert TimeoutHeaders.RELATED_TIMEOUT in delivered.headers
         assert isinstance(endpoint.transport, SqlTransport)
         async with asyncio.timeout(PATIENCE):
-            while await endpoint.transport.count("error") == 0:  # noqa: ASYNC110 - nobody tells
+            while await endpoint.transport.count("error") == 0:  # noqa: ASYNC110 - there is no notification
                 await asyncio.sleep(0.05)
         [nowhere] = await endpoint.transport.browse("error", 10)
         assert (nowhere.id, nowhere.body) == ("nowhere", b"lost?")
@@ -395,7 +395,7 @@ async def test_pending_messages_are_listed_cancelled_and_rescheduled(
         await endpoint.send("error", b"", message_id="x", delay=3 * day)
         await endpoint.send("sales", b"", message_id="abc", delay=4 * day)
         async with asyncio.timeout(PATIENCE):
-            while len(waiting := await endpoint.delayed.pending()) < 4:  # noqa: ASYNC110 - nobody tells
+            while len(waiting := await endpoint.delayed.pending()) < 4:  # noqa: ASYNC110 - there is no notification
                 await asyncio.sleep(0.05)
         # Then they are listed with the values of the table
         assert [(one.id, one.destination) for one in waiting] == [
@@ -433,7 +433,7 @@ async def test_destinations_that_differ_in_case_only_are_listed_apart(
             day = timedelta(days=1)
             await endpoint.send(name, b"", message_id=name, delay=day, check_destination=False)
         async with asyncio.timeout(PATIENCE):
-            while len(await endpoint.delayed.pending()) < len(names):  # noqa: ASYNC110 - nobody tells
+            while len(await endpoint.delayed.pending()) < len(names):  # noqa: ASYNC110 - there is no notification
                 await asyncio.sleep(0.05)
         for name in names:
             assert [one.destination for one in await endpoint.delayed.pending(destination=name)] == [name]

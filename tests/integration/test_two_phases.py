@@ -139,7 +139,7 @@ async def test_a_cancelled_commit_is_finished_first(pair: TwoDatabases, monkeypa
     """Given a commit in progress, when its task is cancelled, then both have committed, and waiting callers get the
     result.
     """
-    told: list[str] = []
+    called: list[str] = []
     tasks: list[asyncio.Task[None]] = []
     loop = asyncio.get_running_loop()
     original = PostgresqlTwoPhase.prepare
@@ -152,7 +152,7 @@ async def test_a_cancelled_commit_is_finished_first(pair: TwoDatabases, monkeypa
 
     async def work() -> None:
         async with pair.transport.transaction() as transaction:
-            transaction.after_commit(lambda: told.append("committed"))
+            transaction.after_commit(lambda: called.append("committed"))
             await pair.transport.dispatch([sent(1)], transaction)
             await pair.store.store(delayed(1), transaction)
 
@@ -160,7 +160,7 @@ async def test_a_cancelled_commit_is_finished_first(pair: TwoDatabases, monkeypa
     with pytest.raises(asyncio.CancelledError):
         await tasks[0]
     assert await pair.exist() == (["1"], ["1"])
-    assert told == ["committed"]
+    assert called == ["committed"]
 
 
 async def test_a_failed_transaction_is_not_prepared(pair: TwoDatabases, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ class Line:
 
 
 class Wire:
-    """Forwards bytes both ways until told otherwise."""
+    """Forwards bytes both ways until it is held or cut."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -48,7 +48,7 @@ class Wire:
         return len(held)
 
     def hold(self) -> None:
-        """Let nothing through: both sides are alive and hear nothing."""
+        """Let nothing through: both sides are alive and receive nothing."""
         self._answers.clear()
         self._requests.clear()
 

@@ -36,7 +36,7 @@ class AzuriteServer(OwnProcess):
 
     @staticmethod
     def installed() -> bool:
-        """Tell whether Node.js and the emulator are there."""
+        """Return whether Node.js and the emulator are there."""
         return shutil.which("node") is not None and PROGRAM.exists()
 
     def start(self) -> None:
@@ -47,7 +47,7 @@ class AzuriteServer(OwnProcess):
         self._begin([*command, "--disableTelemetry", *places], os.environ | {"AZURITE_ACCOUNTS": accounts})
 
     def answers(self) -> bool:
-        """Tell whether all three services take connections."""
+        """Return whether all three services take connections."""
         try:
             for port in self.ports.values():
                 socket.create_connection(("127.0.0.1", port), 1).close()

@@ -54,7 +54,7 @@ class MariadbServer(OwnProcess):
 
     @staticmethod
     def installed() -> bool:
-        """Tell whether the server's programs are there."""
+        """Return whether the server's programs are there."""
         return program("mariadbd") is not None and program("mariadb-install-db") is not None
 
     @property
@@ -83,7 +83,7 @@ class MariadbServer(OwnProcess):
         )
 
     def answers(self) -> bool:
-        """Tell whether its administrator can connect."""
+        """Return whether its administrator can connect."""
         try:
             with self.administrator():
                 return True

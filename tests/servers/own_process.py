@@ -29,7 +29,7 @@ class OwnProcess:
         return self._process.pid
 
     def answers(self) -> bool:
-        """Tell whether it takes connections."""
+        """Return whether it takes connections."""
         raise NotImplementedError
 
     def stop(self) -> None:

@@ -54,7 +54,7 @@ class PgbouncerServer:
 
     @staticmethod
     def installed() -> bool:
-        """Tell whether the program is there."""
+        """Return whether the program is there."""
         return PROGRAM.exists()
 
     def url(self, server_url: str) -> str:

@@ -68,7 +68,7 @@ class PostgresqlServer:
 
     @staticmethod
     def installed() -> bool:
-        """Tell whether the server's programs are there."""
+        """Return whether the server's programs are there."""
         return program("initdb") is not None
 
     @property

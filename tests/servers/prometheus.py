@@ -44,11 +44,11 @@ class PrometheusServer(OwnProcess):
 
     @staticmethod
     def installed() -> bool:
-        """Tell whether the programs are there."""
+        """Return whether the programs are there."""
         return shutil.which("prometheus") is not None and shutil.which("promtool") is not None
 
     def answers(self) -> bool:
-        """Tell whether it is ready."""
+        """Return whether it is ready."""
         try:
             return httpx.get(f"{self.url}/-/ready").status_code == httpx.codes.OK
         except httpx.TransportError:

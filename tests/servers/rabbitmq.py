@@ -63,7 +63,7 @@ class RabbitmqServer(OwnProcess):
 
     @staticmethod
     def installed() -> bool:
-        """Tell whether the server's programs are there."""
+        """Return whether the server's programs are there."""
         return (PROGRAMS / "rabbitmq-server").exists() and shutil.which("epmd") is not None
 
     @property
@@ -185,7 +185,7 @@ class RabbitmqServer(OwnProcess):
         ).stdout  # fmt: skip
 
     def answers(self) -> bool:
-        """Tell whether it takes connections and queues may be declared."""
+        """Return whether it takes connections and queues may be declared."""
         try:
             if self._http.get("/api/health/checks/virtual-hosts").status_code != httpx.codes.OK:
                 return False

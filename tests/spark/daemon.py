@@ -4,7 +4,7 @@ Spark starts a daemon for each kind of worker in each JVM, and each would import
 Here a daemon that Spark starts only asks for its place to be taken by a fork of that process, with its files, its
 arguments and its variables; where there is no such process it does the work itself.
 
-Nothing that has started threads may be forked: the libraries that would start some are told not to.
+Nothing that has started threads may be forked: settings keep libraries from starting some.
 """
 
 from __future__ import annotations

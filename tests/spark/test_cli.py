@@ -85,7 +85,7 @@ def test_far_messages_are_stored_in_files_promoted_and_compacted(
             time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    # Then it is in the store once, and the command ends when it is told to
+    # Then it is in the store once, and the command ends when it is asked to
     thread = threading.Thread(target=stop_when_promoted)
     thread.start()
     result = run("spark", "promote", "--every", "200ms", "--horizon", "36500d", *place, json=False)
@@ -149,8 +149,8 @@ def test_the_journal_is_exported_and_audited(
     assert page.read_text().startswith("<!doctype html>")
     # And when the store is emptied from outside, the audit reports it
     remove_unseen(store)
-    told = run("spark", "audit", str(tmp_path / "journal"), json=False)
-    assert told.exit_code == 1 and "lost" in told.output and "billing" in told.output
+    audited = run("spark", "audit", str(tmp_path / "journal"), json=False)
+    assert audited.exit_code == 1 and "lost" in audited.output and "billing" in audited.output
 
 
 def remove_unseen(store: StoreAt) -> None:
@@ -169,7 +169,7 @@ def test_a_dispatcher_runs_until_stopped(run: Callable[..., Result], store: Stor
             time.sleep(0.2)
         stop_dispatcher(settings)
 
-    # When the command runs, and is told to stop from elsewhere
+    # When the command runs, and another process stops it
     thread = threading.Thread(target=stop_when_empty)
     thread.start()
     result = run("spark", "dispatch", "--shards", "1")

@@ -71,9 +71,9 @@ def test_a_job(spark: SparkSession, store: StoreAt, source: Path, step: str) -> 
             data.write.format(FORMAT).mode("append").options(**store.options, runId="campaign").save()
 
     # When the commit of a job is killed
-    with killed_at(step, store, job) as result, pytest.raises(ConfigurationError) as told:
+    with killed_at(step, store, job) as result, pytest.raises(ConfigurationError) as caught:
         result()
-    assert "\n" not in str(told.value) and "\tat " not in str(told.value)
+    assert "\n" not in str(caught.value) and "\tat " not in str(caught.value)
     # Then all or nothing has happened, and nothing else is left
     assert (store.ids(), staged(store)) == (IDS if step == "committed" else [], [STREAMS])
     # And run again the job does the rest: pending ids would be an error

@@ -85,7 +85,7 @@ def test_near_messages_go_to_the_levels_and_far_ones_to_the_store(
     headers = there["near"].headers
     assert headers[Headers.DELIVER_AT] == to_wire_time(now + HOUR) and headers[Headers.ORIGINATING_ENDPOINT] == ENDPOINT
     assert tiers.hot.ids() == ["waits"] and tiers.ids() == ["far", "waits"]
-    # And what went nowhere is told, by the run that is only repeated too
+    # And rows that went nowhere are reported, by the repeated run too
     assert (again.sent, again.cold, again.duplicates, again.rejected, again.repeated) == (2, 1, 2, 2, True)
     for one in (done, again):
         reasons = {row["id"]: row["reason"] for row in one.rejected_rows.toArrow().to_pylist()}

@@ -152,8 +152,8 @@ def test_a_slice_that_fails_leaves_a_run_to_resume(
         Migration(plan(legacy, store.url)).run(spark)
     assert (len(store.ids()), len(legacy.ids(ENDPOINT))) == (4, 6)
     # When it goes on, then everything moves, and no table is left that holds nothing
-    told: list[tuple[int, int]] = []
-    resumed = Migration(plan(legacy, store.url), progress=lambda *numbers: told.append(numbers))
+    reported: list[tuple[int, int]] = []
+    resumed = Migration(plan(legacy, store.url), progress=lambda *numbers: reported.append(numbers))
     assert resumed.resume(spark).complete
-    assert (len(store.ids()), told[-1]) == (10, (10, 10))
+    assert (len(store.ids()), reported[-1]) == (10, (10, 10))
     assert len([name for name in legacy.everything() if name.startswith("delayline_holding")]) == 3

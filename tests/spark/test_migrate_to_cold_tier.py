@@ -84,7 +84,7 @@ def test_near_messages_arrive_and_far_ones_are_stored_in_files(
         assert store.ids() == [Timeout(number).id for number in (1, 2)]
         verified = verify(legacy.source, target, spark)
         assert (verified.ok, verified.moved, verified.waiting, verified.repeatable) == (True, 5, 5, [])
-        # and the store's journal has heard of both tiers
+        # and the store's journal has events of both tiers
         with psycopg.connect(store.url) as connection:
             journaled = connection.execute("SELECT id FROM delayline_journal WHERE event = 'scheduled'").fetchall()
         assert sorted(one for (one,) in journaled) == sorted([*(Timeout(n).id for n in range(1, 7)), "other"])

@@ -1,4 +1,4 @@
-"""Files and tables become delayed messages; what cannot be one is told, with its file and line."""
+"""Files and tables become delayed messages; a row that cannot be one is reported with its file and line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_csv_with_faults_keeps_them_apart_with_their_lines(spark: SparkSession, 
     found = {message.id: message for message in store.messages()}
     assert {message.due for message in found.values()} == {DUE}
     assert found["b, quoted"].message.body == b'say "hi"'
-    # And each fault is told with its place
+    # And each fault is reported with its place
     rows = sorted(result.rejected_rows.toArrow().to_pylist(), key=lambda row: row["line"])
     assert [row["line"] for row in rows] == [4, 6, 7, 8]
     assert all(row["file"].endswith("reminders.csv") for row in rows)
@@ -142,12 +142,12 @@ def test_files_that_do_not_go_together_are_refused(spark: SparkSession, store: S
     data = many(spark, 10).coalesce(1)
     data.write.parquet(str(parquet))
     data.withColumn("due", data.due.cast("string")).write.mode("append").parquet(str(parquet))
-    # Then each is told in a line, and nothing is stored
+    # Then each is reported in a line, and nothing is stored
     with pytest.raises(ConfigurationError, match=r"b\.csv' begins with 'destination,id,due', and .*a\.csv'"):
         schedule(csv, target(store), form="csv", spark=spark)
-    with pytest.raises(ConfigurationError, match=r"(?i)parquet") as told:
+    with pytest.raises(ConfigurationError, match=r"(?i)parquet") as caught:
         schedule(parquet, target(store), form="parquet", spark=spark)
-    assert "\n" not in str(told.value) and "\tat " not in str(told.value)
+    assert "\n" not in str(caught.value) and "\tat " not in str(caught.value)
     assert store.ids() == []
     # And a folder without rows is accepted, and one without files is named in the error
     many(spark, 0).write.parquet(str(tmp_path / "none"))
@@ -171,9 +171,9 @@ def test_executors_without_delayline_are_reported(
     monkeypatch.setattr(spark.sparkContext, "pythonExec", str(python))
     # Then the job says what to install there
     cold = JobTarget(store.url, endpoint="sales", cold_tier=str(tmp_path / "cold"))
-    with pytest.raises(ConfigurationError, match="the executors cannot import 'delayline': install") as told:
+    with pytest.raises(ConfigurationError, match="the executors cannot import 'delayline': install") as caught:
         schedule(frame(spark, "a"), cold, spark=spark)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(caught.value)
     assert store.ids() == []
 
 

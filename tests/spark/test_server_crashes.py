@@ -53,9 +53,9 @@ def test_a_database_that_crashes_in_the_middle_of_jobs(
     # Then the job says that it has lost them, and nothing is stored; or every task came after the crash, once more
     try:
         stored = job(run="nightly")
-    except BackendUnavailable as told:
-        assert re.search(r"has crashed since they were written|does not answer", str(told))
-        assert "\n" not in str(told)
+    except BackendUnavailable as caught:
+        assert re.search(r"has crashed since they were written|does not answer", str(caught))
+        assert "\n" not in str(caught)
         assert (tiers.hot.ids(), staged(tiers.hot)) == ([], [])
         # And run again it does everything
         stored = job(run="nightly")
@@ -96,10 +96,10 @@ def test_a_store_that_the_executors_cannot_reach(
             crashing.stop()
         return False
 
-    # Then that is told in a line
-    with pytest.raises(BackendUnavailable) as told:
+    # Then that is reported in a line
+    with pytest.raises(BackendUnavailable) as caught:
         schedule(in_python(many(spark, NUMBER), go), tiers.target, hot_horizon=HOUR * 1_000_000, spark=spark)
-    assert str(crashing.port) in str(told.value) and "\n" not in str(told.value)
+    assert str(crashing.port) in str(caught.value) and "\n" not in str(caught.value)
     assert "\tat " not in capfd.readouterr().err
     # And nothing is half there
     crashing.start()

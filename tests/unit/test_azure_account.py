@@ -1,4 +1,4 @@
-"""Where an account is, said in a URL: what cannot work is refused at once, and no secret is told."""
+"""URLs of accounts: one that cannot work is refused at once, and no error has a secret."""
 
 import base64
 from datetime import timedelta

@@ -275,10 +275,10 @@ async def test_a_savepoint_undoes_its_part_and_the_transaction_goes_on() -> None
             async with transaction.savepoint():
                 transaction.on_commit(lambda: happened.append("undone effect"))
                 transaction.on_rollback(lambda: happened.append("compensated"))
-                transaction.after_commit(lambda: happened.append("told too early"))
+                transaction.after_commit(lambda: happened.append("called too early"))
                 transaction.after_end(lambda: happened.append("ended"))
                 raise BOOM
         assert happened == ["compensated", "ended"]
         async with transaction.savepoint():
-            transaction.after_commit(lambda: happened.append("told"))
-    assert happened == ["compensated", "ended", "kept effect", "told"]
+            transaction.after_commit(lambda: happened.append("called"))
+    assert happened == ["compensated", "ended", "kept effect", "called"]

@@ -27,8 +27,8 @@ def test_bars_are_as_high_as_their_numbers() -> None:
 def test_columns_stack_the_busiest_destinations_and_the_others_together() -> None:
     names = ["a", "b", "c", "d", "e", "f"]
     values = [(HOUR, name, 10 - place) for place, name in enumerate(names)]
-    told = [one.findtext("title") for one in shapes(stacked(values), "rect")]
-    assert told[:6] == [
+    titles = [one.findtext("title") for one in shapes(stacked(values), "rect")]
+    assert titles[:6] == [
         "2026-05-01 09:00 a: 10",
         "2026-05-01 09:00 b: 9",
         "2026-05-01 09:00 c: 8",

@@ -136,7 +136,7 @@ async def test_cancelled_while_another_process_writes_it_the_effect_is_certain_f
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
-    # Then it was written before that was told
+    # Then it was written before the caller was cancelled
     assert await kept(database) == ["a", "b"]
     assert await first == "a"
     await database.write(keep("c"))

@@ -104,11 +104,11 @@ def test_an_address_that_cannot_work_is_refused(text: str, said: str) -> None:
     ],
 )
 def test_errors_do_not_contain_passwords(text: str) -> None:
-    """Given a wrong address with a password, when refused, then no part of the password is told."""
+    """Given a wrong address with a password, when refused, then the error has no part of the password."""
     with pytest.raises(ConfigurationError) as caught:
         BrokerAddress.parse(text)
-    told = f"{caught.value!r} {caught.value.__cause__!r}"
-    assert all(part not in told for part in ("secr", "cret", "sec#", "ret@", "'et"))
+    error = f"{caught.value!r} {caught.value.__cause__!r}"
+    assert all(part not in error for part in ("secr", "cret", "sec#", "ret@", "'et"))
 
 
 def test_an_address_does_not_show_its_passwords() -> None:

@@ -199,7 +199,7 @@ def test_delayline_itself_never_loads_spark() -> None:
 
 
 def is_taken(headers: str) -> bool:
-    """Tell whether a send would take headers that read like that."""
+    """Return whether a send would take headers that read like that."""
     try:
         check_headers(json.loads(headers) if headers else {})
     except (ValueError, RecursionError, InvalidMessage):

@@ -181,7 +181,7 @@ def test_every_statement_declares_text_as_nvarchar(binary: Binary, text: str) ->
         # When it runs
         binary.singles.clear()
         one.run(on(cursor()), *(value_of(parameter, text) for parameter in parameters))
-        # Then the driver was told what every parameter is, however ASCII the text
+        # Then the driver got the type of every parameter, however ASCII the text
         for values, sizes in binary.singles:
             assert [kind for kind, *_ in sizes] == [expected(value) for value in values], name
             names.add(name)

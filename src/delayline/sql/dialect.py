@@ -367,6 +367,16 @@ class ServerClaims(Claims, Protocol):
         ...
 
 
+class Page(NamedTuple):
+    """The numbers that one look into a queue has found."""
+
+    claimed: list[int]
+    last: int
+    """The last number found, claimed or not."""
+    more: bool
+    """Whether as many were found as were asked for."""
+
+
 class WaitingReceiver(Protocol):
     """A receiver of one queue for which a move may claim messages, which saves the receiver's own look."""
 
@@ -385,8 +395,8 @@ class WaitingReceiver(Protocol):
 
 
 @runtime_checkable
-class ClaimsOfMoves(ServerClaims, Protocol):
-    """Claims that a move can make in the statement that moves the messages."""
+class ClaimsInStatements(ServerClaims, Protocol):
+    """Claims that are made in the statement that moves the messages to their queue, or that looks into the queue."""
 
     def register(self, receiver: WaitingReceiver) -> Callable[[], None]:
         """Claim moved messages for the receiver while it waits for some; return how to stop."""
@@ -398,6 +408,10 @@ class ClaimsOfMoves(ServerClaims, Protocol):
 
     async def move(self, move: ClaimingMove) -> Moved:
         """Run the move on the claims' connection, and claim the rows that it has locked."""
+        ...
+
+    async def take_next(self, queued: Table, queue: str, after: int, limit: int) -> Page:
+        """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims."""
         ...
 
 

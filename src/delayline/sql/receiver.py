@@ -20,7 +20,7 @@ from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted,
 from delayline.events import Event, emit
 from delayline.external import UNSET
 from delayline.message import Message
-from delayline.sql.dialect import ClaimsOfMoves
+from delayline.sql.dialect import ClaimsInStatements, Page
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import queue_channel
 from delayline.transport import QueueLimits, ReceivedMessage
@@ -74,7 +74,6 @@ class SqlReceiver:
     ) -> None:
         self._database = database
         self._statements = statements
-        self._queue = queue
         self._claims = claims
         self._idle = idle
         self._admission = admission
@@ -96,7 +95,8 @@ class SqlReceiver:
         self._receiving = False
         self._moved: list[ReceivedMessage] = []
         """Messages that moves have claimed for the `receive` in progress."""
-        self._unregister = claims.register(self) if isinstance(claims, ClaimsOfMoves) else _nothing
+        self._in_statements = claims if isinstance(claims, ClaimsInStatements) else None
+        self._unregister = _nothing if self._in_statements is None else self._in_statements.register(self)
         self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._notified)
 
     @property
@@ -144,7 +144,7 @@ class SqlReceiver:
                 continue
             began = time.monotonic()
             try:
-                await self._database.read(partial(self._claim, limit=admitted, batch=batch, expired=expired))
+                await self._claim(admitted, batch, expired)
                 await self._discard(expired)
                 confirmed = not batch or await self._admission.confirm()
             except BaseException:
@@ -164,7 +164,7 @@ class SqlReceiver:
                 return batch
             if not expired and not self._moved:
                 self._wait_for_moves(limit)
-                await self._idle.wait(self._queue, self._event)
+                await self._idle.wait(self.queue, self._event)
                 self._is_notified |= not self._moved
         return []
 
@@ -234,7 +234,7 @@ class SqlReceiver:
         self._admission.ended(numbers)
         with contextlib.suppress(BackendUnavailable):  # then the server ends the claims with their connection
             await self._database.read(lambda _: self._claims.flush())
-        self._database.notifications.notify(queue_channel(self._queue))
+        self._database.notifications.notify(queue_channel(self.queue))
 
     def _notified(self, at: int) -> None:
         if at == LIMITS_CHANGED:
@@ -249,13 +249,13 @@ class SqlReceiver:
             self._claims.release(numbers)
             self._after = min(self._after, min(numbers) - 1)
             with contextlib.suppress(NotStarted):  # closed meanwhile, which ends the claims
-                self._database.notifications.notify(queue_channel(self._queue))
+                self._database.notifications.notify(queue_channel(self.queue))
 
     def _forget(self, numbers: Sequence[int]) -> None:
         """Drop the claims on messages that were handled."""
         self._claims.forget(numbers)
         if self._admission.ended(numbers):
-            self._database.notifications.notify(queue_channel(self._queue))  # others may wait for their slots
+            self._database.notifications.notify(queue_channel(self.queue))  # others may wait for their slots
 
     def holds(self, received: ReceivedMessage) -> bool:
         """Return whether this process still claims the message, as of its last request."""
@@ -272,53 +272,79 @@ class SqlReceiver:
         self._unsubscribe()
         self._event.set()
 
-    def _claim(
-        self, connection: Connection, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
-    ) -> None:
-        """Claim rows from the last one claimed before on; at intervals, and if there are none, from the first one on.
+    async def _claim(self, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]) -> None:
+        """Claim messages from the last one claimed before on; at intervals, and if there are none, from the first one.
 
-        Rows before the last one are those of transactions that took longer, and those that other processes gave back.
+        Those before the last one are of transactions that took longer, or were given back by other processes.
         """
         if time.monotonic() - self._full_at < FULL_LOOK_EVERY:
-            self._claim_after(self._after, connection, limit, batch, expired)
+            await self._claim_after(self._after, limit, batch, expired)
         if not batch and not expired:
             self._full_at = time.monotonic()
-            self._claim_after(0, connection, limit, batch, expired)
+            await self._claim_after(0, limit, batch, expired)
 
-    def _claim_after(
+    async def _claim_after(
+        self, after: int, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
+    ) -> None:
+        """Claim messages page by page until there are enough."""
+        self._exhausted = False
+        more = True
+        while more and (wanted := limit - len(batch) - len(expired)) > 0:
+            if self._in_statements is not None:
+                page = await self._in_statements.take_next(self._statements.queued, self.queue, after, wanted)
+                await self._read_claimed(page.claimed, batch, expired)
+            else:
+                page = await self._database.read(
+                    partial(self._claim_page, after=after, limit=wanted, batch=batch, expired=expired)
+                )
+            if page.claimed:
+                self._after = max(self._after, page.claimed[-1])
+            after, more = page.last, page.more
+        self._exhausted = not more and len(batch) + len(expired) < limit
+
+    def _claim_page(
         self,
-        after: int,
         connection: Connection,
+        after: int,
         limit: int,
         batch: list[ReceivedMessage],
         expired: list[ReceivedMessage],
-    ) -> None:
-        """Claim rows page by page until there are enough; read those that are still there."""
-        self._exhausted = False
+    ) -> Page:
         size = limit if after else limit + self._claims.number_claimed
-        while len(batch) + len(expired) < limit:
-            page = [number for (number,) in self._statements.numbers.rows(connection, self._queue, after, size)]
-            wanted = limit - len(batch) - len(expired)
-            claimed = self._claims.take(page, wanted)
-            for received, is_expired in self._read(connection, claimed):
-                (expired if is_expired else batch).append(received)
-            if claimed:
-                self._after = max(self._after, claimed[-1])
-            if len(page) < size:
-                self._exhausted = len(batch) + len(expired) < limit
-                return
-            after = page[-1]
+        numbers = [number for (number,) in self._statements.numbers.rows(connection, self.queue, after, size)]
+        claimed = self._claims.take(numbers, limit)
+        if claimed:
+            try:
+                rows = self._statements.claimed.rows(connection, claimed)
+            except BaseException:
+                self._claims.release(claimed)
+                raise
+            self._add(claimed, rows, batch, expired)
+        return Page(claimed, numbers[-1] if numbers else after, len(numbers) == size)
 
-    def _read(self, connection: Connection, numbers: list[int]) -> list[tuple[ReceivedMessage, bool]]:
-        if not numbers:
-            return []
-        try:
-            rows = self._statements.claimed.rows(connection, numbers)
-        except BaseException:
-            self._claims.release(numbers)
-            raise
-        self._claims.forget(set(numbers) - {row[0] for row in rows})
-        return [(ReceivedMessage(Message.from_encoded(*row[1:4]), row[0]), bool(row[4])) for row in rows]
+    async def _read_claimed(
+        self, claimed: list[int], batch: list[ReceivedMessage], expired: list[ReceivedMessage]
+    ) -> None:
+        if claimed:
+            try:
+                rows = (await self._database.run_statement(self._statements.claimed, claimed)).rows
+            except BaseException:
+                self._claims.release(claimed)
+                raise
+            self._add(claimed, rows, batch, expired)
+
+    def _add(
+        self,
+        claimed: list[int],
+        rows: Sequence[tuple[Any, ...]],
+        batch: list[ReceivedMessage],
+        expired: list[ReceivedMessage],
+    ) -> None:
+        """Add messages that are still there; the others were handled before they were claimed."""
+        self._claims.forget(set(claimed) - {row[0] for row in rows})
+        for number, message_id, headers, body, is_expired in rows:
+            received = ReceivedMessage(Message.from_encoded(message_id, headers, body), number)
+            (expired if is_expired else batch).append(received)
 
     async def _discard(self, expired: list[ReceivedMessage]) -> None:
         """Delete expired messages."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
     from delayline.sql.database import Database
-    from delayline.sql.dialect import ClaimsOfMoves, Leases, Moved, Server
+    from delayline.sql.dialect import ClaimsInStatements, Leases, Moved, Server
     from delayline.sql.file_database import FileDatabase
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
@@ -432,7 +432,7 @@ class ServerRowClaims:
         forwarding = self._claiming
         if forwarding is None:
             return None
-        claims = cast("ClaimsOfMoves", self._database.claims(self._queued))
+        claims = cast("ClaimsInStatements", self._database.claims(self._queued))
         receiver = claims.waiting_receiver()
         # After a large move the next one would keep the claims' connection from acknowledgements and looks.
         if receiver is None or self._last_moved > receiver.wanted:

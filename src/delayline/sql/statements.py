@@ -168,6 +168,7 @@ class QueueStatements:
 
     def __init__(self, tables: QueueTables, dialect: Dialect) -> None:
         queued, queues = tables.queued, tables.queues
+        self.queued = queued
         columns, sql, of_queue = queued.c, dialect.sql, queued.c.queue == bindparam("name")
         numbers = select(columns.seq).where(of_queue, columns.seq > bindparam("after")).order_by(columns.seq)
         copies = select(columns.seq).where(of_queue, columns.id == bindparam("key")).order_by(columns.seq)

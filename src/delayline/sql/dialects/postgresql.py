@@ -8,7 +8,7 @@ import hashlib
 import json
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import BigInteger, String, Text, Uuid, cast, extract, literal_column
 from sqlalchemy.dialects import postgresql
@@ -25,7 +25,7 @@ from delayline.errors import (
     TransactionAborted,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders
-from delayline.sql.dialect import Moved, TableIdentity, TimeoutShape, conflict_columns
+from delayline.sql.dialect import Moved, Page, TableIdentity, TimeoutShape, conflict_columns
 from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
@@ -57,6 +57,8 @@ SETTINGS: Final = (
     "jit=off",
     "plan_cache_mode=force_generic_plan",
 )
+Result = TypeVar("Result")
+
 OPTIONS: Final = " ".join(f"-c {setting}" for setting in SETTINGS)
 FOR_SCANS: Final = (
     "SET LOCAL enable_seqscan = on",
@@ -481,6 +483,13 @@ SELECT pg_advisory_unlock(key) FROM (
   WHERE locktype = 'advisory' AND objsubid = 1 AND pid = pg_backend_pid()
 ) AS locked WHERE key <> ALL (ARRAY(SELECT %s + k FROM unnest(%s::bigint[]) AS k))
 """
+#: The first part returns no rows. The limit is inside, so that no further rows are locked.
+ADVISORY_TAKE_NEXT: Final = """
+SELECT k, false FROM unnest(%s::bigint[]) AS k WHERE pg_advisory_unlock(%s + k) IS NULL
+UNION ALL SELECT seq, pg_try_advisory_lock(%s + seq) FROM (
+  SELECT seq FROM {queued} WHERE queue = %s AND seq > %s AND seq <> ALL (%s::bigint[]) ORDER BY seq LIMIT %s
+) AS page
+"""
 ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigint[]) AS k"
 
 
@@ -491,8 +500,9 @@ class AdvisoryLockClaims(SessionClaims):
         from delayline.sql.dialects.postgresql_binary import LoopStatements
 
         super().__init__(database)
-        self._errors = dialect.errors
-        self._moves = LoopStatements(database, dialect, self._session, self._in_use, self._lock_again)
+        self._dialect = dialect
+        self._statements = LoopStatements(database, dialect, self._session, self._in_use, self._lock_again)
+        self._take_next: dict[Table, Prepared] = {}
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
         self._receivers: list[WaitingReceiver] = []
@@ -526,55 +536,106 @@ class AdvisoryLockClaims(SessionClaims):
 
     async def move(self, move: ClaimingMove) -> Moved:
         """Run the move on the claims' connection, and claim the rows that it has locked."""
-        found: list[Moved] = []
 
-        def claim(result: StatementResult) -> None:
+        def claimed(moved: Moved) -> tuple[Moved, list[int]]:
+            return moved, [row[0] for row in moved.claimed]
+
+        def read(result: StatementResult) -> tuple[Moved, list[int]] | None:
             moved = move.moved(result.rows)
-            if moved is not None:
-                self._claim(moved, found)
+            return None if moved is None else claimed(moved)
+
+        statement, values = move.statement(self._base)
+        return await self._claim(statement, values, read, lambda connection: claimed(move.run(connection, self._base)))
+
+    async def take_next(self, queued: Table, queue: str, after: int, limit: int) -> Page:
+        """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims."""
+        statement = self._take_next.get(queued)
+        if statement is None:
+            name = self._dialect.sql.identifier_preparer.format_table(queued)
+            statement = self._take_next[queued] = Prepared.of_text(ADVISORY_TAKE_NEXT.format(queued=name))
+        with self._lock:
+            released, self._released = self._released, []
+            own = [row for row in self._claimed if row > after]
+        values = (released, self._base, self._base, queue, after, own, limit)
+
+        def read(result: StatementResult) -> tuple[Page, list[int]]:
+            locked = [number for number, is_locked in result.rows if is_locked]
+            with self._lock:  # another event loop's look may have claimed some since `own` was read
+                claimed = [number for number in locked if number not in self._claimed]
+                self._released += set(locked).difference(claimed)
+            released.clear()  # they are unlocked
+            last = result.rows[-1][0] if result.rows else after
+            return Page(claimed, last, len(result.rows) == limit), claimed
 
         try:
-            await self._moves.run(*move.statement(self._base), claim)
-            if not found:
-                await self._database.run(partial(self._move, move, found))
+            return await self._claim(
+                statement, values, read, lambda connection: read(statement.result(connection, *values))
+            )
         except asyncio.CancelledError:
-            self.release(row[0] for moved in found for row in moved.claimed)
+            with self._lock:  # those of a statement that has not run
+                self._released += released
+            raise
+
+    async def _claim(
+        self,
+        statement: Prepared,
+        values: tuple[Any, ...],
+        read: Callable[[StatementResult], tuple[Result, list[int]] | None],
+        run: Callable[[Connection], tuple[Result, list[int]]],
+    ) -> Result:
+        """Run a statement that locks rows on the claims' connection, and claim these rows.
+
+        Args:
+            statement: The statement.
+            values: Its parameters.
+            read: Returns the result and the locked rows; None if nothing was done and `run` must be called.
+            run: The same on a worker thread, where the event loop cannot run the statement.
+        """
+        found: list[tuple[Result, list[int]]] = []
+
+        def claim(one: tuple[Result, list[int]] | None) -> None:
+            if one is not None:
+                with self._lock:
+                    self._claimed.update(one[1])
+                found.append(one)
+
+        def run_in_session() -> None:
+            with self._in_session():
+                claim(self._session.run(partial(self._run_locking, run), commits=True))
+
+        try:
+            await self._statements.run(statement, values, lambda result: claim(read(result)))
+            if not found:
+                await self._database.run(run_in_session)
+        except asyncio.CancelledError:
+            self.release(row for _, claimed in found for row in claimed)
             raise
         except BaseException:  # locks outlast the transaction that has taken them
             with contextlib.suppress(DelaylineError):  # the locks of a lost connection end with it
                 await self._database.run(self._unlock_others)
             raise
-        return found[0]
+        return found[0][0]
 
-    def _move(self, move: ClaimingMove, found: list[Moved]) -> None:
-        with self._in_session():
-            self._claim(self._session.run(partial(self._move_on, move), commits=True), found)
-
-    def _move_on(self, move: ClaimingMove, connection: Connection) -> Moved:
+    def _run_locking(self, run: Callable[[Connection], Result], connection: Connection) -> Result:
         self._lock_again(connection)
         try:
-            return move.run(connection, self._base)
+            return run(connection)
         except BaseException:
             self._unlock_unclaimed(connection)
             raise
 
-    def _claim(self, moved: Moved, found: list[Moved]) -> None:
-        with self._lock:
-            self._claimed.update(row[0] for row in moved.claimed)
-        found.append(moved)
-
     def _unlock_others(self) -> None:
-        """Unlock rows that a failed move has locked."""
+        """Unlock rows that a failed statement has locked."""
         with self._in_session():
             self._session.run(self._unlock_unclaimed)
 
     def _reclaim(self) -> None:
-        self._moves.reclaim()
+        self._statements.reclaim()
 
     def _unlock_unclaimed(self, connection: Connection) -> None:
         with self._lock:
             known = [*self._claimed, *self._released]
-        with contextlib.suppress(*self._errors):  # the locks of a lost connection end with it
+        with contextlib.suppress(*self._dialect.errors):  # the locks of a lost connection end with it
             run(connection, ADVISORY_UNLOCK_OTHERS, self._base, known)
 
 

@@ -906,7 +906,7 @@ class StoreLookups(StoreFixtures):
 
 
 class StoreSignals(StoreFixtures):
-    """Telling the poller that something was stored."""
+    """Notifications that a message was stored."""
 
     async def test_a_store_wakes(self, waking: NotifyingStore) -> None:
         """The callback gets the due time, once the message can be fetched."""

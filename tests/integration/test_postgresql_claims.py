@@ -1,4 +1,4 @@
-"""Moves that claim messages for a receiver which waits: it receives them without a look of its own."""
+"""Claims of messages in the statement that moves them for a receiver which waits, or that looks into the queue."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import pytest
 from tests.eventually import eventually_async
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport, TransactionMode
+from delayline.sql.dialects.postgresql import AdvisoryLockClaims
 from delayline.sql.receiver import SqlReceiver
+from delayline.sql.statements import queue_channel
 from delayline.testing.conformance.messages import AT, delayed, operation
 from delayline.testing.conformance.transport import ids, received
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
+    from delayline.sql.dialect import Page
     from delayline.transport import ReceivedMessage
 
 PATIENCE = 20.0
@@ -80,11 +83,15 @@ async def sales(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     await sales.store.initialize("sales", TransactionMode.RECEIVE_ONLY)
     await sales.transport.start()
 
-    def counted(receiver: SqlReceiver, *args: object, **options: object) -> None:
+    async def counted(receiver: SqlReceiver, *args: object) -> None:
         sales.looks += 1
-        claim(receiver, *args, **options)  # type: ignore[arg-type]
+        await claim(receiver, *args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(SqlReceiver, "_claim", counted)
+    listening = asyncio.Event()  # before that messages may come without a notification, and receivers look once more
+    stop = sales.transport._database.notifications.subscribe(queue_channel("sales"), lambda _: listening.set())
+    await asyncio.wait_for(listening.wait(), PATIENCE)
+    stop()
     sales.receiver = await sales.transport.receiver("sales")
     yield sales
     await sales.receiver.stop()
@@ -92,8 +99,12 @@ async def sales(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
     await sales.store.close()
 
 
-async def test_a_waiting_receiver_gets_moved_messages_without_a_look(sales: Sales) -> None:
-    # Given a receiver that has found its queue empty
+async def test_a_waiting_receiver_gets_moved_messages_without_a_look(
+    sales: Sales, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a receiver that has found its queue empty, and that does not look at intervals
+    monkeypatch.setattr("delayline.sql.receiver.FULL_LOOK_EVERY", PATIENCE)
+    monkeypatch.setattr(sales.receiver._idle, "_interval", PATIENCE)
     waits = await sales.waits(2)
     looks = sales.looks
     # When three messages are moved
@@ -163,9 +174,9 @@ async def test_messages_of_a_cancelled_move_are_received(sales: Sales, postgresq
     assert sorted(await asyncio.wait_for(waits, PATIENCE)) == ["m0", "m1"]
 
 
-async def _waits(connection: psycopg.Connection) -> bool:
-    query = "SELECT FROM pg_locks WHERE locktype = 'advisory' AND NOT granted"
-    return bool(connection.execute(query).fetchall())
+async def _waits(connection: psycopg.Connection, kind: str = "advisory") -> bool:
+    query = "SELECT FROM pg_locks WHERE locktype = %s AND NOT granted"
+    return bool(connection.execute(query, [kind]).fetchall())
 
 
 async def test_a_move_whose_event_loop_is_closed_does_not_keep_the_claims(sales: Sales, postgresql_url: str) -> None:
@@ -247,6 +258,69 @@ async def test_an_answer_that_cannot_be_read_keeps_no_claims(sales: Sales, postg
         await eventually_async(lambda: waits.done() or not locks(connection))
     # Then the moved message is received
     assert await asyncio.wait_for(waits, PATIENCE) == ["m0"]
+
+
+async def test_looks_at_the_same_time_claim_each_message_once(sales: Sales, postgresql_url: str) -> None:
+    # Given a queue with ten messages, and two receivers that have looked before
+    other = await sales.transport.receiver("sales")
+    for receiver in (sales.receiver, other):
+        await sales.transport.dispatch([operation("sales", "first")])
+        await receiver.acknowledge_many(await received(receiver, 1))
+    await sales.transport.dispatch([operation("sales", f"m{n}") for n in range(10)])
+    # When both look at once
+    found = [*await asyncio.gather(sales.receiver.receive(5), other.receive(5))]
+    # Then each message is claimed by one of them, and locked once: given back, it is free for other processes
+    assert sorted(ids([one for batch in found for one in batch])) == [f"m{n}" for n in range(10)]
+    for batch in found:
+        await sales.receiver.release_many(batch)
+    with psycopg.connect(postgresql_url) as connection:
+        await eventually_async(lambda: _is_unlocked(connection))
+    await other.stop()
+
+
+@pytest.mark.parametrize("earlier", [0, 2])
+async def test_messages_of_a_cancelled_look_are_free(sales: Sales, postgresql_url: str, earlier: int) -> None:
+    # Given a look that is cancelled while it waits for the server, as the first on its connection or later
+    for _ in range(earlier):
+        await sales.transport.dispatch([operation("sales", "earlier")])
+        await sales.receiver.acknowledge_many(await received(sales.receiver, 1))
+    await sales.transport.dispatch([operation("sales", f"m{n}") for n in range(3)])
+    with psycopg.connect(postgresql_url) as connection:
+        connection.execute("LOCK TABLE delayline_messages")
+        receiving = asyncio.create_task(sales.receiver.receive(5))
+        await eventually_async(lambda: _waits(connection, "relation"))
+        receiving.cancel()
+        connection.commit()
+        with pytest.raises(asyncio.CancelledError):
+            await receiving
+        # Then its messages are free
+        await eventually_async(lambda: _is_unlocked(connection))
+    assert sorted(ids(await received(sales.receiver, 3))) == ["m0", "m1", "m2"]
+
+
+async def test_a_message_that_was_handled_before_it_was_locked_is_not_received(
+    sales: Sales, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a message that another process deletes after the look has found it, and before it is read
+    await sales.transport.dispatch([operation("sales", f"m{n}") for n in range(2)])
+    claims = sales.receiver._claims
+    assert isinstance(claims, AdvisoryLockClaims)
+    take_next = claims.take_next
+
+    async def then_delete(*args: object) -> Page:
+        page = await take_next(*args)  # type: ignore[arg-type]
+        async with await psycopg.AsyncConnection.connect(postgresql_url) as connection:
+            await connection.execute("DELETE FROM delayline_messages WHERE id = 'm0'")
+        return page
+
+    monkeypatch.setattr(claims, "take_next", then_delete)
+    # When it is received, then only the other one is, and only that is claimed
+    assert ids(list(await sales.receiver.receive(5))) == ["m1"]
+    assert claims.number_claimed == 1
+
+
+async def _is_unlocked(connection: psycopg.Connection) -> bool:
+    return not locks(connection)
 
 
 def locks(connection: psycopg.Connection) -> int:
