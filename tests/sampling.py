@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 Case = TypeVar("Case")
 
 #: One in so many of the cases marked `slow` is run.
-SLOW_SHARE: Final = 3
+SLOW_SHARE: Final = 4
 SEED: Final = os.environ.get("DELAYLINE_TEST_SAMPLE", "")
 
 
 def select(items: list[pytest.Item], config: pytest.Config) -> None:
     """In `make test`, deselect tests marked `long`, and sample those marked `sample` and `slow`.
 
-    Of a test or group marked `sample(N)` N cases are kept, of the cases of all tests marked `slow` a third.
+    Of a test or group marked `sample(N)` N cases are kept, of the cases of all tests marked `slow` a quarter.
     """
     if not SEED:
         return
