@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 AT_LEAST_ONCE = {"transaction_mode": "RECEIVE_ONLY"}
 EXACTLY_ONCE = {"transaction_mode": "TRANSACTION_SCOPE"}
-BEST = {"concurrency": 256}
+BEST = {"concurrency": 500}
 #: Slow peers get so many messages: their rate is flat.
 FEW = max(1000, NUMBER // 10)
 
