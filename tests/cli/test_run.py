@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 SHOP = """
-import asyncio, pathlib
+import asyncio, gc, pathlib
 from delayline import *
 from delayline.sync import SyncEndpoint
 
@@ -32,6 +32,8 @@ async def handle(message, context):
         await asyncio.sleep(0.5)
     if message.text == "endless":
         await asyncio.sleep(3600)
+    while message.text == "frozen" and not gc.get_freeze_count():
+        await asyncio.sleep(0.01)
     pathlib.Path("handled").write_text(message.text)
 
 async def fail(endpoint, text, error):
@@ -69,6 +71,15 @@ def test_a_signal_stops_it_after_messages_in_flight(
     assert json.loads(out) == {"endpoint": "billing", "stopped_by": number.name}
     assert Path("handled").read_text() == "slow"
     assert messages_in("billing") == []
+
+
+def test_the_garbage_collector_leaves_modules_alone(
+    shop: Callable[..., Result], processes: list[subprocess.Popen[str]]
+) -> None:
+    """Given an endpoint that has started, when a handler runs, then full collections pass over what was there."""
+    shop("send", "billing", "frozen")
+    processes.append(delayline_process("run", "shop:billing"))
+    eventually(Path("handled").exists)
 
 
 def test_logs_are_json_on_request(shop: Callable[..., Result], processes: list[subprocess.Popen[str]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import difflib
+import gc
 import importlib
 import importlib.util
 import os
@@ -216,6 +217,8 @@ async def run_until_stopped(
     stopped_by: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     with _stopped_by_signal(stopped_by, parent_pipe):
         async with endpoint:
+            gc.collect()
+            gc.freeze()  # full collections would traverse the modules again and again: see production.md
             started()
             by_itself = asyncio.ensure_future(endpoint.wait_stopped())
             either: list[asyncio.Future[Any]] = [stopped_by, by_itself]
