@@ -15,12 +15,14 @@ from tests.integration.rabbitmq_queues import (
     to_queue,
     until_outstanding,
 )
+from tests.integration.wire_between import wire_to
 
 from delayline import Headers, Message
 from delayline.message import encode_headers
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 
 if TYPE_CHECKING:
+    from tests.integration.wire_between import Wire
     from tests.servers.rabbitmq import RabbitmqServer
 
 
@@ -92,16 +94,18 @@ async def test_publishing_an_empty_sequence_does_nothing(rabbitmq_url: str) -> N
 async def test_closing_waits_for_outstanding_confirms(rabbitmq_url: str) -> None:
     """Given 500 publications that are not confirmed, when the publisher is closed, then all are confirmed first."""
     await declare(rabbitmq_url, "closing", queue_type="quorum")
-    async with opened(rabbitmq_url) as publisher:
+    async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
+        wire.hold_answers()
         failures, _ = await asyncio.gather(
-            publisher.publish([to_queue("closing") for _ in range(500)]), _closed_meanwhile(publisher)
+            publisher.publish([to_queue("closing") for _ in range(500)]), _closed_meanwhile(publisher, wire)
         )
         assert failures == {}
     assert len(await drain(rabbitmq_url, "closing")) == 500
 
 
-async def _closed_meanwhile(publisher: Publisher) -> None:
+async def _closed_meanwhile(publisher: Publisher, wire: Wire) -> None:
     await until_outstanding(publisher, 500)
+    asyncio.get_running_loop().call_soon(wire.let_through)
     await publisher.close()
 
 
