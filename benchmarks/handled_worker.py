@@ -63,7 +63,7 @@ def due_of(settings: Settings) -> datetime | None:
 
 
 def ready() -> None:
-    """Print that the worker has started; the garbage collector leaves what there is alone, as in `delayline run`."""
+    """Print that the worker has started; the garbage collector leaves what there is alone."""
     gc.collect()
     gc.freeze()
     print("ready", flush=True)

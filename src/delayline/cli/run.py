@@ -216,9 +216,9 @@ async def run_until_stopped(
     """
     stopped_by: asyncio.Future[str] = asyncio.get_running_loop().create_future()
     with _stopped_by_signal(stopped_by, parent_pipe):
+        gc.collect()  # before messages are handled, which would wait for it
+        gc.freeze()  # full collections would traverse the modules again and again: see production.md
         async with endpoint:
-            gc.collect()
-            gc.freeze()  # full collections would traverse the modules again and again: see production.md
             started()
             by_itself = asyncio.ensure_future(endpoint.wait_stopped())
             either: list[asyncio.Future[Any]] = [stopped_by, by_itself]
