@@ -274,7 +274,7 @@ async def test_looks_at_the_same_time_claim_each_message_once(sales: Sales, post
     for batch in found:
         await sales.receiver.release_many(batch)
     with psycopg.connect(postgresql_url) as connection:
-        await eventually_async(lambda: _is_unlocked(connection))
+        await eventually_async(lambda: not locks(connection))
     await other.stop()
 
 
@@ -294,7 +294,7 @@ async def test_messages_of_a_cancelled_look_are_free(sales: Sales, postgresql_ur
         with pytest.raises(asyncio.CancelledError):
             await receiving
         # Then its messages are free
-        await eventually_async(lambda: _is_unlocked(connection))
+        await eventually_async(lambda: not locks(connection))
     assert sorted(ids(await received(sales.receiver, 3))) == ["m0", "m1", "m2"]
 
 
@@ -317,10 +317,6 @@ async def test_a_message_that_was_handled_before_it_was_locked_is_not_received(
     # When it is received, then only the other one is, and only that is claimed
     assert ids(list(await sales.receiver.receive(5))) == ["m1"]
     assert claims.number_claimed == 1
-
-
-async def _is_unlocked(connection: psycopg.Connection) -> bool:
-    return not locks(connection)
 
 
 def locks(connection: psycopg.Connection) -> int:

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from delayline.sql.prepared import StatementResult
     from delayline.sql.schema import QueueTables
 
+Result = TypeVar("Result")
+
 OLDEST: Final = 13
 SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
 PART: Final = 250  # rows of a large insert that go to the server at once
@@ -57,8 +59,6 @@ SETTINGS: Final = (
     "jit=off",
     "plan_cache_mode=force_generic_plan",
 )
-Result = TypeVar("Result")
-
 OPTIONS: Final = " ".join(f"-c {setting}" for setting in SETTINGS)
 FOR_SCANS: Final = (
     "SET LOCAL enable_seqscan = on",
@@ -502,7 +502,6 @@ class AdvisoryLockClaims(SessionClaims):
         super().__init__(database)
         self._dialect = dialect
         self._statements = LoopStatements(database, dialect, self._session, self._in_use, self._lock_again)
-        self._take_next: dict[Table, Prepared] = {}
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
         self._receivers: list[WaitingReceiver] = []
@@ -549,12 +548,8 @@ class AdvisoryLockClaims(SessionClaims):
 
     async def take_next(self, queued: Table, queue: str, after: int, limit: int) -> Page:
         """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims."""
-        statement = self._take_next.get(queued)
-        if statement is None:
-            name = self._dialect.sql.identifier_preparer.format_table(queued)
-            statement = self._take_next[queued] = Prepared.of_text(ADVISORY_TAKE_NEXT.format(queued=name))
+        statement, released = _take_next(queued, self._dialect), self._take_released()
         with self._lock:
-            released, self._released = self._released, []
             own = [row for row in self._claimed if row > after]
         values = (released, self._base, self._base, queue, after, own, limit)
 
@@ -581,15 +576,15 @@ class AdvisoryLockClaims(SessionClaims):
         statement: Prepared,
         values: tuple[Any, ...],
         read: Callable[[StatementResult], tuple[Result, list[int]] | None],
-        run: Callable[[Connection], tuple[Result, list[int]]],
+        on_thread: Callable[[Connection], tuple[Result, list[int]]],
     ) -> Result:
         """Run a statement that locks rows on the claims' connection, and claim these rows.
 
         Args:
             statement: The statement.
             values: Its parameters.
-            read: Returns the result and the locked rows; None if nothing was done and `run` must be called.
-            run: The same on a worker thread, where the event loop cannot run the statement.
+            read: Returns the result and the locked rows; None if nothing was done and `on_thread` must be called.
+            on_thread: The same on a worker thread, where the event loop cannot run the statement.
         """
         found: list[tuple[Result, list[int]]] = []
 
@@ -601,7 +596,7 @@ class AdvisoryLockClaims(SessionClaims):
 
         def run_in_session() -> None:
             with self._in_session():
-                claim(self._session.run(partial(self._run_locking, run), commits=True))
+                claim(self._session.run(partial(self._run_locking, on_thread), commits=True))
 
         try:
             await self._statements.run(statement, values, lambda result: claim(read(result)))
@@ -616,10 +611,10 @@ class AdvisoryLockClaims(SessionClaims):
             raise
         return found[0][0]
 
-    def _run_locking(self, run: Callable[[Connection], Result], connection: Connection) -> Result:
+    def _run_locking(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         self._lock_again(connection)
         try:
-            return run(connection)
+            return work(connection)
         except BaseException:
             self._unlock_unclaimed(connection)
             raise
@@ -637,6 +632,11 @@ class AdvisoryLockClaims(SessionClaims):
             known = [*self._claimed, *self._released]
         with contextlib.suppress(*self._dialect.errors):  # the locks of a lost connection end with it
             run(connection, ADVISORY_UNLOCK_OTHERS, self._base, known)
+
+
+@lru_cache(maxsize=64)
+def _take_next(queued: Table, dialect: Postgresql) -> Prepared:
+    return Prepared.of_text(ADVISORY_TAKE_NEXT.format(queued=dialect.sql.identifier_preparer.format_table(queued)))
 
 
 # Due messages go from store to queue in PostgreSQL in one statement: one round trip, no body leaves the server.

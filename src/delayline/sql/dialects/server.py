@@ -586,6 +586,10 @@ class SessionClaims(ABC):
     def _settle(self, connection: Connection) -> list[int]:
         """Return the rows to unlock; after a lost connection, lock again the rows that are still free."""
         self._lock_again(connection)
+        return self._take_released()
+
+    def _take_released(self) -> list[int]:
+        """Return the rows to unlock; the caller unlocks them."""
         with self._lock:
             released, self._released = self._released, []
         return released
