@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import logging
+import math
 import os
 import selectors
 import threading
@@ -83,7 +84,7 @@ class PostgresqlNotifications:
         self._unsent: dict[str, int] = {}
         self._sends_at: float | None = None
         """When other processes are notified next; None if that is not scheduled."""
-        self._sent_at = 0.0
+        self._sent_at = -math.inf
         self._sleeping: dict[str, str] = {}
         self._registered: dict[str, datetime] = {}
         self._thread: threading.Thread | None = None
@@ -283,7 +284,7 @@ class NotificationListener:
         self._connection = connection
         self._driver: Any = connection.connection.driver_connection
         self._channels: set[str] = set()
-        self._probed = 0.0
+        self._probed = -math.inf
         self._proven = True
         self._watch = watch_of(connection)
         self._limit = owner.server_timeout
