@@ -736,6 +736,10 @@ class ServerSessions(Protocol):
         """Schedule `work` on a worker thread without waiting for it. No-op once closed."""
         ...
 
+    def close_unused(self) -> None:
+        """Close the connection that was used longest ago, if that is a while ago. Never blocks."""
+        ...
+
 
 class ServerConnections(Protocol):
     """Connections to a server."""

@@ -481,13 +481,17 @@ class ServerDatabase(Database):
             self.give_back(session)
 
     def give_back(self, session: Session) -> None:
-        """Keep the connection for the next work; close one that has not been used for a while."""
-        if self._loop_statements is not None:
-            self._loop_statements.rest()
+        """Keep the connection for the next work."""
         if session in self._all and not session.is_at_work:
             self._idle.append(session)
         else:  # closed meanwhile, and perhaps opened again
             session.close()
+        self.close_unused()
+
+    def close_unused(self) -> None:
+        """Close the connection that was used longest ago, if that is a while ago. Never blocks."""
+        if self._loop_statements is not None:
+            self._loop_statements.rest()
         with contextlib.suppress(IndexError):  # taken meanwhile
             if time.monotonic() - self._idle[0].used > CLOSE_AFTER:
                 self.discard(self._idle.pop(0))

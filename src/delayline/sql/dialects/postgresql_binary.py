@@ -351,6 +351,7 @@ class LoopStatements:
             return session.run(partial(self._prepare_and_run, statement, values), commits=True)
         finally:
             self._free.release()
+            self._database.close_unused()
 
     def _prepare_and_run(self, statement: Prepared, values: tuple[Any, ...], connection: Connection) -> StatementResult:
         if self._before is not None:
@@ -465,6 +466,7 @@ class LoopStatements:
             self._watch.end_here()
             self._watch = None
         self._free.release()
+        self._database.close_unused()
         if answer is not None:
             answer.finish(result, failure)
 
