@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from delayline.transport import ReceivedMessage
 
 PATIENCE = 20.0
+HOUR = 3600.0
 MOST_BYTES = 1 << 20
 FUNCTION = """
 CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'full' USING ERRCODE = '53100'; END $$
@@ -104,7 +105,7 @@ async def test_a_waiting_receiver_gets_moved_messages_without_a_look(
 ) -> None:
     # Given a receiver that has found its queue empty, and that does not look at intervals
     monkeypatch.setattr("delayline.sql.receiver.FULL_LOOK_EVERY", PATIENCE)
-    monkeypatch.setattr(sales.receiver._idle, "_interval", PATIENCE)
+    monkeypatch.setattr(sales.receiver._idle, "interval", PATIENCE)
     waits = await sales.waits(2)
     looks = sales.looks
     # When three messages are moved
@@ -116,6 +117,24 @@ async def test_a_waiting_receiver_gets_moved_messages_without_a_look(
     another = await sales.transport.receiver("sales")
     assert ids(await received(another, 1)) == ["m2"]
     await another.stop()
+
+
+async def test_a_moved_message_does_not_hide_an_earlier_one(
+    sales: Sales, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a receiver that gets a moved message while one with a lower number is in the queue, not yet notified of
+    monkeypatch.setattr("delayline.sql.receiver.FULL_LOOK_EVERY", HOUR)
+    sales.receiver._full_look_every = HOUR
+    waits = await sales.waits(1)
+    with psycopg.connect(postgresql_url) as connection:
+        insert = "INSERT INTO delayline_messages (queue, id, headers, body) VALUES ('sales', 'earlier', '{}', '')"
+        connection.execute(insert.encode())
+    await sales.store_due(1)
+    await sales.move()
+    assert await asyncio.wait_for(waits, PATIENCE) == ["m0"]
+    # When another message comes, then it receives both
+    await sales.transport.dispatch([operation("sales", "later")])
+    assert ids(await received(sales.receiver, 2)) == ["earlier", "later"]
 
 
 async def test_another_process_does_not_receive_claimed_messages(sales: Sales, postgresql_url: str) -> None:

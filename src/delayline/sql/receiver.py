@@ -39,8 +39,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds at most until messages before those received last are found, while others come in.
+#: Seconds at most until messages before those received last are found, while others come in ...
 FULL_LOOK_EVERY: Final = 0.5
+#: ... and once an external transaction has committed, whose messages got their numbers when it inserted them.
+FULL_LOOK_AFTER_COMMIT: Final = 0.02
+#: Seconds for which a look repeats earlier ones: messages get their numbers before they are committed, so those of
+#: concurrent senders appear out of order.
+OVERLAP: Final = 0.02
+#: Seconds until a receiver looks again after it has received messages, where other processes cannot notify it; doubled
+#: with each look that finds none, up to the transport's `poll_interval`.
+FIRST_PAUSE: Final = 0.01
 #: After a look that has found all messages a receiver rests so many times as long as the look took, so that messages
 #: that come at nearly the same time are received together ...
 RESTS: Final = 3
@@ -48,6 +56,7 @@ RESTS: Final = 3
 LOOKS_WITHIN: Final = 0.004
 READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits again
 LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits have changed
+OUT_OF_ORDER: Final = -2  # the time in a notification of messages that may have lower numbers than the last ones
 WAIT: Final = 0.5  # seconds that it waits where they admit nothing
 SECOND: Final = 1_000_000  # microseconds
 MOST_SLOTS: Final = 10_000
@@ -79,10 +88,13 @@ class SqlReceiver:
         self._admission = admission
         self._event = asyncio.Event()
         self._stopped = False
-        self._after = 0
-        """The number of the last message claimed."""
+        self._recent = RecentNumbers(OVERLAP if database.locks_rows else 0.0)  # a file has one writer
         self._full_at = -math.inf
         """When messages were last looked for from the first one on."""
+        self._full_look_every = FULL_LOOK_EVERY
+        self._polls = not database.notifications.reach_others
+        self._pause = math.inf
+        """Seconds until the next look without a notification, if that is less than the transport's interval."""
         self._exhausted = False
         """Whether the last look has found fewer messages than it asked for."""
         self._rests_until = -math.inf
@@ -122,7 +134,6 @@ class SqlReceiver:
             return
         self.wanted = 0
         self._moved += messages
-        self._after = max(self._after, rows[-1][0])
         self._event.set()
 
     async def _receive(self, limit: int) -> Sequence[ReceivedMessage]:
@@ -138,9 +149,7 @@ class SqlReceiver:
             admitted = await self._admission.admit(limit)
             if not admitted:
                 self._admission.received([])
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._admission.wait):
-                        await self._event.wait()
+                await self._notified_within(self._admission.wait)
                 continue
             began = time.monotonic()
             try:
@@ -161,12 +170,26 @@ class SqlReceiver:
                 ended = time.monotonic()
                 self._rests_until = min(ended + RESTS * (ended - began), began + LOOKS_WITHIN)
             if batch:
+                self._pause = FIRST_PAUSE if self._polls else math.inf
                 return batch
             if not expired and not self._moved:
                 self._wait_for_moves(limit)
-                await self._idle.wait(self.queue, self._event)
+                await self._wait_for_messages()
                 self._is_notified |= not self._moved
         return []
+
+    async def _wait_for_messages(self) -> None:
+        """Wait until the next look at an empty queue."""
+        if self._pause >= self._idle.interval:
+            await self._idle.wait(self.queue, self._event)
+            return
+        await self._notified_within(self._pause)
+        self._pause *= 2
+
+    async def _notified_within(self, seconds: float | None) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._event.wait()
 
     def _wait_for_moves(self, limit: int) -> None:
         """Let moves claim messages, unless the queue's limits decide how many may be received."""
@@ -194,9 +217,8 @@ class SqlReceiver:
         if self._exhausted:
             self._wait_for_moves(limit)
             if not self._is_notified:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._full_at + FULL_LOOK_EVERY - time.monotonic()):
-                        await self._event.wait()
+                full_look_in = self._full_at + self._full_look_every - time.monotonic()
+                await self._notified_within(min(full_look_in, self._pause))
         if not self._moved and not self._stopped and (rest := self._rests_until - time.monotonic()) > 0:
             await asyncio.sleep(rest)
         self.wanted = 0
@@ -239,6 +261,8 @@ class SqlReceiver:
     def _notified(self, at: int) -> None:
         if at == LIMITS_CHANGED:
             self._admission.expire()
+        elif at == OUT_OF_ORDER:
+            self._full_look_every = FULL_LOOK_AFTER_COMMIT
         self._is_notified = True
         self._event.set()
 
@@ -247,7 +271,7 @@ class SqlReceiver:
         if messages:
             numbers = [_number(received) for received in messages]
             self._claims.release(numbers)
-            self._after = min(self._after, min(numbers) - 1)
+            self._recent.lower(min(numbers) - 1)
             with contextlib.suppress(NotStarted):  # closed meanwhile, which ends the claims
                 self._database.notifications.notify(queue_channel(self.queue))
 
@@ -273,14 +297,14 @@ class SqlReceiver:
         self._event.set()
 
     async def _claim(self, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]) -> None:
-        """Claim messages from the last one claimed before on; at intervals, and if there are none, from the first one.
+        """Claim messages behind those claimed before; at intervals, and if there are none, from the first one on.
 
-        Those before the last one are of transactions that took longer, or were given back by other processes.
+        Earlier ones are of transactions that took longer, or were given back by other processes.
         """
-        if time.monotonic() - self._full_at < FULL_LOOK_EVERY:
-            await self._claim_after(self._after, limit, batch, expired)
+        if time.monotonic() - self._full_at < self._full_look_every:
+            await self._claim_after(self._recent.before(), limit, batch, expired)
         if not batch and not expired:
-            self._full_at = time.monotonic()
+            self._full_at, self._full_look_every = time.monotonic(), FULL_LOOK_EVERY
             await self._claim_after(0, limit, batch, expired)
 
     async def _claim_after(
@@ -298,7 +322,7 @@ class SqlReceiver:
                     partial(self._claim_page, after=after, limit=wanted, batch=batch, expired=expired)
                 )
             if page.claimed:
-                self._after = max(self._after, page.claimed[-1])
+                self._recent.reach(page.claimed[-1])
             after, more = page.last, page.more
         self._exhausted = not more and len(batch) + len(expired) < limit
 
@@ -310,7 +334,7 @@ class SqlReceiver:
         batch: list[ReceivedMessage],
         expired: list[ReceivedMessage],
     ) -> Page:
-        size = limit if after else limit + self._claims.number_claimed
+        size = limit + self._claims.number_claimed
         numbers = [number for (number,) in self._statements.numbers.rows(connection, self.queue, after, size)]
         claimed = self._claims.take(numbers, limit)
         if claimed:
@@ -357,6 +381,41 @@ class SqlReceiver:
                 emit(logger, logging.DEBUG, Event.EXPIRED, text, received.message.id)
 
 
+class RecentNumbers:
+    """The numbers of the messages that were claimed last.
+
+    Args:
+        overlap: Seconds for which a number is a recent one.
+    """
+
+    def __init__(self, overlap: float) -> None:
+        self._overlap = overlap
+        self._before = 0
+        """Claimed at least `overlap` ago."""
+        self._last = 0
+        """The last one claimed until `_noted_at`."""
+        self._noted_at = -math.inf
+        self._reached = 0
+
+    def reach(self, number: int) -> None:
+        """Note that a message was claimed."""
+        self._reached = max(self._reached, number)
+
+    def lower(self, number: int) -> None:
+        """Note that messages behind `number` are not claimed any more."""
+        self._before, self._last = min(self._before, number), min(self._last, number)
+        self._reached = min(self._reached, number)
+
+    def before(self) -> int:
+        """Return a number before all recent ones."""
+        now = time.monotonic()
+        if not self._overlap:
+            return self._reached
+        if now - self._noted_at >= self._overlap:
+            self._before, self._last, self._noted_at = self._last, self._reached, now
+        return self._before
+
+
 def _nothing() -> None:
     """Unregister nothing."""
 
@@ -377,7 +436,7 @@ class IdleQueues:
     def __init__(self, database: Database, statements: QueueStatements, interval: float) -> None:
         self._database = database
         self._statements = statements
-        self._interval = interval
+        self.interval = interval
         self._waiting: dict[asyncio.Event, str] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._looking: asyncio.Task[None] | None = None
@@ -396,7 +455,7 @@ class IdleQueues:
 
     def _set_timer(self) -> None:
         if self._timer is None and self._looking is None and self._waiting:
-            self._timer = asyncio.get_running_loop().call_later(self._interval, self._time_has_come)
+            self._timer = asyncio.get_running_loop().call_later(self.interval, self._time_has_come)
 
     def _time_has_come(self) -> None:
         self._timer = None

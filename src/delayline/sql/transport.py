@@ -21,6 +21,7 @@ from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
 from delayline.sql.receiver import (
     LIMITS_CHANGED,
+    OUT_OF_ORDER,
     IdleQueues,
     QueueAdmission,
     SqlReceiver,
@@ -33,6 +34,7 @@ from delayline.sql.receiver import (
 from delayline.sql.schema import DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
+from delayline.sql.transactions import EnlistedTransaction
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -44,7 +46,6 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction, Unset
     from delayline.sql.database import Database
     from delayline.sql.dialect import Claims
-    from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
     from delayline.transport import QueueLimits, TransportOperation
@@ -201,7 +202,8 @@ class SqlTransport(SqlBackend):
         else:
             missing = await self._put(operations, transaction)
         reached = {operation.destination for operation in operations} - missing
-        await self._database.notify_on_commit({queue_channel(name): 0 for name in reached}, transaction)
+        at = OUT_OF_ORDER if isinstance(transaction, EnlistedTransaction) else 0
+        await self._database.notify_on_commit({queue_channel(name): at for name in reached}, transaction)
         return missing
 
     async def receiver(self, queue: str) -> SqlReceiver:
