@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 from typing import TYPE_CHECKING
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from tests.integration.wire_between import Wire
 
-WORKERS = POOL_SIZE // 3
+WORKERS = math.ceil(POOL_SIZE / 3)
 PATIENCE = 20.0
 UNKNOWN = "The commit's outcome is unknown: check whether the data was written before repeating it"
 

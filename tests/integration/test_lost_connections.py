@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 from datetime import timedelta
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from delayline.transport import Receiver
 
-TRANSACTIONS = POOL_SIZE - POOL_SIZE // 3
+TRANSACTIONS = POOL_SIZE - math.ceil(POOL_SIZE / 3)
 PATIENCE = 20.0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import signal
 import threading
@@ -35,7 +36,7 @@ from delayline.testing.conformance.messages import delayed, same
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-WORKERS = POOL_SIZE // 3
+WORKERS = math.ceil(POOL_SIZE / 3)
 PATIENCE = 20.0
 LATER = datetime(2100, 1, 1, tzinfo=UTC)  # no notification on another connection is needed
 #: The first insert connects, on a worker thread; from then on the loop goes by itself.

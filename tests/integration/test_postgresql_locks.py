@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -19,7 +20,7 @@ from delayline.testing.conformance.messages import AT, delayed
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-TRANSACTIONS = POOL_SIZE - POOL_SIZE // 3
+TRANSACTIONS = POOL_SIZE - math.ceil(POOL_SIZE / 3)
 PATIENCE = 20.0
 
 

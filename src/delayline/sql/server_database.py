@@ -303,7 +303,7 @@ class SessionCheckout:
         return self._session.run(work)
 
 
-POOL_SIZE: Final = 6
+POOL_SIZE: Final = 4
 PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
 LARGE_INSERT: Final = 8_000_000  # bytes of headers and bodies from which on the answer may take longer
 DEADLOCKS: Final = 5  # in a row; after that the caller decides
@@ -312,8 +312,8 @@ DEADLOCKS: Final = 5  # in a row; after that the caller decides
 class ServerDatabase(Database):
     """A server's database. Statements outside transactions run on a few connections, one per worker thread.
 
-    Each transaction has its own connection. A third of the pool is for statements, the rest for transactions; further
-    ones wait.
+    Each transaction has its own connection. A third of the pool, rounded up, is for statements, the rest for
+    transactions; further ones wait.
     """
 
     locks_rows = True
@@ -333,7 +333,7 @@ class ServerDatabase(Database):
     @property
     def workers(self) -> int:
         """How many connections are for statements outside transactions."""
-        return max(1, max(self._pool_sizes, default=POOL_SIZE) // 3)
+        return math.ceil(max(self._pool_sizes, default=POOL_SIZE) / 3)
 
     @property
     def transactions(self) -> int:

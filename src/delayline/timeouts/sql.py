@@ -297,7 +297,7 @@ class SqlTimeoutPersister(SqlStoreBackend):
         two_phase: Coordinates transactions with a transport in another database; this database prepares them.
         server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
             parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
-        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 6. Also a
+        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 4. Also a
             parameter of the URL. Notifications and claims need one more each, and single inserts and deletes
             another. The transports and stores of one database share them; if several sizes are given, the largest
             applies.
