@@ -66,7 +66,7 @@ logger = logging.getLogger(__name__)
 MAXIMUM_SLEEP: Final = timedelta(seconds=60)
 #: After a move inside the database the poller rests so many times as long as the move took, so that messages due at
 #: nearly the same time move together ...
-RESTS: Final = 3
+RESTS: Final = 4
 #: ... but no longer than this from the beginning of one move to the next.
 MOVES_WITHIN: Final = timedelta(milliseconds=8)
 #: Pause while all due messages are locked by other processes; without one the poller would query in a tight loop.

@@ -441,7 +441,7 @@ class FileRowClaims:
 
     def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int, counted: bool) -> Moved:
         moved = Moved(0, set())
-        if self._claims.nobody_holds_any():
+        if self._claims.are_all_free():
             moved = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes, counted=counted)
         return replace(moved, next_due=self._statements.next_due.one(connection))
 
@@ -449,7 +449,7 @@ class FileRowClaims:
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
     ) -> Sequence[DelayedMessage]:
         """Fetch under the write lock, which suffices unless messages are claimed without a transaction."""
-        if self._claims.nobody_holds_any():
+        if self._claims.are_all_free():
             return self._statements.bounded(connection, until, limit=limit, max_bytes=max_bytes)
         return self._claim_due(connection, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
 

@@ -44,7 +44,7 @@ HIDDEN: Final = "__hidden__"
 MIGRATED: Final = "__migrated__"
 PICKLED: Final = "pickled BINARY"
 PICKLED_SCHEMA: Final = pa.schema([("pickled", pa.binary())])
-NOBODY: Final = "(no endpoint)"
+NO_ENDPOINT: Final = "(no endpoint)"
 NO_OWNER: Final = "it names no endpoint: it moves with the one that --endpoint names"
 IN_THE_HAND: Final = "another tool was moving it when the file was written: abort that, and export again"
 
@@ -121,7 +121,7 @@ class Copy:
         if one.endpoint:
             return one if not one.endpoint.startswith(MIGRATED) and self.which.names(one.endpoint) else None
         if named is None:
-            return None if self.bounds is None else replace(one, endpoint=NOBODY, why=NO_OWNER)
+            return None if self.bounds is None else replace(one, endpoint=NO_ENDPOINT, why=NO_OWNER)
         return replace(one, endpoint=named[0]) if len(named) == 1 else None
 
 

@@ -108,7 +108,7 @@ class FileClaims:
     def flush(self) -> None:
         """No-op: released rows are available at once."""
 
-    def nobody_holds_any(self) -> bool:
+    def are_all_free(self) -> bool:
         """Return whether no process claims any row; only for callers that exclude new claims."""
         with self._lock:
             if self._claimed or not self._lock_byte(0, length=0):

@@ -142,7 +142,7 @@ class SqliteStage:
     def _leave_claimed(self, connection: Connection) -> None:
         """Skip rows that a poller has claimed: it would delete their replacements by id."""
         claims = self.dialect.claims(self.store.name)
-        if claims.nobody_holds_any():
+        if claims.are_all_free():
             return
         both = select(self.store.c.seq, self.store.c.id).join(self.table, self.table.c.id == self.store.c.id)
         waiting = {row.seq: row.id for row in connection.execute(both)}
