@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import platform
@@ -188,6 +189,8 @@ def main(names: list[str]) -> int:
 
 def inside(name: str) -> int:
     """Run one scenario in this process and print its figures as JSON."""
+    gc.collect()
+    gc.freeze()  # as `delayline run` does: full collections would traverse the modules of every peer
     with tempfile.TemporaryDirectory(prefix="delayline-bench-") as folder:
         figures = asyncio.run(SCENARIOS[name](Path(folder)))
     print(json.dumps(figures))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ import pymysql
 from sqlalchemy.engine import make_url
 
 from benchmarks.bare import BODY, HEADERS
+from benchmarks.handled_worker import HEADERS as HANDLED_HEADERS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -35,11 +37,15 @@ INSERT INTO bare_queue (queue, id, headers, body)
 SELECT destination, id, headers, body FROM bare WHERE seq IN %s ORDER BY due, seq
 """
 DELETE = "DELETE FROM bare WHERE seq IN %s"
+CLAIM_QUEUE = """
+SELECT seq, id, headers, body FROM bare_queue WHERE queue = 'destination' ORDER BY seq LIMIT 500 FOR UPDATE SKIP LOCKED
+"""
+DELETE_QUEUED = "DELETE FROM bare_queue WHERE seq IN %s"
 
 
 @contextlib.contextmanager
 def connected(url: str) -> Iterator[Any]:
-    """Provide a cursor in autocommit that reads what is committed, with the tables there and empty."""
+    """Provide a cursor in autocommit that reads what is committed."""
     place = make_url(url)
     with (
         pymysql.connect(
@@ -48,6 +54,13 @@ def connected(url: str) -> Iterator[Any]:
         ) as connection,
         connection.cursor() as cursor,
     ):  # fmt: skip
+        yield cursor
+
+
+@contextlib.contextmanager
+def with_tables(url: str) -> Iterator[Any]:
+    """Provide the same, with the tables there and empty."""
+    with connected(url) as cursor:
         for statement in TABLES:
             cursor.execute(statement)
         yield cursor
@@ -61,7 +74,7 @@ def rows(number: int, due: datetime) -> list[tuple[object, ...]]:
 
 def single_rate(url: str, number: int) -> float:
     """Return inserts a second, each committed by itself in one round trip."""
-    with connected(url) as cursor:
+    with with_tables(url) as cursor:
         made = rows(number, datetime.now(UTC))
         started = time.perf_counter()
         for row in made:
@@ -100,8 +113,51 @@ def claim_rate(url: str, number: int, per_commit: int) -> float:
     return _drain(url, number, per_commit, claim)
 
 
-def _inserts(url: str, number: int, per_commit: int) -> float:
+def fill(url: str, bodies: list[bytes], due: datetime | None) -> None:
+    """Insert messages into the table, or into the queue's."""
+    headers, far = json.dumps(HANDLED_HEADERS).encode(), (due or datetime.now(UTC)).replace(tzinfo=None)
+    made: list[tuple[object, ...]] = [
+        (f"{number:036d}", "destination", far, headers, body) for number, body in enumerate(bodies)
+    ]
+    with with_tables(url) as cursor:
+        _insert(cursor, made, 1000)
+        if due is None:
+            _move(cursor, datetime.now(UTC), len(made))
+
+
+def handle(url: str, write: Callable[[bytes], None], due: datetime | None, started: Callable[[], None]) -> None:
+    """Move 500 from table to table, claim 500, and so on; what is in the queue already is only claimed."""
     with connected(url) as cursor:
+        started()
+        if due is not None:
+            time.sleep((due - datetime.now(UTC)).total_seconds())
+        while True:
+            moved = _move(cursor, datetime.now(UTC), 500) if due else 0
+            cursor.execute("BEGIN")
+            cursor.execute(CLAIM_QUEUE)
+            claimed = cursor.fetchall()
+            if claimed:
+                cursor.execute(DELETE_QUEUED, ([row[0] for row in claimed],))
+            cursor.execute("COMMIT")
+            for _, _, _, body in claimed:
+                write(body)
+            if not moved and not claimed:
+                time.sleep(0.01)
+
+
+def _move(cursor: Any, now: datetime, number: int) -> int:  # noqa: ANN401
+    cursor.execute("BEGIN")
+    cursor.execute(LOCK, (now.replace(tzinfo=None), number))
+    chosen = [seq for (seq,) in cursor.fetchall()]
+    if chosen:
+        cursor.execute(PUT, (chosen,))
+        cursor.execute(DELETE, (chosen,))
+    cursor.execute("COMMIT")
+    return len(chosen)
+
+
+def _inserts(url: str, number: int, per_commit: int) -> float:
+    with with_tables(url) as cursor:
         made = rows(number, datetime.now(UTC))
         started = time.perf_counter()
         _insert(cursor, made, per_commit)
@@ -116,7 +172,7 @@ def _insert(cursor: Any, made: list[tuple[object, ...]], per_commit: int) -> Non
 
 
 def _drain(url: str, number: int, per_commit: int, work: Callable[[Any, list[int]], None]) -> float:
-    with connected(url) as cursor:
+    with with_tables(url) as cursor:
         _insert(cursor, rows(number, datetime.now(UTC) - timedelta(days=365)), 1000)
         cursor.execute("ANALYZE TABLE bare")
         now, taken = datetime.now(UTC).replace(tzinfo=None), 0

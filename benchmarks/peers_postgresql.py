@@ -1,4 +1,4 @@
-"""The peers on PostgreSQL, doing the same work in the way that they recommend, and the raw loop."""
+"""The peers on PostgreSQL, doing the same work in the way that they recommend, and the raw loops of both servers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import bare_postgresql as bare
+from benchmarks import bare_mariadb, bare_postgresql
 from benchmarks.bare import BODY
 from benchmarks.handled_worker import HEADERS, Records, bodies, due_of, forever, ready, steadily
 
@@ -32,7 +32,8 @@ async def pgqueuer_enqueue(url: str, number: int) -> float:
 
 
 async def bare_fill(url: str, settings: Settings) -> None:
-    """Copy rows into the table of the raw loop, or into its queue."""
+    """Put rows into the table of the raw loop, or into its queue."""
+    bare = bare_mariadb if url.startswith("mariadb") else bare_postgresql
     await asyncio.to_thread(
         bare.fill, url, [one for some in bodies(settings["number"]) for one in some], due_of(settings)
     )
@@ -40,6 +41,7 @@ async def bare_fill(url: str, settings: Settings) -> None:
 
 async def bare_work(url: str, settings: Settings) -> None:
     """Move 500 from table to table, then claim 500, and so on."""
+    bare = bare_mariadb if url.startswith("mariadb") else bare_postgresql
     await asyncio.to_thread(bare.handle, url, Records().write, due_of(settings), ready)
 
 

@@ -69,8 +69,8 @@ async def rmq_levels(folder: Path) -> Figures:
 
     Both end with the broker's confirm; there is no handler.
 
-    Then 1 000 a second for 20 s, as they reach a handler: delayed by 1 to 15 s each, by fractions of a second as well,
-    and by those with a store in front of the levels.
+    Then, on another broker, 1 000 a second for 20 s, as they reach a handler: delayed by 1 to 15 s each, by fractions
+    of a second as well, and by those with a store in front of the levels.
     """
     rates, alone, one = [], [], []
     with rabbitmq() as url:
@@ -85,6 +85,7 @@ async def rmq_levels(folder: Path) -> Figures:
             rates.append((await _sent(endpoint, PUBLISHED // 2, senders=1000), raw))
             celery = await peers.celery_native_rate(url, scaled(1000))
             one.append((await _sent(endpoint, scaled(5000), senders=1), celery))
+    with rabbitmq() as url:  # another broker: the messages sent before are still pending on that one
         late = await _levels_lateness(url, DelayLevelDelivery(), "1 to 15 s, ")
         late |= await _levels_lateness(url, DelayLevelDelivery(), "fractions, ", step=timedelta(seconds=0.3))
         front = DelayLevelDelivery(stored=StoredDelivery(SqlDelayedMessageStore(f"sqlite:///{folder}/front.db")))
