@@ -104,6 +104,28 @@ async def test_a_cut_connection_is_reported_once_and_then_replaced(
 
 
 @pytest.mark.slow
+async def test_the_last_acknowledgement_after_a_stop_is_flushed(transport: RabbitMQTransport) -> None:
+    # Given messages that are handled when their receiver stops, in a mode that acknowledges them before
+    await transport.setup_infrastructure(["sales"])
+    await transport.dispatch([operation("sales", f"m{number}") for number in range(3)])
+    receiver = await transport.receiver("sales")
+    found = await received(receiver, 3)
+    await receiver.stop()
+    # When they are acknowledged, the last of which closes the channel
+    for one in found:
+        assert await receiver.acknowledge(one)
+    # Then each acknowledgement is confirmed, so that its handler can start
+    await asyncio.gather(*(receiver.flush(one) for one in found))
+    # But not one of a channel that the broker has ended
+    other = await transport.receiver("sales")
+    await transport.dispatch([operation("sales", "lost")])
+    [lost] = await received(other, 1)
+    other._forget()
+    with pytest.raises(BackendUnavailable, match="ended before an acknowledgement was processed"):
+        await other.flush(lost)
+    await other.stop()
+
+
 async def test_an_endpoint_lives_through_cut_connections(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     """Given messages being handled, when connections are cut again and again, then none is lost."""
     endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), concurrency=4)

@@ -101,6 +101,7 @@ class RabbitMQReceiver:
         self._acknowledged: set[int] = set()
         self._flushes: set[asyncio.Task[None]] = set()
         self._answer: asyncio.Task[None] | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._retries: set[asyncio.Task[None]] = set()
         self._unmoved: set[int] = set()
         self._left_to: set[str] = set()
@@ -178,12 +179,21 @@ class RabbitMQReceiver:
         A channel processes its methods in order: https://www.rabbitmq.com/docs/channels. Calls of one turn of the
         loop share the method. The limit of quorum queues applies, see `flushed`.
         """
-        if self._receipt(received).channel != self._number or self._channel is None:
+        waits = self._closing if self._channel is None else self._next_answer(self._channel)
+        if self._receipt(received).channel != self._number or waits is None:
             raise BackendUnavailable(f"the channel of {self._queue!r} ended before an acknowledgement was processed")
+        try:
+            await asyncio.shield(waits)
+        except BackendUnavailable:
+            if self._closing is None:
+                raise
+            await asyncio.shield(self._closing)  # after `stop` it has waited for the same
+
+    def _next_answer(self, channel: Channel) -> asyncio.Task[None]:
         if self._answer is None:
-            self._answer = asyncio.create_task(self._await_answer(self._channel))
+            self._answer = asyncio.create_task(self._await_answer(channel))
             self._answer.add_done_callback(retrieve_exception)
-        await asyncio.shield(self._answer)
+        return self._answer
 
     async def _await_answer(self, channel: Channel) -> None:
         self._answer = None  # later acknowledgements may be written after the method
@@ -405,6 +415,18 @@ class RabbitMQReceiver:
                 await self.flushed()
         if self._channel is channel:
             self._channel = None
-            with contextlib.suppress(BackendUnavailable, TimeoutError):
-                async with asyncio.timeout(STOP_PATIENCE):
+            self._closing = asyncio.create_task(self._close(channel))
+            self._closing.add_done_callback(retrieve_exception)
+            with contextlib.suppress(BackendUnavailable):
+                await asyncio.shield(self._closing)
+
+    async def _close(self, channel: Channel) -> None:
+        """Close the channel when the broker has processed every acknowledgement; raises BackendUnavailable if not."""
+        try:
+            async with asyncio.timeout(STOP_PATIENCE):
+                try:
+                    await channel.call(commands.Channel.Flow(active=True))
+                finally:
                     await channel.close()
+        except TimeoutError as error:
+            raise BackendUnavailable(f"RabbitMQ has not answered the end of the channel of {self._queue!r}") from error
