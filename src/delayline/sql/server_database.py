@@ -142,7 +142,7 @@ class Session:
                 translated = BackendUnavailable(f"the connection to {self._dialect} is lost: {error}")
             if commits:
                 translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
-            self._database.lost()
+            self._database.lost(self._generation)
             self.close()
         else:
             self.answered()
@@ -240,9 +240,8 @@ class Session:
                     overdue = self._overdue(PING_TIMEOUT)
                     self.close()
                     raise overdue from None
-                if self._generation == generation:
-                    self._database.lost()
-                    generation = self._database.generation
+                self._database.lost(self._generation)
+                generation = self._database.generation
                 self.close()
         if self._connection is None:
             self._connection = self._connect()
@@ -482,11 +481,11 @@ class ServerDatabase(Database):
 
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next work."""
+        self.close_unused()  # before, as it may give back another one, which is not as good
         if session in self._all and not session.is_at_work:
             self._idle.append(session)
         else:  # closed meanwhile, and perhaps opened again
             session.close()
-        self.close_unused()
 
     def close_unused(self) -> None:
         """Close the connection that was used longest ago, if that is a while ago. Never blocks."""
@@ -504,9 +503,10 @@ class ServerDatabase(Database):
         else:
             self._workers.spawn(session.close)
 
-    def lost(self) -> None:
-        """Try every connection before it is used again: one of them has found the server gone."""
-        self._generation += 1
+    def lost(self, generation: int) -> None:
+        """Try every connection of this generation before it is used again: one of them has found the server gone."""
+        if generation == self._generation:  # otherwise another one has found it before
+            self._generation += 1
 
     def missed(self, session: Session, since: float) -> None:
         """Note that an answer is overdue since then; unless others have come meanwhile the server is silent.
