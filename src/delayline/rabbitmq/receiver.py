@@ -163,6 +163,7 @@ class RabbitMQReceiver:
                 if self._channel is not None:
                     with contextlib.suppress(BackendUnavailable):
                         await self._stop_consuming(self._channel)
+        self._consumers.clear()  # also where the broker has not answered
         await self._close_when_done()
 
     async def flushed(self) -> None:
@@ -408,7 +409,7 @@ class RabbitMQReceiver:
 
     async def _close_when_done(self) -> None:
         channel = self._channel
-        if channel is None or self._held:
+        if channel is None or self._held or self._consumers:  # while they end, what was prefetched is still given back
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_PATIENCE):
