@@ -74,6 +74,13 @@ async def scraped(metrics: PrometheusMetrics) -> dict[str, dict[frozenset[str], 
     return samples((await asyncio.to_thread(metrics.text))[0])
 
 
+def test_values_from_before_the_start_have_the_endpoints_name() -> None:
+    _, metrics, _ = watched()
+    text = metrics.text()[0]
+    assert 'delayline_handlers_running{delayline_endpoint="sales"' in text
+    assert 'delayline_endpoint=""' not in text
+
+
 async def test_every_metric_is_described_with_its_type() -> None:
     _, metrics, _ = watched()
     text, content_type = metrics.text()

@@ -156,6 +156,7 @@ class Measurements:
 
     def __init__(self) -> None:
         self._endpoint: ObservedEndpoint | None = None
+        self._name = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sent: Counter[tuple[str, str, str]] = Counter()
         self._send_seconds: dict[tuple[str, str, str], _Counts] = {}
@@ -179,11 +180,11 @@ class Measurements:
 
         Metrics, dashboard and probes share them in this way.
         """
-        for observer in endpoint.observers:
-            if isinstance(observer, cls):
-                return observer
-        measurements = cls()
-        endpoint.observe(measurements)
+        measurements = next((observer for observer in endpoint.observers if isinstance(observer, cls)), None)
+        if measurements is None:
+            measurements = cls()
+            endpoint.observe(measurements)
+        measurements._name = endpoint.name  # also for values that are asked for before it has started
         return measurements
 
     @property
@@ -201,7 +202,7 @@ class Measurements:
         endpoint = self._endpoint
         now, elapsed = datetime.now(UTC), time.monotonic()
         return Snapshot(
-            endpoint="" if endpoint is None else endpoint.name,
+            endpoint=self._name,
             taken=now,
             sent=self._sent.copy(),
             send_seconds=_frozen(self._send_seconds, DURATION_BOUNDS),
@@ -227,7 +228,7 @@ class Measurements:
             raise ConfigurationError(
                 f"these Measurements belong to endpoint {self._endpoint.name!r}: create others for {endpoint.name!r}"
             )
-        self._endpoint, self._loop = endpoint, asyncio.get_running_loop()
+        self._endpoint, self._name, self._loop = endpoint, endpoint.name, asyncio.get_running_loop()
 
     def sent(self, operation: str, destinations: Sequence[str], seconds: float, error: Exception | None) -> None:
         failure = "" if error is None else self._errors.bounded(type(error).__qualname__)
