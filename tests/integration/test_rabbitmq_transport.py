@@ -30,6 +30,7 @@ from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publication
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.receiver import RabbitMQReceiver
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.native_delivery import Arrivals
@@ -103,7 +104,6 @@ async def test_a_cut_connection_is_reported_once_and_then_replaced(
     await counted(transport, "billing", 0)
 
 
-@pytest.mark.slow
 async def test_the_last_acknowledgement_after_a_stop_is_flushed(transport: RabbitMQTransport) -> None:
     # Given messages that are handled when their receiver stops, in a mode that acknowledges them before
     await transport.setup_infrastructure(["sales"])
@@ -126,6 +126,43 @@ async def test_the_last_acknowledgement_after_a_stop_is_flushed(transport: Rabbi
     await other.stop()
 
 
+async def test_a_channel_is_closed_after_its_consumers_have_ended(
+    transport: RabbitMQTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a stopping receiver with one message received, others prefetched, and no answer yet to its consumer's end
+    await transport.setup_infrastructure(["sales"])
+    await transport.dispatch([operation("sales", f"m{number}") for number in range(3)])
+    receiver = await transport.receiver("sales")
+    assert isinstance(receiver, RabbitMQReceiver)
+    [found] = await received(receiver, 1)
+    channel, answered, cancelling, steps = receiver._channel, asyncio.Event(), asyncio.Event(), []
+    assert channel is not None
+    cancel, close = channel.cancel, channel.close
+
+    async def cancel_late(consumer: str) -> None:
+        cancelling.set()
+        await answered.wait()
+        await cancel(consumer)
+        steps.append("cancelled")
+
+    async def close_noted() -> None:
+        steps.append("closed")
+        await close()
+
+    monkeypatch.setattr(channel, "cancel", cancel_late)
+    monkeypatch.setattr(channel, "close", close_noted)
+    stopping = asyncio.create_task(receiver.stop())
+    await asyncio.wait_for(cancelling.wait(), PATIENCE)
+    # When the received message is acknowledged meanwhile
+    assert await receiver.acknowledge(found)
+    answered.set()
+    await stopping
+    # Then the channel is closed after that, and the prefetched messages are in the queue again
+    assert steps == ["cancelled", "closed"]
+    await counted(transport, "sales", 2)
+
+
+@pytest.mark.slow
 async def test_an_endpoint_lives_through_cut_connections(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     """Given messages being handled, when connections are cut again and again, then none is lost."""
     endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), concurrency=4)
