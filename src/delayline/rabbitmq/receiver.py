@@ -163,7 +163,7 @@ class RabbitMQReceiver:
                 if self._channel is not None:
                     with contextlib.suppress(BackendUnavailable):
                         await self._stop_consuming(self._channel)
-        self._consumers.clear()  # also where the broker has not answered
+        self._consumers.clear()
         await self._close_when_done()
 
     async def flushed(self) -> None:
@@ -180,15 +180,12 @@ class RabbitMQReceiver:
         A channel processes its methods in order: https://www.rabbitmq.com/docs/channels. Calls of one turn of the
         loop share the method. The limit of quorum queues applies, see `flushed`.
         """
-        waits = self._closing if self._channel is None else self._next_answer(self._channel)
-        if self._receipt(received).channel != self._number or waits is None:
+        answer = None
+        if self._receipt(received).channel == self._number:
+            answer = self._closing if self._channel is None else self._next_answer(self._channel)
+        if answer is None:
             raise BackendUnavailable(f"the channel of {self._queue!r} ended before an acknowledgement was processed")
-        try:
-            await asyncio.shield(waits)
-        except BackendUnavailable:
-            if self._closing is None:
-                raise
-            await asyncio.shield(self._closing)  # after `stop` it has waited for the same
+        await asyncio.shield(answer)
 
     def _next_answer(self, channel: Channel) -> asyncio.Task[None]:
         if self._answer is None:
@@ -400,7 +397,6 @@ class RabbitMQReceiver:
     async def _stop_consuming(self, channel: Channel) -> None:
         for consumer in self._consumers:
             await channel.cancel(consumer)
-        self._consumers.clear()
         for tag in self._unmoved:
             self._give_back(tag)
         self._unmoved.clear()
@@ -409,7 +405,8 @@ class RabbitMQReceiver:
 
     async def _close_when_done(self) -> None:
         channel = self._channel
-        if channel is None or self._held or self._consumers:  # while they end, what was prefetched is still given back
+        # `stop` cancels the consumers and returns prefetched messages first, which needs the channel.
+        if channel is None or self._held or self._consumers:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_PATIENCE):
