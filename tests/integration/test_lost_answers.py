@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import threading
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from tests.integration.wire_between import wire_to
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
 from delayline.sql.databases import database_at
-from delayline.sql.server_database import POOL_SIZE, ServerDatabase
+from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing.conformance.messages import delayed
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from tests.integration.wire_between import Wire
 
-WORKERS = math.ceil(POOL_SIZE / 3)
+WORKERS = workers_of(POOL_SIZE)
 PATIENCE = 20.0
 UNKNOWN = "The commit's outcome is unknown: check whether the data was written before repeating it"
 

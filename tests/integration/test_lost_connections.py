@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 from datetime import timedelta
@@ -26,7 +25,7 @@ from delayline import (
 )
 from delayline.message import in_utc
 from delayline.sql.databases import database_at
-from delayline.sql.server_database import POOL_SIZE, ServerDatabase
+from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import AT, delayed, operation
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 
     from delayline.transport import Receiver
 
-TRANSACTIONS = POOL_SIZE - math.ceil(POOL_SIZE / 3)
+TRANSACTIONS = POOL_SIZE - workers_of(POOL_SIZE)
 PATIENCE = 20.0
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import threading
@@ -30,13 +29,13 @@ from delayline.sql.databases import database_at
 from delayline.sql.dialects import postgresql_binary
 from delayline.sql.dialects.postgresql import PART
 from delayline.sql.dialects.postgresql_binary import LARGEST
-from delayline.sql.server_database import POOL_SIZE, ServerDatabase
+from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing.conformance.messages import delayed, same
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
-WORKERS = math.ceil(POOL_SIZE / 3)
+WORKERS = workers_of(POOL_SIZE)
 PATIENCE = 20.0
 LATER = datetime(2100, 1, 1, tzinfo=UTC)  # no notification on another connection is needed
 #: The first insert connects, on a worker thread; from then on the loop goes by itself.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -14,13 +13,13 @@ from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMod
 from delayline.sql.databases import database_at
 from delayline.sql.dialects.server import run
 from delayline.sql.prepared import LONGEST_LIST
-from delayline.sql.server_database import POOL_SIZE, ServerDatabase
+from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing.conformance.messages import AT, delayed
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-TRANSACTIONS = POOL_SIZE - math.ceil(POOL_SIZE / 3)
+TRANSACTIONS = POOL_SIZE - workers_of(POOL_SIZE)
 PATIENCE = 20.0
 
 

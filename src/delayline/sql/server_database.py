@@ -308,6 +308,11 @@ LARGE_INSERT: Final = 8_000_000  # bytes of headers and bodies from which on the
 DEADLOCKS: Final = 5  # in a row; after that the caller decides
 
 
+def workers_of(pool_size: int) -> int:
+    """Return how many connections of a pool are for statements outside transactions: a third, rounded up."""
+    return math.ceil(pool_size / 3)
+
+
 class ServerDatabase(Database):
     """A server's database. Statements outside transactions run on a few connections, one per worker thread.
 
@@ -332,7 +337,7 @@ class ServerDatabase(Database):
     @property
     def workers(self) -> int:
         """How many connections are for statements outside transactions."""
-        return math.ceil(max(self._pool_sizes, default=POOL_SIZE) / 3)
+        return workers_of(max(self._pool_sizes, default=POOL_SIZE))
 
     @property
     def transactions(self) -> int:
