@@ -94,12 +94,7 @@ def many_rate(url: str, number: int) -> float:
 
 def move_rate(url: str, number: int, per_commit: int) -> float:
     """Return messages a second that go from table to table inside the server: lock, insert, delete, commit."""
-
-    def move(cursor: Any, chosen: list[int]) -> None:  # noqa: ANN401 - PyMySQL has no types
-        cursor.execute(PUT, (chosen,))
-        cursor.execute(DELETE, (chosen,))
-
-    return _drain(url, number, per_commit, move)
+    return _drain(url, number, per_commit, _move)
 
 
 def claim_rate(url: str, number: int, per_commit: int) -> float:
@@ -122,7 +117,7 @@ def fill(url: str, bodies: list[bytes], due: datetime | None) -> None:
     with with_tables(url) as cursor:
         _insert(cursor, made, 1000)
         if due is None:
-            _move(cursor, datetime.now(UTC), len(made))
+            _batch(cursor, len(made), _move)
 
 
 def handle(url: str, write: Callable[[bytes], None], due: datetime | None, started: Callable[[], None]) -> None:
@@ -132,7 +127,7 @@ def handle(url: str, write: Callable[[bytes], None], due: datetime | None, start
         if due is not None:
             time.sleep((due - datetime.now(UTC)).total_seconds())
         while True:
-            moved = _move(cursor, datetime.now(UTC), 500) if due else 0
+            moved = _batch(cursor, 500, _move) if due else 0
             cursor.execute("BEGIN")
             cursor.execute(CLAIM_QUEUE)
             claimed = cursor.fetchall()
@@ -145,13 +140,18 @@ def handle(url: str, write: Callable[[bytes], None], due: datetime | None, start
                 time.sleep(0.01)
 
 
-def _move(cursor: Any, now: datetime, number: int) -> int:  # noqa: ANN401
+def _move(cursor: Any, chosen: list[int]) -> None:  # noqa: ANN401 - PyMySQL has no types
+    cursor.execute(PUT, (chosen,))
+    cursor.execute(DELETE, (chosen,))
+
+
+def _batch(cursor: Any, number: int, work: Callable[[Any, list[int]], None]) -> int:  # noqa: ANN401
+    """Lock messages that are due now, do the work on them, commit, and return how many there were."""
     cursor.execute("BEGIN")
-    cursor.execute(LOCK, (now.replace(tzinfo=None), number))
+    cursor.execute(LOCK, (datetime.now(UTC).replace(tzinfo=None), number))
     chosen = [seq for (seq,) in cursor.fetchall()]
     if chosen:
-        cursor.execute(PUT, (chosen,))
-        cursor.execute(DELETE, (chosen,))
+        work(cursor, chosen)
     cursor.execute("COMMIT")
     return len(chosen)
 
@@ -175,13 +175,7 @@ def _drain(url: str, number: int, per_commit: int, work: Callable[[Any, list[int
     with with_tables(url) as cursor:
         _insert(cursor, rows(number, datetime.now(UTC) - timedelta(days=365)), 1000)
         cursor.execute("ANALYZE TABLE bare")
-        now, taken = datetime.now(UTC).replace(tzinfo=None), 0
-        started = time.perf_counter()
+        taken, started = 0, time.perf_counter()
         while taken < number:
-            cursor.execute("BEGIN")
-            cursor.execute(LOCK, (now, per_commit))
-            chosen = [seq for (seq,) in cursor.fetchall()]
-            work(cursor, chosen)
-            cursor.execute("COMMIT")
-            taken += len(chosen)
+            taken += _batch(cursor, per_commit, work)
         return number / (time.perf_counter() - started)

@@ -15,6 +15,7 @@ from benchmarks.handled_worker import HEADERS, Records, bodies, due_of, forever,
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+    from types import ModuleType
 
     from benchmarks.handled_worker import Settings
 
@@ -33,16 +34,18 @@ async def pgqueuer_enqueue(url: str, number: int) -> float:
 
 async def bare_fill(url: str, settings: Settings) -> None:
     """Put rows into the table of the raw loop, or into its queue."""
-    bare = bare_mariadb if url.startswith("mariadb") else bare_postgresql
     await asyncio.to_thread(
-        bare.fill, url, [one for some in bodies(settings["number"]) for one in some], due_of(settings)
+        _bare_at(url).fill, url, [one for some in bodies(settings["number"]) for one in some], due_of(settings)
     )
 
 
 async def bare_work(url: str, settings: Settings) -> None:
     """Move 500 from table to table, then claim 500, and so on."""
-    bare = bare_mariadb if url.startswith("mariadb") else bare_postgresql
-    await asyncio.to_thread(bare.handle, url, Records().write, due_of(settings), ready)
+    await asyncio.to_thread(_bare_at(url).handle, url, Records().write, due_of(settings), ready)
+
+
+def _bare_at(url: str) -> ModuleType:
+    return bare_mariadb if url.startswith("mariadb") else bare_postgresql
 
 
 async def pgqueuer_fill(url: str, settings: Settings) -> None:
