@@ -63,9 +63,8 @@ class Claims(Protocol):
         """Make released rows available to other processes; may block for a round trip."""
         ...
 
-    @property
-    def number_claimed(self) -> int:
-        """How many rows this process holds."""
+    def number_claimed_after(self, row: int) -> int:
+        """Return how many rows this process holds whose numbers are higher."""
         ...
 
     def holds(self, row: int) -> bool:

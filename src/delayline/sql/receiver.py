@@ -92,7 +92,7 @@ class SqlReceiver:
         self._full_at = -math.inf
         """When messages were last looked for from the first one on."""
         self._full_look_every = FULL_LOOK_EVERY
-        self._polls = not database.notifications.reach_others
+        self._first_pause = math.inf if database.notifications.reach_others else FIRST_PAUSE
         self._pause = math.inf
         """Seconds until the next look without a notification, if that is less than the transport's interval."""
         self._exhausted = False
@@ -170,7 +170,7 @@ class SqlReceiver:
                 ended = time.monotonic()
                 self._rests_until = min(ended + RESTS * (ended - began), began + LOOKS_WITHIN)
             if batch:
-                self._pause = FIRST_PAUSE if self._polls else math.inf
+                self._pause = self._first_pause
                 return batch
             if not expired and not self._moved:
                 self._wait_for_moves(limit)
@@ -334,7 +334,7 @@ class SqlReceiver:
         batch: list[ReceivedMessage],
         expired: list[ReceivedMessage],
     ) -> Page:
-        size = limit + self._claims.number_claimed
+        size = limit + self._claims.number_claimed_after(after)
         numbers = [number for (number,) in self._statements.numbers.rows(connection, self.queue, after, size)]
         claimed = self._claims.take(numbers, limit)
         if claimed:

@@ -116,10 +116,10 @@ class FileClaims:
             fcntl.lockf(self._file, fcntl.LOCK_UN)
             return True
 
-    @property
-    def number_claimed(self) -> int:
-        """How many rows this process holds."""
-        return len(self._claimed)
+    def number_claimed_after(self, row: int) -> int:
+        """Return how many rows this process holds whose numbers are higher."""
+        with self._lock:
+            return sum(claimed > row for claimed in self._claimed)
 
     def holds(self, row: int) -> bool:
         """Return whether this process holds the row, as of its last request."""
