@@ -58,19 +58,19 @@ class ServerClock:
 
     def now(self) -> datetime:
         """Return the earliest that the server's time can be. Never blocks; a stale estimate is asked for anew."""
-        now, bounds = steady(), self._bounds
+        bounds = self._bounds
         if bounds is None:
             return SystemClock().now()
-        self._refresh(bounds, now)
-        return from_microseconds(now + bounds.aged(now).low)
+        now = steady()
+        return from_microseconds(now + bounds.low - self._drifted(bounds, now))
 
     def at_latest(self) -> datetime:
         """Return the latest that the server's time can be: a delay is added to this."""
-        now, bounds = steady(), self._bounds
+        bounds = self._bounds
         if bounds is None:
             return SystemClock().now()
-        self._refresh(bounds, now)
-        return from_microseconds(now + bounds.aged(now).high)
+        now = steady()
+        return from_microseconds(now + bounds.high + self._drifted(bounds, now))
 
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
@@ -96,10 +96,13 @@ class ServerClock:
                     self._bounds = sample
             self._requested = max(self._requested, requested)
 
-    def _refresh(self, bounds: _Bounds, now: int) -> None:
-        if now - bounds.at > STALE_AFTER * 1_000_000 and now - self._asked_at > ASK_AGAIN_AFTER * 1_000_000:
+    def _drifted(self, bounds: _Bounds, now: int) -> int:
+        """Return how far the bounds have widened by now; asks for another answer if they are stale."""
+        age = now - bounds.at
+        if age > STALE_AFTER * 1_000_000 and now - self._asked_at > ASK_AGAIN_AFTER * 1_000_000:
             self._asked_at = now
             self._ask()
+        return int(age * DRIFT)
 
 
 def steady() -> int:
