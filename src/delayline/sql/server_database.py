@@ -39,6 +39,7 @@ Result = TypeVar("Result")
 UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
 PING_AFTER: Final = 5.0  # idle seconds after which a connection is tested before use
 CLOSE_AFTER: Final = 30.0  # idle seconds after which a connection is closed while others are in use
+CLOSE_EVERY: Final = 0.1  # seconds from one look for such a connection to the next
 PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
 
 
@@ -361,6 +362,7 @@ class ServerDatabase(Database):
         self._transacting: Workers | None = None
         self._all: set[Session] = set()
         self._idle: list[Session] = []
+        self._closes_at = 0.0
         self._generation = 0
         self.silent = False
         self._silent_until = 0.0
@@ -494,10 +496,14 @@ class ServerDatabase(Database):
 
     def close_unused(self) -> None:
         """Close the connection that was used longest ago, if that is a while ago. Never blocks."""
+        now = time.monotonic()
+        if now < self._closes_at:
+            return
+        self._closes_at = now + CLOSE_EVERY
         if self._loop_statements is not None:
             self._loop_statements.rest()
         with contextlib.suppress(IndexError):  # taken meanwhile
-            if time.monotonic() - self._idle[0].used > CLOSE_AFTER:
+            if now - self._idle[0].used > CLOSE_AFTER:
                 self.discard(self._idle.pop(0))
 
     def discard(self, session: Session) -> None:
