@@ -540,7 +540,10 @@ class Endpoint:
             destinations = self._destinations if check_destination and outgoing.due is not None else None
             if destinations is not None and not destinations.needs_check(destination):
                 destinations = None
-            work = self._check_and_deliver(outgoing, external, destinations)
+            if destinations is None:
+                work = self._deliver(outgoing, external)
+            else:
+                work = self._check_and_deliver(outgoing, external, destinations)
             if external is not None or (destinations is None and self._returns_when_cancelled(outgoing)):
                 await work
             else:
@@ -656,10 +659,10 @@ class Endpoint:
                 return outgoing._replace(due=self._clock.now()), await _enlisted(external, delivery)
             raise
 
-    async def _deliver(self, outgoing: Outgoing, transaction: Transaction | None) -> None:
+    def _deliver(self, outgoing: Outgoing, transaction: Transaction | None) -> Coroutine[object, object, None]:
         """Hand the message to the transport, or, when it is due later, to delayed delivery."""
         work = self._hand_over(outgoing, transaction)
-        await (work if self._observer is None else self._reported(work, [outgoing], self._observer))
+        return work if self._observer is None else self._reported(work, [outgoing], self._observer)
 
     async def _hand_over(self, outgoing: Outgoing, transaction: Transaction | None) -> None:
         try:
@@ -684,7 +687,9 @@ class Endpoint:
         delayed = any(one.delay or one.deliver_at for one in valid)
         return self._traced([str(one.destination) for one in valid], delayed=delayed)
 
-    async def _reported(self, work: Awaitable[Sending], sends: Sequence[Outgoing], observer: Observer) -> Sending:
+    async def _reported(
+        self, work: Coroutine[object, object, Sending], sends: Sequence[Outgoing], observer: Observer
+    ) -> Sending:
         """Await the sending of these messages, and report it."""
         failed: Exception | None = None
         began = time.perf_counter()
@@ -747,10 +752,9 @@ class Endpoint:
         self._process.check(f"endpoint {self.name!r}")
 
     async def _check_and_deliver(
-        self, outgoing: Outgoing, transaction: Transaction | None, destinations: Destinations | None
+        self, outgoing: Outgoing, transaction: Transaction | None, destinations: Destinations
     ) -> None:
-        if destinations is not None:
-            await destinations.check(outgoing.operation.destination)
+        await destinations.check(outgoing.operation.destination)
         await self._deliver(outgoing, transaction)
 
     def _returns_when_cancelled(self, outgoing: Outgoing) -> bool:

@@ -57,21 +57,22 @@ class Grouping(Generic[Item, Result]):
         self._waiting: list[tuple[Item, asyncio.Future[Result]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def run(self, item: Item) -> Result:
-        """Return the item's result, or raise its error.
+    def run(self, item: Item) -> asyncio.Future[Result]:
+        """Return the item's result, or raise its error, when awaited.
 
-        If cancelled, it returns at once; the item is worked on all the same.
+        If cancelled, that returns at once; the item is worked on all the same.
         """
-        return await self._add(item, asyncio.get_running_loop().create_future())
+        return self._add(item, asyncio.get_running_loop().create_future())
 
-    async def run_to_end(self, item: Item) -> Result:
+    def run_to_end(self, item: Item) -> asyncio.Future[Result]:
         """Like `run`; if cancelled, it raises CancelledError once the work on the item has ended."""
-        return await self._add(item, Uncancelled())
+        return self._add(item, Uncancelled())
 
     def _add(self, item: Item, done: asyncio.Future[Result]) -> asyncio.Future[Result]:
         self._waiting.append((item, done))
         if len(self._tasks) < self._at_once:
-            task = asyncio.create_task(self._run(asyncio.current_task()), name="delayline group")
+            loop = done.get_loop()
+            task = loop.create_task(self._run(asyncio.current_task(loop)), name="delayline group")
             self._tasks.add(task)
         return done
 
@@ -84,7 +85,9 @@ class Grouping(Generic[Item, Result]):
         WAITING_TASK.set(caller)
         try:
             while self._waiting:
-                group, self._waiting = self._waiting[: self._maximum], self._waiting[self._maximum :]
+                group, self._waiting = self._waiting, []
+                if len(group) > self._maximum:
+                    group, self._waiting = group[: self._maximum], group[self._maximum :]
                 await self._run_group(group)
         except BaseException:
             for _, done in self._waiting:
