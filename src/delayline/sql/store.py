@@ -98,6 +98,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
             )
         self._table_name = table_name
         self._open: StoreStatements | None = None
+        self._channel = ""
         self._rows: RowClaims | None = None
         self._journal: Journal | None = None
         self._keeps_journal = journal
@@ -153,6 +154,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
             await self._close_database()
             raise
         self._open = store_statements(table, self._database.dialect)
+        self._channel = store_channel(table)
         self._journal = journal
         self._rows = row_claims(self._database, self._open, self._tables)
 
@@ -429,10 +431,6 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         RequiredTables(self._database.dialect, self._schema, QUEUES, others=[table]).check(connection)
         journal.look(connection)
 
-    @property
-    def _channel(self) -> str:
-        return store_channel(self._statements.table)
-
     def _table(self, endpoint_name: str) -> Table:
         name = self._database.dialect.kept_name(self._table_name or f"{endpoint_name}.timeouts")
         return self._database.dialect.timeouts_table(name, self._schema)
@@ -441,6 +439,8 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         return None if kept is None else self._database.dialect.from_due(kept)
 
     async def _notify(self, due: datetime, transaction: Transaction | None = None) -> None:
-        stored = partial(self._locking.stored, due)
-        stored() if transaction is None else transaction.after_commit(stored)
+        if transaction is None:
+            self._locking.stored(due)
+        else:
+            transaction.after_commit(partial(self._locking.stored, due))
         await self._database.notify_on_commit({self._channel: to_microseconds(due)}, transaction)
