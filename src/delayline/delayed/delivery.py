@@ -35,7 +35,7 @@ from delayline.grouping import ABANDONED, Grouping
 from delayline.message import DelayedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Coroutine, Hashable, Sequence
     from datetime import datetime
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
@@ -165,6 +165,7 @@ class StoredDelivery:
         if missing:
             raise ConfigurationError(f"{store!r} is not a delayed message store: it has no method {missing[0]!r}")
         self.store = store
+        self._store_notifies = isinstance(store, SupportsNotifications)
         self.number_of_retries = whole_number("number_of_retries", number_of_retries, at_least=0)
         self.time_to_trigger_store_circuit_breaker = time_span(
             "time_to_trigger_store_circuit_breaker", time_to_trigger_store_circuit_breaker
@@ -260,12 +261,14 @@ class StoredDelivery:
             "or send without transaction="
         )
 
-    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+    def defer(
+        self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None
+    ) -> Coroutine[object, object, None]:
         """Store the operation until `due`; an operation that is due already goes straight to the transport.
 
         If the transport cannot take part in `transaction`, it is stored all the same, and the poller moves it at once.
         """
-        await self.defer_many([(operation, due)], transaction)
+        return self.defer_many([(operation, due)], transaction)
 
     async def defer_or_replace(self, operation: TransportOperation, due: datetime, *, replace: bool) -> StoreResult:
         """Store the operation unless a message with its id is pending; see `SupportsReplacement`."""
@@ -289,13 +292,14 @@ class StoredDelivery:
         if self._group is None:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
         now = self.host.clock.now() if self._reaches_transport(transaction) else None
-        if overdue := [operation for operation, due in operations if now is not None and due <= now]:
+        messages, overdue = [], []
+        for operation, due in operations:
+            if now is None or due > now:
+                messages.append(DelayedMessage(operation.message, operation.destination, due))
+            else:
+                overdue.append(operation)
+        if overdue:
             await self.host.transport.dispatch(overdue, transaction)
-        messages = [
-            DelayedMessage(operation.message, operation.destination, due)
-            for operation, due in operations
-            if now is None or due > now
-        ]
         if transaction is not None:
             await self._store_in(transaction, messages)
         elif len(messages) == 1:
@@ -324,7 +328,7 @@ class StoredDelivery:
 
     def _signal(self, due: datetime) -> None:
         """Signal the poller, unless the store notifies it."""
-        if self._poller is not None and not isinstance(self.store, SupportsNotifications):
+        if self._poller is not None and not self._store_notifies:
             self._poller.signal(due)
 
     def _new_poller(self) -> Poller:
@@ -410,7 +414,7 @@ class StoreGroup:
     Args:
         store: Stores the messages, in batches if it can.
         breaker: Counts failures.
-        stored: Called with the due time of each stored message.
+        stored: Called with the earliest due time of each group that is stored.
         observer: Called with the messages of each group that is stored.
     """
 
@@ -474,8 +478,7 @@ class StoreGroup:
         return self._notify(messages)
 
     def _notify(self, messages: Sequence[DelayedMessage]) -> Sequence[None]:
-        for message in messages:
-            self._stored(message.due)
+        self._stored(min(message.due for message in messages))
         self.report(messages)
         return [None] * len(messages)
 
