@@ -18,6 +18,7 @@ from delayline.delayed.delivery import (
     VERBS,
     DelayedDelivery,
     StoredDelivery,
+    SupportsCancelledDefer,
     SupportsDeferMany,
     SupportsDeferredSetup,
     SupportsDestinationCheck,
@@ -172,10 +173,15 @@ class Endpoint:
     ) -> None:
         self.name = check_endpoint_name(name)
         self.transport = transport
-        self._grouping = transport if isinstance(transport, SupportsCancelledDispatch) else None
         delayed_delivery = _delivery("delayed_delivery", delayed_delivery)
         draining = _delivery("draining", draining)
         self.delayed_delivery = delayed_delivery
+        self._cancellable_transport: SupportsCancelledDispatch | None = (
+            transport if isinstance(transport, SupportsCancelledDispatch) else None
+        )
+        self._cancellable_delivery: SupportsCancelledDefer | None = (
+            delayed_delivery if isinstance(delayed_delivery, SupportsCancelledDefer) else None
+        )
         self.error_queue = _error_queue(error_queue, name)
         self.send_only = send_only
         self.transaction_mode = _mode(transaction_mode, transport, delayed_delivery)
@@ -758,11 +764,12 @@ class Endpoint:
         await self._deliver(outgoing, transaction)
 
     def _returns_when_cancelled(self, outgoing: Outgoing) -> bool:
-        """Return whether delivery needs no task: a group of the store or transport goes on without it."""
+        """Return whether delivery needs no task: store, transport or delayed delivery goes on without it."""
         if outgoing.due is None:
-            return self._grouping is not None and self._grouping.goes_on_when_cancelled
-        stored = isinstance(self.delayed_delivery, StoredDelivery)
-        return stored and outgoing.due > self._clock.now()
+            transport = self._cancellable_transport
+            return transport is not None and transport.goes_on_when_cancelled
+        delivery = self._cancellable_delivery
+        return delivery is not None and delivery.goes_on_when_cancelled(outgoing.operation, outgoing.due)
 
     async def _deliver_shielded(self, work: Coroutine[object, object, None], outgoing: Outgoing) -> None:
         """Deliver; cancelled, return at once and let the delivery go on: its effect may be there already."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
 #: The log text for an item whose send was cancelled, and that failed afterwards.
-ABANDONED: Final = "Message %s, whose send was cancelled, is not sent: %s"
+ABANDONED: Final = "The cancelled send of message %s has failed: %s"
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")

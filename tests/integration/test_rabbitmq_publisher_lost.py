@@ -5,15 +5,27 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.eventually import eventually_async
-from tests.integration.rabbitmq_queues import a_message, declare, drain, opened, to_queue, until_outstanding
+from tests.integration.rabbitmq_queues import (
+    a_channel,
+    a_message,
+    declare,
+    drain,
+    opened,
+    to_queue,
+    until_outstanding,
+)
 from tests.integration.wire_between import wire_to
 
-from delayline import BackendUnavailable, Event
-from delayline.rabbitmq.amqp.publisher import Publisher
+from delayline import BackendUnavailable, Endpoint, Event
+from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.rabbitmq.amqp.publisher import Publication, Publisher
+from delayline.testing import Signals
+from delayline.testing.conformance.native_delivery import Arrivals
 
 if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer
@@ -109,6 +121,66 @@ async def test_a_cancelled_caller_leaves_the_others_alone(rabbitmq_url: str) -> 
             await one
         assert await publisher.publish([to_queue("there")]) == {}
     assert len(await drain(rabbitmq_url, "there")) == 7
+
+
+async def test_closing_waits_for_messages_of_a_cancelled_caller(rabbitmq_url: str) -> None:
+    """Given a cancelled caller, when its message makes the broker close the channel, then the others arrive."""
+    await declare(rabbitmq_url, "there")
+    batch = [to_queue("there", a_message(f"m-{n}")) for n in range(3)]
+    batch.insert(1, Publication(a_message("deleted"), "exchange", "key"))
+    with Signals() as signals:
+        async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher, a_channel(rabbitmq_url) as channel:
+            exchange = await channel.declare_exchange("exchange", durable=True)
+            assert set(await publisher.publish(batch)) == {1}, "no queue is bound"
+            await exchange.delete()
+            wire.hold_answers()
+            sending = asyncio.ensure_future(publisher.publish(batch))
+            await until_outstanding(publisher, 4)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            wire.let_through()
+        [record] = signals.records(Event.SEND_ABANDONED)
+    assert "'exchange'" in record.getMessage()
+    assert {message.message_id for message in await drain(rabbitmq_url, "there")} == {"m-0", "m-1", "m-2"}
+
+
+async def test_a_lost_message_of_a_cancelled_caller_is_logged(rabbitmq_url: str) -> None:
+    """Given a cancelled caller, when the connection is lost before the confirm, then the log names the message."""
+    await declare(rabbitmq_url, "there")
+    with Signals() as signals:
+        async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
+            wire.hold_answers()
+            sending = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("m-7"))]))
+            await until_outstanding(publisher, 1)
+            sending.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await sending
+            wire.cut()
+            [record] = await signals.wait_for(Event.SEND_ABANDONED, timeout=20)
+    assert "cancelled send of message m-7 has failed: the connection to RabbitMQ" in record.getMessage()
+
+
+@pytest.mark.parametrize("delay", [None, timedelta(seconds=1)], ids=["immediate", "delayed"])
+async def test_a_cancelled_send_returns_at_once_and_arrives(rabbitmq_url: str, delay: timedelta | None) -> None:
+    async with wire_to(rabbitmq_url) as (wire, url):
+        transport = RabbitMQTransport(url)
+        endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery())
+        arrivals = Arrivals(endpoint)
+        async with endpoint:
+            # Given an endpoint that has sent before, and a broker whose confirms do not come
+            await endpoint.send("sales", b"", message_id="before", delay=delay)
+            assert await arrivals.number(1) == ["before"]
+            wire.hold_answers()
+            # When a send is cancelled
+            sending = asyncio.create_task(endpoint.send("sales", b"", message_id="cancelled", delay=delay))
+            await eventually_async(lambda: transport.publisher.outstanding == 1)
+            sending.cancel()
+            # Then it returns at once, and the message arrives
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(sending, 5)
+            wire.let_through()
+            assert await arrivals.number(2) == ["before", "cancelled"]
 
 
 async def test_closing_gives_up_on_a_broker_that_does_not_confirm(

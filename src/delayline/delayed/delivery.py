@@ -99,6 +99,18 @@ class DelayedDelivery(Protocol):
 
 
 @runtime_checkable
+class SupportsCancelledDefer(Protocol):
+    """Capability of a delayed delivery: a `defer` without a transaction that is cancelled returns at once, and goes on.
+
+    `stop` waits for its end; errors after the cancellation are logged.
+    """
+
+    def goes_on_when_cancelled(self, operation: TransportOperation, due: datetime) -> bool:
+        """Return whether it would do so now with that operation."""
+        ...
+
+
+@runtime_checkable
 class SupportsDeferredSetup(Protocol):
     """Capability of a delayed delivery: the endpoint can start while the storage is unavailable."""
 
@@ -260,6 +272,11 @@ class StoredDelivery:
             f"{type(self.store).__name__} cannot take part in an external transaction: use a SqlDelayedMessageStore, "
             "or send without transaction="
         )
+
+    def goes_on_when_cancelled(self, operation: TransportOperation, due: datetime) -> bool:
+        """Return whether it goes to the store, which stores groups of messages without their senders."""
+        del operation
+        return due > self.host.clock.now()
 
     def defer(
         self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None

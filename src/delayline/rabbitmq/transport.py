@@ -168,6 +168,11 @@ class RabbitMQTransport:
         finally:
             await self.connection.close()
 
+    @property
+    def goes_on_when_cancelled(self) -> bool:
+        """True while the broker takes messages: they are written at once, and confirmed without the sender."""
+        return self.publisher.writes_at_once
+
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         """Publish every message whose destination exists, and wait until the broker has confirmed them all."""
         if transaction is not None:

@@ -49,6 +49,13 @@ class PublishBatch:
         if self.left == 0 and not self.settled.done():
             self.settled.set_result(None)
 
+    def wait_again(self) -> None:
+        """Begin another wait after one that was cancelled."""
+        if self.settled.cancelled():
+            self.settled = asyncio.get_running_loop().create_future()
+            if self.left == 0:
+                self.settled.set_result(None)
+
     def refuse(self, position: int, error: Exception) -> None:
         """Keep why a position that will not be sent, or was refused, failed."""
         self.failures[position] = error

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from delayline.checks import ForkGuard
-from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, NotStarted
+from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError, InvalidMessage, NotStarted
+from delayline.events import Event, emit
+from delayline.grouping import ABANDONED
 from delayline.rabbitmq.amqp.confirms import PublishBatch, Unroutable
 from delayline.rabbitmq.amqp.connection import AmqpConnection
 from delayline.rabbitmq.amqp.errors import NOT_FOUND, refused_publication, size_limit, too_large
 from delayline.rabbitmq.amqp.wire import Publication
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Coroutine, Mapping, Sequence
 
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.amqp.channel import PublishChannel
     from delayline.rabbitmq.amqp.confirms import Closed
 
 __all__ = ["Publication", "Publisher", "Unroutable"]
+
+logger = logging.getLogger(__name__)
 
 PIPELINE: Final = 1
 APART: Final = 2
@@ -65,6 +70,11 @@ class Publisher:
         return self._link is None or self._link.connection.lost is not None
 
     @property
+    def writes_at_once(self) -> bool:
+        """Whether the next publication is written to the broker before anything else runs."""
+        return self._started and self._link is not None and self._link.writes_at_once
+
+    @property
     def outstanding(self) -> int:
         """How many publications are written and not settled."""
         return self._link.outstanding if self._link is not None else 0
@@ -99,7 +109,8 @@ class Publisher:
         Unroutable: no such exchange, or no queue bound. MessageRejected: a full queue. InvalidMessage: AMQP or the
         broker cannot carry it. BackendUnusable: no right to write. Waits up to `server_timeout` while the broker is
         blocked. Raises BackendUnavailable if the connection is lost, or if no confirm comes for that long: the messages
-        may have arrived, also after a cancellation. If the broker refuses a publication by closing the channel, the
+        may have arrived. After a cancellation, publications that were written go on, and failures are logged. If the
+        broker refuses a publication by closing the channel, the
         other outstanding ones are sent again, and may be duplicated.
         """
         if not publications:
@@ -150,6 +161,7 @@ class PublisherLink:
         self._opening = asyncio.Lock()
         self._apart = asyncio.Lock()
         self._known: set[str] = {""}
+        self._ending: set[asyncio.Task[None]] = set()
         newer = connection.version.partition(".")[0] not in ("", "3")
         self._largest = LARGEST_MESSAGE_OF_4 if newer else LARGEST_MESSAGE
 
@@ -165,6 +177,11 @@ class PublisherLink:
         return link
 
     @property
+    def writes_at_once(self) -> bool:
+        """Whether the channel is open, and takes publications."""
+        return self.connection.flows and self._open_channel(PIPELINE) is not None
+
+    @property
     def outstanding(self) -> int:
         """How many publications are written and not settled."""
         return sum(len(channel.confirms) for channel in self._channels.values())
@@ -175,6 +192,8 @@ class PublisherLink:
             async with asyncio.timeout(CLOSING_PATIENCE):
                 for channel in list(self._channels.values()):
                     await channel.confirms.empty()
+                while self._ending:
+                    await asyncio.wait(self._ending)
         except TimeoutError:  # a broker that does not confirm will not answer a close
             self.connection.abort()
         await self.connection.close(DISCONNECT_PATIENCE)
@@ -185,10 +204,38 @@ class PublisherLink:
         missing = await self._missing(unknown) if unknown else NONE_MISSING
         batch = PublishBatch(publications)
         await self._write(batch, missing)
-        await self._settled(batch)
-        if batch.over:
-            await self._one_by_one(batch)
+        resending: asyncio.Task[None] | None = None
+        try:
+            await self._settled(batch)
+            if batch.over:
+                resending = self._spawn(self._one_by_one(batch))
+                await asyncio.shield(resending)
+        except asyncio.CancelledError:
+            self._spawn(self._end_abandoned(batch, resending))
+            raise
         return batch.failures
+
+    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name="delayline publish")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return task
+
+    async def _end_abandoned(self, batch: PublishBatch, resending: asyncio.Task[None] | None) -> None:
+        """Publish what a cancelled call has left, and log what fails: the call's result is not awaited any more."""
+        try:
+            if resending is None:
+                batch.wait_again()
+                await self._settled(batch)
+                await self._one_by_one(batch)
+            else:
+                await resending
+            failures = batch.failures
+        except DelaylineError as error:
+            failures = dict.fromkeys(range(len(batch.publications)), error)
+        for position, failure in failures.items():
+            message_id = batch.publications[position].message.id
+            emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, message_id, failure)
 
     async def _missing(self, unknown: set[str]) -> Mapping[str, str]:
         """Return which exchanges are not there, and the broker's words; those that are, are asked for once only.
