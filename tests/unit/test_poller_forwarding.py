@@ -116,8 +116,8 @@ async def test_messages_due_soon_after_a_move_are_moved_together(clock: ManualCl
 async def test_a_rest_is_short_after_a_move_that_took_long(clock: ManualClock) -> None:
     # Given a poller that rests after a move that took 5 ms
     scenario, store = await resting(clock, 0.005)
-    # Then it moves again 8 ms after that move began
-    await clock.advance(0.0029)
+    # Then it moves again 6 ms after that move began
+    await clock.advance(0.0009)
     assert store.forwarded == [["a"]]
     await clock.advance(0.0002)
     assert store.forwarded == [["a"], ["b2", "b4", "b6"]]

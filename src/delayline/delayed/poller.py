@@ -68,7 +68,7 @@ MAXIMUM_SLEEP: Final = timedelta(seconds=60)
 #: nearly the same time move together ...
 RESTS: Final = 4
 #: ... but no longer than this from the beginning of one move to the next.
-MOVES_WITHIN: Final = timedelta(milliseconds=8)
+MOVES_WITHIN: Final = timedelta(milliseconds=6)
 #: Pause while all due messages are locked by other processes; without one the poller would query in a tight loop.
 LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
 

@@ -53,7 +53,7 @@ FIRST_PAUSE: Final = 0.01
 #: that come at nearly the same time are received together ...
 RESTS: Final = 3
 #: ... but no longer than so many seconds from the beginning of one look to the next.
-LOOKS_WITHIN: Final = 0.004
+LOOKS_WITHIN: Final = 0.003
 READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits again
 LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits have changed
 OUT_OF_ORDER: Final = -2  # the time in a notification of messages that may have lower numbers than the last ones
