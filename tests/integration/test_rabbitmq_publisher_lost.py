@@ -25,6 +25,7 @@ from delayline import BackendUnavailable, Endpoint, Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.testing import Signals
+from delayline.testing.clock import settle
 from delayline.testing.conformance.native_delivery import Arrivals
 
 if TYPE_CHECKING:
@@ -159,6 +160,23 @@ async def test_a_lost_message_of_a_cancelled_caller_is_logged(rabbitmq_url: str)
             wire.cut()
             [record] = await signals.wait_for(Event.SEND_ABANDONED, timeout=20)
     assert "cancelled send of message m-7 has failed: the connection to RabbitMQ" in record.getMessage()
+
+
+async def test_a_message_arrives_that_was_cancelled_while_its_exchange_was_asked_for(rabbitmq_url: str) -> None:
+    """Given an exchange that the publisher has not used, when its first message is cancelled, then it arrives."""
+    async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher, a_channel(rabbitmq_url) as channel:
+        queue = await channel.declare_queue("there", durable=True)
+        await queue.bind(await channel.declare_exchange("exchange", "fanout", durable=True))
+        wire.hold_answers()
+        sending = asyncio.ensure_future(publisher.publish([Publication(a_message("m-7"), "exchange", "")]))
+        await settle()
+        assert publisher.outstanding == 0
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        wire.let_through()
+        assert await publisher.publish([Publication(a_message("m-8"), "exchange", "")]) == {}
+    assert {message.message_id for message in await drain(rabbitmq_url, "there")} == {"m-7", "m-8"}
 
 
 @pytest.mark.parametrize("delay", [None, timedelta(seconds=1)], ids=["immediate", "delayed"])

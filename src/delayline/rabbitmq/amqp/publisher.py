@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from delayline.checks import ForkGuard
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError, InvalidMessage, NotStarted
@@ -17,7 +17,7 @@ from delayline.rabbitmq.amqp.errors import NOT_FOUND, refused_publication, size_
 from delayline.rabbitmq.amqp.wire import Publication
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Mapping, Sequence
+    from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.amqp.channel import PublishChannel
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 __all__ = ["Publication", "Publisher", "Unroutable"]
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 PIPELINE: Final = 1
 APART: Final = 2
@@ -71,7 +73,7 @@ class Publisher:
 
     @property
     def writes_at_once(self) -> bool:
-        """Whether the next publication is written to the broker before anything else runs."""
+        """Whether publications are written without a wait, but for the first look whether their exchange is there."""
         return self._started and self._link is not None and self._link.writes_at_once
 
     @property
@@ -109,9 +111,9 @@ class Publisher:
         Unroutable: no such exchange, or no queue bound. MessageRejected: a full queue. InvalidMessage: AMQP or the
         broker cannot carry it. BackendUnusable: no right to write. Waits up to `server_timeout` while the broker is
         blocked. Raises BackendUnavailable if the connection is lost, or if no confirm comes for that long: the messages
-        may have arrived. After a cancellation, publications that were written go on, and failures are logged. If the
-        broker refuses a publication by closing the channel, the
-        other outstanding ones are sent again, and may be duplicated.
+        may have arrived. After a cancellation, publications go on that were written, or whose exchange was asked for,
+        and failures are logged. If the broker refuses a publication by closing the channel, the other outstanding ones
+        are sent again, and may be duplicated.
         """
         if not publications:
             return {}
@@ -161,7 +163,7 @@ class PublisherLink:
         self._opening = asyncio.Lock()
         self._apart = asyncio.Lock()
         self._known: set[str] = {""}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[Any]] = set()
         newer = connection.version.partition(".")[0] not in ("", "3")
         self._largest = LARGEST_MESSAGE_OF_4 if newer else LARGEST_MESSAGE
 
@@ -201,7 +203,13 @@ class PublisherLink:
     async def publish(self, publications: Sequence[Publication]) -> Mapping[int, Exception]:
         """Send all; see Publisher.publish."""
         unknown = {publication.exchange for publication in publications} - self._known
-        missing = await self._missing(unknown) if unknown else NONE_MISSING
+        missing = NONE_MISSING
+        if unknown:
+            try:
+                missing = await asyncio.shield(self._spawn(self._missing(unknown)))
+            except asyncio.CancelledError:
+                self._spawn(self._end_abandoned(publications, self.publish(publications)))
+                raise
         batch = PublishBatch(publications)
         await self._write(batch, missing)
         resending: asyncio.Task[None] | None = None
@@ -211,31 +219,37 @@ class PublisherLink:
                 resending = self._spawn(self._one_by_one(batch))
                 await asyncio.shield(resending)
         except asyncio.CancelledError:
-            self._spawn(self._end_abandoned(batch, resending))
+            self._spawn(self._end_abandoned(publications, self._outcome(batch, resending)))
             raise
         return batch.failures
 
-    def _spawn(self, work: Coroutine[object, object, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[object, object, Result]) -> asyncio.Task[Result]:
         task = asyncio.create_task(work, name="delayline publish")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
         return task
 
-    async def _end_abandoned(self, batch: PublishBatch, resending: asyncio.Task[None] | None) -> None:
-        """Publish what a cancelled call has left, and log what fails: the call's result is not awaited any more."""
+    async def _end_abandoned(
+        self, publications: Sequence[Publication], outcome: Awaitable[Mapping[int, Exception]]
+    ) -> None:
+        """Log what fails of a cancelled call, whose result is not awaited any more."""
         try:
-            if resending is None:
-                batch.wait_again()
-                await self._settled(batch)
-                await self._one_by_one(batch)
-            else:
-                await resending
-            failures = batch.failures
+            failures = await outcome
         except DelaylineError as error:
-            failures = dict.fromkeys(range(len(batch.publications)), error)
+            failures = dict.fromkeys(range(len(publications)), error)
         for position, failure in failures.items():
-            message_id = batch.publications[position].message.id
+            message_id = publications[position].message.id
             emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, message_id, failure)
+
+    async def _outcome(self, batch: PublishBatch, resending: asyncio.Task[None] | None) -> Mapping[int, Exception]:
+        """Return the failures of a batch that was written, after the wait for them was cancelled."""
+        if resending is None:
+            batch.wait_again()
+            await self._settled(batch)
+            await self._one_by_one(batch)
+        else:
+            await resending
+        return batch.failures
 
     async def _missing(self, unknown: set[str]) -> Mapping[str, str]:
         """Return which exchanges are not there, and the broker's words; those that are, are asked for once only.
