@@ -30,9 +30,13 @@ class _Bounds(NamedTuple):
     high: int
     at: int
 
+    def drift(self, now: int) -> int:
+        """Return how far the two clocks may have drifted apart by a later instant."""
+        return int((now - self.at) * DRIFT)
+
     def aged(self, now: int) -> _Bounds:
         """Return the bounds at a later instant, widened by the clocks' drift."""
-        drifted = int((now - self.at) * DRIFT)
+        drifted = self.drift(now)
         return _Bounds(self.low - drifted, self.high + drifted, now)
 
 
@@ -58,19 +62,19 @@ class ServerClock:
 
     def now(self) -> datetime:
         """Return the earliest that the server's time can be. Never blocks; a stale estimate is asked for anew."""
-        bounds = self._bounds
+        now, bounds = steady(), self._bounds
         if bounds is None:
             return SystemClock().now()
-        now = steady()
-        return from_microseconds(now + bounds.low - self._drifted(bounds, now))
+        self._refresh(bounds, now)
+        return from_microseconds(now + bounds.low - bounds.drift(now))
 
     def at_latest(self) -> datetime:
         """Return the latest that the server's time can be: a delay is added to this."""
-        bounds = self._bounds
+        now, bounds = steady(), self._bounds
         if bounds is None:
             return SystemClock().now()
-        now = steady()
-        return from_microseconds(now + bounds.high + self._drifted(bounds, now))
+        self._refresh(bounds, now)
+        return from_microseconds(now + bounds.high + bounds.drift(now))
 
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
@@ -96,13 +100,10 @@ class ServerClock:
                     self._bounds = sample
             self._requested = max(self._requested, requested)
 
-    def _drifted(self, bounds: _Bounds, now: int) -> int:
-        """Return how far the bounds have widened by now; asks for another answer if they are stale."""
-        age = now - bounds.at
-        if age > STALE_AFTER * 1_000_000 and now - self._asked_at > ASK_AGAIN_AFTER * 1_000_000:
+    def _refresh(self, bounds: _Bounds, now: int) -> None:
+        if now - bounds.at > STALE_AFTER * 1_000_000 and now - self._asked_at > ASK_AGAIN_AFTER * 1_000_000:
             self._asked_at = now
             self._ask()
-        return int(age * DRIFT)
 
 
 def steady() -> int:
