@@ -177,7 +177,6 @@ class StoredDelivery:
         if missing:
             raise ConfigurationError(f"{store!r} is not a delayed message store: it has no method {missing[0]!r}")
         self.store = store
-        self._store_notifies = isinstance(store, SupportsNotifications)
         self.number_of_retries = whole_number("number_of_retries", number_of_retries, at_least=0)
         self.time_to_trigger_store_circuit_breaker = time_span(
             "time_to_trigger_store_circuit_breaker", time_to_trigger_store_circuit_breaker
@@ -197,6 +196,8 @@ class StoredDelivery:
         self._host: DeliveryHost | None = None
         self._group: StoreGroup | None = None
         self._poller: Poller | None = None
+        self._signalled: Poller | None = None
+        """The poller, if the store does not notify it."""
         self._closers: list[Callable[[], None]] = []
 
     @property
@@ -248,13 +249,15 @@ class StoredDelivery:
             self._poller = self._new_poller()
             if isinstance(self.store, SupportsNotifications):
                 self._closers.append(self.store.on_stored(self._poller.signal))
+            else:
+                self._signalled = self._poller
             self._poller.start()
 
     async def stop(self) -> None:
         """Wait for the poller's batch and for running stores, then close the store if it supports that."""
         if self._poller is not None:
             await self._poller.stop()
-            self._poller = None
+            self._poller = self._signalled = None
         if self._group is not None:
             await self._group.stop()
             self._group = None
@@ -345,8 +348,8 @@ class StoredDelivery:
 
     def _signal(self, due: datetime) -> None:
         """Signal the poller, unless the store notifies it."""
-        if self._poller is not None and not self._store_notifies:
-            self._poller.signal(due)
+        if self._signalled is not None:
+            self._signalled.signal(due)
 
     def _new_poller(self) -> Poller:
         host, batches = self.host, batches_of(self.store, self.host.clock)
