@@ -544,16 +544,13 @@ class Endpoint:
                 given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
                 outgoing, external = await self._enlist(given, outgoing)
             destinations = self._destinations if check_destination and outgoing.due is not None else None
-            if destinations is not None and not destinations.needs_check(destination):
-                destinations = None
-            if destinations is None:
-                work = self._deliver(outgoing, external)
-            else:
+            shielded = external is None
+            if destinations is not None and destinations.needs_check(destination):
                 work = self._check_and_deliver(outgoing, external, destinations)
-            if external is not None or (destinations is None and self._returns_when_cancelled(outgoing)):
-                await work
             else:
-                await self._deliver_shielded(work, outgoing)
+                work = self._deliver(outgoing, external)
+                shielded = shielded and not self._returns_when_cancelled(outgoing)
+            await (self._deliver_shielded(work, outgoing) if shielded else work)
             return Sent(outgoing.operation.message.id)
 
     async def _send_or_replace(
