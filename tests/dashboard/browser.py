@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 import uvicorn
 from selenium import webdriver
-from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException, TimeoutException
+from selenium.common.exceptions import (
+    NoSuchElementException,
+    StaleElementReferenceException,
+    TimeoutException,
+    WebDriverException,
+)
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.by import By
 from selenium.webdriver.support.ui import Select, WebDriverWait
@@ -109,7 +114,13 @@ class Browser:
 
     @property
     def text(self) -> str:
-        return self.find("main").text
+        try:
+            return self.find("main").text
+        except WebDriverException as error:
+            # How chromedriver reports an element whose page is replaced while it is read.
+            if "does not belong to the document" in str(error.msg):
+                raise StaleElementReferenceException(error.msg) from error
+            raise
 
     def until(self, condition: Callable[[], Any]) -> None:
         ignored = [StaleElementReferenceException, NoSuchElementException]
