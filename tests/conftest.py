@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
 import hypothesis
 import pytest
@@ -17,16 +17,19 @@ from tests.sampling import select
 from tests.servers.azurite import AzuriteServer
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
+from tests.servers.programs import CONFIGURED, Programs, debian_13
 from tests.servers.rabbitmq import RabbitmqServer
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
 
 # On a busy machine an example takes longer than usual; what limits a test is its timeout.
 hypothesis.settings.register_profile("delayline", deadline=None)
 hypothesis.settings.load_profile("delayline")
 
+#: Those that start one of a version that Debian 12 does not have.
+NEWER: Final = {"rabbitmq4", "crashing_rabbitmq4", "postgresql17", "mariadb118"}
 #: The fixtures that start one; parameters are called so, too.
 SERVERS: Final = {
     "azurite",
@@ -37,31 +40,35 @@ SERVERS: Final = {
     "server_url",
     "rabbitmq",
     "crashing_rabbitmq",
+    *NEWER,
 }
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests that need a server, which run without coverage, and leave long tests to `make test-all`."""
     select(items, config)
-    for item in filter(needs_server, items):
-        item.add_marker(pytest.mark.server)
+    for item in items:
+        if needs_server(item):
+            item.add_marker(pytest.mark.server)
+        if needs_server(item, NEWER):
+            item.add_marker(pytest.mark.newer_server)
 
 
-def needs_server(item: pytest.Item) -> bool:
-    """Return whether a fixture of the test, or a parameter, starts a server."""
+def needs_server(item: pytest.Item, servers: Collection[str] = SERVERS) -> bool:
+    """Return whether a fixture of the test, or a parameter, starts one of these servers."""
     parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
     products = {str(value).removesuffix("_url") for value in parameters}
-    return not SERVERS.isdisjoint(products.union(getattr(item, "fixturenames", ())))
+    return not products.union(getattr(item, "fixturenames", ())).isdisjoint(servers)
 
 
 Server = TypeVar("Server", PostgresqlServer, MariadbServer, RabbitmqServer, AzuriteServer)
 
 
 @contextlib.contextmanager
-def running(kind: type[Server], *settings: str, **options: str) -> Iterator[Server]:
+def running(kind: type[Server], *settings: str, **options: Any) -> Iterator[Server]:  # noqa: ANN401
     """Provide a server of the test's own, as fast as one that survives its own death can be."""
-    if not kind.installed():
-        not_installed(kind.product, kind.install)
+    if "programs" not in options and not kind.installed():
+        not_installed(f"{kind.product} of {CONFIGURED}", kind.install)
     arguments: list[Any] = [settings] if settings else []
     server = kind(*arguments, **options)
     try:
@@ -70,12 +77,25 @@ def running(kind: type[Server], *settings: str, **options: str) -> Iterator[Serv
         server.close()
 
 
-def not_installed(product: str, command: str) -> None:
+def not_installed(product: str, command: str) -> NoReturn:
     """Skip on a laptop; fail where every service has to be there."""
     reason = f"{product} is not installed: {command}"
     if os.environ.get("DELAYLINE_REQUIRE_SERVICES") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+NewerServer = TypeVar("NewerServer", PostgresqlServer, MariadbServer, RabbitmqServer)
+
+
+def newer(kind: type[NewerServer], *version: int) -> Programs:
+    """Return the configured programs if they have the version, else Debian 13's."""
+    tree = debian_13()
+    for programs in (CONFIGURED, tree):
+        if kind.installed(programs) and kind.version(programs) >= version:
+            return programs
+    name = f"{kind.product} {'.'.join(map(str, version))}"
+    not_installed(name, f"`tests/servers/debian.sh trixie` installs it into {tree}, which root can use")
 
 
 @pytest.fixture(scope="session")
@@ -128,6 +148,59 @@ def crashing_rabbitmq() -> Iterator[RabbitmqServer]:
     """Provide a node of the test's own, to kill and to start again on the same data."""
     with running(RabbitmqServer) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def rabbitmq4() -> Iterator[RabbitmqServer]:
+    """Provide a node of version 4 or later that no test stops."""
+    with running(RabbitmqServer, programs=newer(RabbitmqServer, 4)) as server:
+        yield server
+
+
+@pytest.fixture
+def rabbitmq4_url(rabbitmq4: RabbitmqServer) -> Iterator[str]:
+    """Provide an empty virtual host on version 4 or later."""
+    url = rabbitmq4.new_vhost()
+    yield url
+    rabbitmq4.drop_vhost(url)
+
+
+@pytest.fixture
+def crashing_rabbitmq4() -> Iterator[RabbitmqServer]:
+    """Provide a node of version 4 or later, to kill and to start again on the same data."""
+    with running(RabbitmqServer, programs=newer(RabbitmqServer, 4)) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def postgresql17() -> Iterator[PostgresqlServer]:
+    """Provide a PostgreSQL 17 or later whose commits survive its own death, not that of the machine."""
+    settings = ("fsync=off", "max_prepared_transactions=50")
+    with running(PostgresqlServer, *settings, programs=newer(PostgresqlServer, 17)) as server:
+        yield server
+
+
+@pytest.fixture
+def postgresql17_url(postgresql17: PostgresqlServer) -> Iterator[str]:
+    """Provide an empty database of PostgreSQL 17 or later."""
+    url = postgresql17.new_database()
+    yield url
+    postgresql17.drop_database(url)
+
+
+@pytest.fixture(scope="session")
+def mariadb118() -> Iterator[MariadbServer]:
+    """Provide a MariaDB 11.8 or later whose commits survive its own death, not that of the machine."""
+    with running(MariadbServer, "innodb_flush_log_at_trx_commit=2", programs=newer(MariadbServer, 11, 8)) as server:
+        yield server
+
+
+@pytest.fixture
+def mariadb118_url(mariadb118: MariadbServer) -> Iterator[str]:
+    """Provide an empty database of MariaDB 11.8 or later."""
+    url = mariadb118.new_database()
+    yield url
+    mariadb118.drop_database(url)
 
 
 @pytest.fixture(scope="session")

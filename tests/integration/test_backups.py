@@ -8,8 +8,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.servers.mariadb import program as mariadb_program
-from tests.servers.postgresql import program as postgresql_program
 
 from delayline import Endpoint
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
@@ -74,11 +72,11 @@ async def test_a_dump_of_postgresql_restores_all_messages(
     await fill(postgresql_url)
     tables = ["--table=delayline_*", '--table=*".timeouts"']
     dump = tmp_path / "delayline.dump"
-    run([postgresql_program("pg_dump") or "pg_dump", "--format=custom", *tables, f"--file={dump}", postgresql_url])
+    run([*postgresql.command("pg_dump"), "--format=custom", *tables, f"--file={dump}", postgresql_url])
     # When
     restored = postgresql.new_database()
     try:
-        run([postgresql_program("pg_restore") or "pg_restore", "--clean", "--if-exists", f"--dbname={restored}", dump])
+        run([*postgresql.command("pg_restore"), "--clean", "--if-exists", f"--dbname={restored}", dump])
         # Then
         assert await deliver(restored) == EXPECTED
     finally:
@@ -106,5 +104,4 @@ async def test_a_dump_of_mariadb_restores_all_messages(
 
 
 def mariadb_command(name: str, server: MariadbServer) -> list[str]:
-    program = mariadb_program(name) or name
-    return [program, "--protocol=tcp", "--host=127.0.0.1", f"--port={server.port}", "--user=delayline"]
+    return [*server.command(name), "--protocol=tcp", "--host=127.0.0.1", f"--port={server.port}", "--user=delayline"]

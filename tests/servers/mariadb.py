@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pymysql
 from tests.servers.own_process import OwnProcess
 from tests.servers.postgresql import free_port
+from tests.servers.programs import CONFIGURED, Programs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -33,29 +35,46 @@ SMALL: Final = (
 
 
 def program(name: str) -> str | None:
-    """Return the path of one of MariaDB's programs, or None."""
+    """Return the path of one of this machine's programs of MariaDB, or None."""
     return shutil.which(name, path=PROGRAMS)
 
 
 class MariadbServer(OwnProcess):
-    """A private server on a free port, with an administrator `delayline` without a password."""
+    """A private server on a free port, with an administrator `delayline` without a password.
+
+    programs: of which system.
+    """
 
     product = "MariaDB"
     install = "apt-get install mariadb-server"
 
-    def __init__(self, settings: Sequence[str] = ()) -> None:
+    def __init__(self, settings: Sequence[str] = (), programs: Programs = CONFIGURED) -> None:
+        self.programs = programs
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-mariadb-"))
         self.port = free_port()
         self._settings = [*SMALL, *settings]
-        if os.geteuid() == 0:
-            shutil.chown(self.folder, "mysql")
+        programs.own(self.folder, "mysql")
         self._install()
         self.start()
 
     @staticmethod
-    def installed() -> bool:
+    def installed(programs: Programs = CONFIGURED) -> bool:
         """Return whether the server's programs are there."""
+        if programs.root is not None:
+            return programs.of_tree("mariadbd", "mariadb-install-db")
         return program("mariadbd") is not None and program("mariadb-install-db") is not None
+
+    @staticmethod
+    def version(programs: Programs = CONFIGURED) -> tuple[int, ...]:
+        """Return the version of installed programs."""
+        command = [*programs.command(program("mariadbd") or "mariadbd"), "--version"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        found = re.search(r"Ver (\d+)\.(\d+)\.(\d+)", said)
+        return tuple(map(int, found.groups())) if found else ()
+
+    def command(self, name: str) -> list[str]:
+        """Return what runs one of MariaDB's programs of the server's version."""
+        return self.programs.command(program(name) or name)
 
     @property
     def data(self) -> Path:
@@ -71,7 +90,7 @@ class MariadbServer(OwnProcess):
         )
         self._begin(
             [
-                program("mariadbd") or "mariadbd",
+                *self.command("mariadbd"),
                 *self._where(),
                 "--bind-address=127.0.0.1",
                 f"--port={self.port}",
@@ -124,12 +143,17 @@ class MariadbServer(OwnProcess):
             cursor.execute(f"DROP DATABASE IF EXISTS {name}")
 
     def _where(self) -> list[str]:
-        user = ["--user=mysql"] if os.geteuid() == 0 else []  # it refuses to run as root
-        return ["--no-defaults", *user, f"--datadir={self.data}", f"--tmpdir={self.folder}"]
+        return ["--no-defaults", *self._user(), f"--datadir={self.data}", f"--tmpdir={self.folder}"]
+
+    def _user(self) -> list[str]:
+        """Return who it runs as, which it has to be told as root: of this machine, or of a user's namespace."""
+        if os.geteuid() == 0:
+            return ["--user=mysql"]
+        return ["--user=root"] if self.programs.root is not None else []
 
     def _install(self) -> None:
         command = [
-            program("mariadb-install-db") or "mariadb-install-db",
+            *self.command("mariadb-install-db"),
             *self._where(),
             "--skip-test-db",
             "--auth-root-authentication-method=normal",

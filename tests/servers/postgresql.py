@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psycopg
+from tests.servers.programs import CONFIGURED, POSTGRESQL, Programs
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 PATIENCE: Final = 30.0
 #: Debian's folder of the server's programs, which is not on PATH.
-DEBIAN: Final = Path("/usr/lib/postgresql")
+DEBIAN: Final = Path(POSTGRESQL)
 END_OTHERS: Final = """
 SELECT pg_terminate_backend(pid, 5000) FROM pg_stat_activity
 WHERE datname = current_database() AND pid <> pg_backend_pid()
@@ -38,19 +39,23 @@ GRANT USAGE ON SCHEMA public TO PUBLIC
 
 
 def program(name: str) -> str | None:
-    """Return the path of one of PostgreSQL's programs, or None."""
+    """Return the path of one of this machine's programs of PostgreSQL, or None."""
     found = shutil.which(name)
     newest = sorted(DEBIAN.glob(f"*/bin/{name}"), key=lambda path: int(path.parts[-3]))
     return str(newest[-1]) if newest else found
 
 
 class PostgresqlServer:
-    """A private server on a free port, with a trusted superuser `delayline`."""
+    """A private server on a free port, with a trusted superuser `delayline`.
+
+    programs: of which system.
+    """
 
     product = "PostgreSQL"
     install = "apt-get install postgresql"
 
-    def __init__(self, settings: Sequence[str] = ()) -> None:
+    def __init__(self, settings: Sequence[str] = (), programs: Programs = CONFIGURED) -> None:
+        self.programs = programs
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-postgresql-"))
         self.port = free_port()
         self._empty: list[str] = []
@@ -61,15 +66,25 @@ class PostgresqlServer:
             "max_connections=200",
             *settings,
         ]
-        if os.geteuid() == 0:
-            shutil.chown(self.folder, "postgres")
+        programs.own(self.folder, "postgres")
         self._run("initdb", "-D", str(self.data), "-U", "delayline", "-A", "trust", "-E", "UTF8", "--no-sync")
         self.start()
 
     @staticmethod
-    def installed() -> bool:
+    def installed(programs: Programs = CONFIGURED) -> bool:
         """Return whether the server's programs are there."""
+        if programs.root is not None:  # it does not run as root, and in a tree only root can become another user
+            return os.geteuid() == 0 and programs.of_tree("initdb", "pg_ctl")
         return program("initdb") is not None
+
+    @staticmethod
+    def version(programs: Programs = CONFIGURED) -> tuple[int, ...]:
+        """Return the version of installed programs, as Debian names their folder."""
+        return max((int(folder.name),) for folder in programs.at(POSTGRESQL).glob("*"))
+
+    def command(self, name: str, *, user: str | None = None) -> list[str]:
+        """Return what runs one of PostgreSQL's programs of the server's version."""
+        return self.programs.command(program(name) or name, user=user)
 
     @property
     def data(self) -> Path:
@@ -142,9 +157,7 @@ class PostgresqlServer:
         self._empty.append(name)
 
     def _run(self, name: str, *arguments: str) -> None:
-        command = [program(name) or name, *arguments]
-        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
-            command = ["runuser", "-u", "postgres", "--", *command]
+        command = [*self.command(name, user="postgres"), *arguments]  # PostgreSQL refuses to run as root
         with (self.folder / "commands.log").open("a") as log:
             subprocess.run(command, check=True, stdout=log, stderr=log, cwd=self.folder)
 

@@ -17,12 +17,13 @@ from urllib.parse import quote
 import httpx
 from tests.servers.own_process import PATIENCE, OwnProcess
 from tests.servers.postgresql import free_port
+from tests.servers.programs import CONFIGURED, RABBITMQ, Programs
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 #: Debian's own command changes the user and the environment; the program behind it takes both as they are.
-PROGRAMS: Final = Path("/usr/lib/rabbitmq/bin")
+PROGRAMS: Final = Path(RABBITMQ)
 #: The management API listens so far above AMQP, as on the ports that RabbitMQ comes with.
 MANAGEMENT_ABOVE: Final = 10_000
 SETTINGS: Final = (
@@ -42,6 +43,7 @@ class RabbitmqServer(OwnProcess):
     """A private node on free ports, with its management plugin and the administrator `guest`.
 
     feature_flags: the initial flags, by name and with commas between; by default all of them.
+    programs: of which system.
     """
 
     product = "RabbitMQ"
@@ -49,7 +51,10 @@ class RabbitmqServer(OwnProcess):
     settings: ClassVar[Sequence[str]] = SETTINGS
     advanced: ClassVar[str] = ADVANCED
 
-    def __init__(self, settings: Sequence[str] = (), feature_flags: str | None = None) -> None:
+    def __init__(
+        self, settings: Sequence[str] = (), feature_flags: str | None = None, programs: Programs = CONFIGURED
+    ) -> None:
+        self.programs = programs
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-rabbitmq-"))
         self.port = two_free_ports()
         self.management_port = self.port + MANAGEMENT_ABOVE
@@ -62,9 +67,17 @@ class RabbitmqServer(OwnProcess):
         self.start()
 
     @staticmethod
-    def installed() -> bool:
+    def installed(programs: Programs = CONFIGURED) -> bool:
         """Return whether the server's programs are there."""
+        if programs.root is not None:
+            return programs.of_tree("rabbitmq-server", "epmd")
         return (PROGRAMS / "rabbitmq-server").exists() and shutil.which("epmd") is not None
+
+    @staticmethod
+    def version(programs: Programs = CONFIGURED) -> tuple[int, ...]:
+        """Return the version of installed programs, as Debian names their folder."""
+        names = [folder.name for folder in programs.at("/usr/lib/rabbitmq/lib").glob("rabbitmq_server-*")]
+        return max(tuple(map(int, name.rpartition("-")[2].split("."))) for name in names)
 
     @property
     def management_url(self) -> str:
@@ -74,7 +87,7 @@ class RabbitmqServer(OwnProcess):
     def start(self) -> None:
         """Start, and wait until it answers."""
         self._start_names()
-        self._begin([PROGRAMS / "rabbitmq-server"], self._environment())
+        self._begin(self.programs.command(PROGRAMS / "rabbitmq-server"), self._environment())
 
     def settle(self) -> None:
         """Wait until quorum queues declared before survive `kill`: they are registered on disk half a second late."""
@@ -174,13 +187,13 @@ class RabbitmqServer(OwnProcess):
         """Start a private Erlang port mapper; otherwise the node would leave one running on the machine."""
         if self._names is None:
             self._names = subprocess.Popen(
-                ["epmd", "-port", str(self._names_port), "-address", "127.0.0.1"],
+                [*self.programs.command("epmd"), "-port", str(self._names_port), "-address", "127.0.0.1"],
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.folder,
             )  # fmt: skip
 
     def _run(self, name: str, *arguments: str) -> str:
         return subprocess.run(
-            [PROGRAMS / name, *arguments],
+            [*self.programs.command(PROGRAMS / name), *arguments],
             check=True, capture_output=True, text=True, timeout=PATIENCE, cwd=self.folder, env=self._environment(),
         ).stdout  # fmt: skip
 
