@@ -31,6 +31,9 @@ class ReceivedMessage:
     message: Message
     receipt: Hashable
     """The receiver's own handle of the message; opaque to others."""
+    earlier_deliveries: int = 0
+    """How many deliveries before this one ended without an outcome, by a crash or by a release, if the queue counts
+    them; a broker that only marks messages as delivered before counts to 1."""
 
 
 class Receiver(Protocol):

@@ -104,6 +104,34 @@ async def test_a_cut_connection_is_reported_once_and_then_replaced(
     await counted(transport, "billing", 0)
 
 
+@pytest.mark.parametrize(("queue_type", "counted_to"), [("quorum", [0, 1, 2, 3]), ("classic", [0, 1, 1, 1])])
+async def test_a_received_message_knows_its_earlier_deliveries(
+    rabbitmq_url: str, queue_type: str, counted_to: list[int]
+) -> None:
+    # Given a message whose sender claims that it was delivered before
+    transport = RabbitMQTransport(rabbitmq_url, queue_type=queue_type)
+    await transport.start()
+    await transport.setup_infrastructure(["billing"])
+    forged = commands.Basic.Properties(message_id="m1", headers={"x-delivery-count": 77, "kept": "yes"})
+    await publish_raw(transport, forged)
+    receiver = await transport.receiver("billing")
+    # When it is given back by releases and by stops
+    seen = []
+    for end in ("release", "release", "stop", "stop"):
+        [message] = await received(receiver)
+        seen.append(message.earlier_deliveries)
+        if end == "stop":
+            await receiver.stop()
+        await receiver.release(message)
+        if end == "stop":
+            receiver = await transport.receiver("billing")
+    # Then it knows how often, as far as its queue counts
+    assert seen == counted_to
+    assert message.message.headers == {"kept": "yes"}
+    await receiver.stop()
+    await transport.stop()
+
+
 async def test_the_last_acknowledgement_after_a_stop_is_flushed(transport: RabbitMQTransport) -> None:
     # Given messages that are handled when their receiver stops, in a mode that acknowledges them before
     await transport.setup_infrastructure(["sales"])

@@ -77,6 +77,7 @@ class RabbitMQReceiver:
     Args:
         restore: declares this process's own queue again after its deletion; returns False for other queues.
         move_aside: moves a message that cannot be handled, unchanged, before it is acknowledged.
+        counted: whether the queue counts how often it gets a message back, as quorum queues do.
     """
 
     def __init__(
@@ -86,11 +87,13 @@ class RabbitMQReceiver:
         *,
         restore: Callable[[str], Awaitable[bool]],
         move_aside: Callable[[Delivery], Awaitable[None]],
+        counted: bool = True,
     ) -> None:
         self._connection = connection
         self._queue = queue
         self._restore = restore
         self._move_aside = move_aside
+        self._counted = counted
         self._channel: Channel | None = None
         self._number = 0
         self._capacity = 0
@@ -243,7 +246,9 @@ class RabbitMQReceiver:
                     await self._set_aside(delivered, error)
                 return batch
             self._pop()
-            batch.append(ReceivedMessage(message, DeliveryTag(self._number, delivered.tag)))
+            tag = DeliveryTag(self._number, delivered.tag)
+            returns = delivered.returns if self._counted else int(delivered.redelivered)
+            batch.append(ReceivedMessage(message, tag, returns))
         return batch
 
     async def _leave_to(self, other: str, delivered: Delivery) -> None:

@@ -91,6 +91,7 @@ class RabbitMQTransport:
         self._starts = 0
         self._watch_timer: asyncio.TimerHandle | None = None
         self._declared: dict[str, set[str]] = {}
+        self._classic: set[str] = set()
         self._receivers: WeakSet[RabbitMQReceiver] = WeakSet()
 
     @property
@@ -205,7 +206,10 @@ class RabbitMQTransport:
     async def receiver(self, queue: str) -> RabbitMQReceiver:
         """Return a receiver on the queue."""
         await self.count(queue)
-        receiver = RabbitMQReceiver(self.connection, queue, restore=self._restore, move_aside=self._move_aside)
+        counted = queue not in self._classic
+        receiver = RabbitMQReceiver(
+            self.connection, queue, restore=self._restore, move_aside=self._move_aside, counted=counted
+        )
         self._receivers.add(receiver)
         return receiver
 
@@ -254,6 +258,8 @@ class RabbitMQTransport:
         declare = partial(self.topology.declare, queue=queue)
         try:
             await self.connection.run(partial(declare, queue_type=self.address.queue_type))
+            if self.address.queue_type == "classic":
+                self._classic.add(queue)
         except PreconditionFailed as different:
             try:
                 await self.connection.run(partial(declare, queue_type=None))

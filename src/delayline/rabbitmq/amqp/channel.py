@@ -146,9 +146,12 @@ class Channel:
         self._connection.write(method_frame(self.number, _ack(BASIC, ACK, tag, multiple)))
 
     def requeue(self, tag: int) -> None:
-        """Return a message to its queue. Raises BackendUnavailable."""
+        """Return a message to its queue. Raises BackendUnavailable.
+
+        RabbitMQ 4.3 and later count a reject as a failed delivery, and a nack not.
+        """
         self._must_be_open()
-        self._connection.write(frame.marshal(commands.Basic.Reject(tag, requeue=True), self.number))
+        self._connection.write(frame.marshal(commands.Basic.Nack(tag, requeue=True), self.number))
 
     async def close(self) -> None:
         """Close the channel: unacknowledged messages return to their queues. Idempotent; BackendUnavailable."""

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 DEFAULT_CONTENT_TYPE: Final = "application/octet-stream"
 """The content type of messages that have none."""
+DELIVERY_COUNT: Final = "x-delivery-count"
+"""The header in which a quorum queue counts how often a message was returned to it."""
 CALLBACK_QUEUE: Final = "NServiceBus.RabbitMQ.CallbackQueue"
 PERSISTENT: Final = b"\x02"
 NO_MESSAGE_ID: Final = (
@@ -118,6 +120,14 @@ class Delivery(NamedTuple):
     def decoded(self) -> Properties:
         """Return the properties. Raises Undecodable."""
         return decode_properties(self.encoded_properties)
+
+    @property
+    def returns(self) -> int:
+        """How often a quorum queue has got the message back. Of a classic queue only 0 is right: it does not count."""
+        if not self.redelivered:  # then a count would be the sender's
+            return 0
+        count = self.properties.headers.get(DELIVERY_COUNT)
+        return count if isinstance(count, int) and count > 0 else 1
 
     @property
     def properties(self) -> Properties:
