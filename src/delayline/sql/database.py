@@ -51,6 +51,8 @@ class Database(ABC):
         self._users = 0
         self._server_timeouts: list[float] = []
         self._opening = threading.Lock()
+        self.writable_since = 0
+        """The oldest generation of connections that are used: for earlier ones the server has become read-only."""
 
     def limit_waits(self, server_timeout: float) -> None:
         """Wait so many seconds for an answer, or the earlier limit if that is shorter."""

@@ -6,13 +6,13 @@ import contextlib
 import os
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
-from sqlalchemy import create_engine
+from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Engine, make_url
-from sqlalchemy.exc import ArgumentError, InvalidRequestError
+from sqlalchemy.exc import ArgumentError, DisconnectionError, InvalidRequestError
 
 from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError
@@ -148,20 +148,44 @@ def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngin
     parsed = make_url(full_scheme(url)).difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
     product = parsed.get_backend_name()
     pool = {"pool_size": size, "max_overflow": 0, "pool_pre_ping": True, "hide_parameters": True}
+    database = database_at(url)
     if not asynchronous:
-        dialect = database_at(url).dialect.sql
-        return create_engine(parsed.set(drivername=f"{dialect.name}+{dialect.driver}"), **pool)
+        dialect = database.dialect.sql
+        engine = create_engine(parsed.set(drivername=f"{dialect.name}+{dialect.driver}"), **pool)
+        _replace_after_failovers(engine, database)
+        return engine
     from sqlalchemy.ext.asyncio import create_async_engine
 
     driver = ASYNCHRONOUS.get(product, product)
     try:
-        return create_async_engine(parsed.set(drivername=driver), **pool)
+        asynchronous_engine = create_async_engine(parsed.set(drivername=driver), **pool)
     except (ImportError, InvalidRequestError) as error:
         package = driver.partition("+")[2] or "one"
         raise ConfigurationError(
             f"context.transaction() in a coroutine handler needs a driver for asyncio: pip install {package}; or make "
             "the handler a `def` function, or pass an AsyncEngine"
         ) from error
+    _replace_after_failovers(asynchronous_engine.sync_engine, database)
+    return asynchronous_engine
+
+
+MADE: Final = "delayline made"  # the key in the pool's `info`: for which generation of connections
+
+
+def _replace_after_failovers(engine: Engine, database: Database) -> None:
+    """Replace the Engine's connections too when the server takes no writes on older ones any more."""
+
+    def made(driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
+        del driver
+        record.info[MADE] = database.writable_since
+
+    def used(driver: object, record: Any, proxy: object) -> None:  # noqa: ANN401 - SQLAlchemy's
+        del driver, proxy
+        if record.info.get(MADE, 0) < database.writable_since:
+            raise DisconnectionError
+
+    event.listen(engine, "connect", made)
+    event.listen(engine, "checkout", used)
 
 
 def _checked_size(size: object) -> int:

@@ -768,8 +768,11 @@ class ServerConnections(Protocol):
         """Return a new connection in autocommit."""
         ...
 
-    def ping(self, connection: Connection) -> None:
-        """Ask the server for a sign of life; raises one of `errors`."""
+    def ping(self, connection: Connection) -> bool:
+        """Ask the server for a sign of life; raises one of `errors`.
+
+        Returns False if it has given the connection's writes up since it was made: it is a primary no more.
+        """
         ...
 
 
@@ -782,6 +785,10 @@ class ServerErrors(Protocol):
 
     def is_disconnect(self, error: Exception) -> bool:
         """Return whether the error means that the connection is of no use any more."""
+        ...
+
+    def refuses_writes(self, error: Exception) -> bool:
+        """Return whether the server takes no writes on this connection, though it may on another: after a failover."""
         ...
 
     def is_deadlock(self, error: Exception) -> bool:

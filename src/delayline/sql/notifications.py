@@ -59,6 +59,10 @@ class ServerNotifications(Notifications, Protocol):
         """Notify other processes of the end of the transaction on `connection`, should it commit."""
         ...
 
+    def renew(self) -> None:
+        """Listen on another connection: the server behind the present one is not the primary any more."""
+        ...
+
     def close(self) -> None:
         """Finish the work in progress and accept no more; blocks."""
         ...
@@ -162,6 +166,9 @@ class LocalNotifications:
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
         """No-op: other processes poll."""
+
+    def renew(self) -> None:
+        """No-op: there is no connection."""
 
     def close(self) -> None:
         """No-op: there is no thread to end."""

@@ -41,6 +41,8 @@ PING_AFTER: Final = 5.0  # idle seconds after which a connection is tested befor
 CLOSE_AFTER: Final = 30.0  # idle seconds after which a connection is closed while others are in use
 CLOSE_EVERY: Final = 0.1  # seconds from one look for such a connection to the next
 PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
+#: Seconds after which one in use is asked too: a server that has become a replica answers, and takes no writes.
+PING_EVERY: Final = 30.0
 
 
 class Session:
@@ -55,6 +57,7 @@ class Session:
         self._watch: AnswerDeadline | None = None
         self._generation = 0
         self._used = 0.0
+        self._pinged = 0.0
         self._process = os.getpid()
         self._thread: int | None = None
         """The thread whose work runs on the connection."""
@@ -102,11 +105,12 @@ class Session:
     @property
     def trusted(self) -> bool:
         """Whether the connection can be used without trying it first."""
-        rest = time.monotonic() - self._used
+        now = time.monotonic()
         return (
             self._connection is not None
             and self._generation == self._database.generation
-            and rest <= PING_AFTER
+            and now - self._used <= PING_AFTER
+            and now - self._pinged <= PING_EVERY
             and not self._missed
         )
 
@@ -144,6 +148,10 @@ class Session:
             if commits:
                 translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
             self._database.lost(self._generation)
+            self.close()
+        elif self._dialect.refuses_writes(error):  # which has had no effect
+            self.answered()
+            self._database.demoted(self._generation)
             self.close()
         else:
             self.answered()
@@ -227,6 +235,8 @@ class Session:
 
     def _trusted(self) -> Connection:
         generation = self._database.generation
+        if self._connection is not None and self._generation < self._database.writable_since:
+            self.close()
         if self._connection is not None and not self.trusted:
             if self._watch is not None:
                 self._watch.begin(min(self._dialect.server_timeout, PING_TIMEOUT))
@@ -234,8 +244,13 @@ class Session:
                 if self._missed:
                     self.close()
                 else:
-                    self._dialect.ping(self._connection)
+                    writes = self._dialect.ping(self._connection)
                     self.answered()
+                    self._pinged = self._used
+                    if not writes:
+                        self._database.demoted(self._generation)
+                        generation = self._database.generation
+                        self.close()
             except self._dialect.errors:
                 if self._missed:
                     overdue = self._overdue(PING_TIMEOUT)
@@ -246,6 +261,7 @@ class Session:
                 self.close()
         if self._connection is None:
             self._connection = self._connect()
+            self._pinged = time.monotonic()
             self.driver = self._connection.connection.driver_connection
             self._watch = self._connection.info[WATCH]
             self._connection.info[IN_SESSION] = True
@@ -364,6 +380,7 @@ class ServerDatabase(Database):
         self._idle: list[Session] = []
         self._closes_at = 0.0
         self._generation = 0
+        self.writable_since = 0
         self.silent = False
         self._silent_until = 0.0
         self._notifications: ServerNotifications | None = None
@@ -518,6 +535,17 @@ class ServerDatabase(Database):
         """Try every connection of this generation before it is used again: one of them has found the server gone."""
         if generation == self._generation:  # otherwise another one has found it before
             self._generation += 1
+
+    def demoted(self, generation: int) -> None:
+        """Replace every connection of this generation: for one of them the server takes no writes any more."""
+        self.lost(generation)
+        if generation >= self.writable_since:
+            self.writable_since = self._generation
+            while self._idle:
+                with contextlib.suppress(IndexError):  # taken meanwhile
+                    self.discard(self._idle.pop())
+            if self._notifications is not None:
+                self._notifications.renew()
 
     def missed(self, session: Session, since: float) -> None:
         """Note that an answer is overdue since then; unless others have come meanwhile the server is silent.

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031}
 #: Deadlocks end the whole transaction; whatever else fails undoes its statement only.
 ROLLED_BACK: Final = {1213, 1614}
+#: The server, or the session, takes no writes: a primary that has become a replica.
+NO_WRITES: Final = (1290, 1792, 1836)
 DENIED: Final = frozenset({1142, 1143})
 NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 
@@ -83,7 +85,7 @@ TRANSLATIONS: Final[dict[tuple[int, ...], tuple[type[Exception], str]]] = {
     (1684,): (UNAVAILABLE, "another process is setting up {place}: {cause}"),
     (1205, 3572): (UNAVAILABLE, "{place} did not get a lock in time: {cause}"),
     (1020, 1213, 1305, 1613, 1614): (UNAVAILABLE, "{place} gave this transaction up in favour of another: {cause}"),
-    (1290, 1792, 1836): (UNAVAILABLE, READ_ONLY),
+    NO_WRITES: (UNAVAILABLE, READ_ONLY),
     (1317, 1969, 3024): (UNAVAILABLE, "{place} has ended the statement: {cause}"),
     (1053, 1927, 2006, 2013, 2014, 2055, 4031, 0): (UNAVAILABLE, LOST),
     (1152, 1158, 1159, 1160, 1161): (UNAVAILABLE, LOST),
@@ -235,6 +237,7 @@ class Mariadb(ServerDialect):
                 f"a certificate in the URL of {self} cannot be read: {error}. Check ssl_ca"
             ) from error
         run(connection, SESSION.format(patience=self._lock_patience))
+        connection.info[WAS_READ_ONLY] = _is_read_only(connection)
         driver: Any = connection.connection.driver_connection
         if "read_timeout" not in self.url.query:
             driver._read_timeout = None  # the watch limits each wait, and long work's differently
@@ -461,6 +464,14 @@ class Mariadb(ServerDialect):
         """Return whether the server has gone, or this connection to it."""
         return is_disconnect(error)
 
+    def refuses_writes(self, error: Exception) -> bool:
+        """Return whether the server is read-only."""
+        return number_of(error) in NO_WRITES
+
+    def ping(self, connection: Connection) -> bool:
+        """Ask whether the server has become read-only: administrators may write to one that is."""
+        return connection.info.get(WAS_READ_ONLY, False) or not _is_read_only(connection)
+
     def has_rolled_back(self, error: Exception) -> bool:
         """Return whether a deadlock has rolled the whole transaction back."""
         return number_of(error) in ROLLED_BACK
@@ -589,6 +600,15 @@ class IndexedSql(MySQLCompiler):
         unique = [next(iter(one.columns)).name for one in table.constraints if isinstance(one, UniqueConstraint)]
         names = ["PRIMARY", *sorted(unique), *sorted(str(index.name) for index in table.indexes)]
         return f" FORCE INDEX ({', '.join(map(self.preparer.quote, names))})"
+
+
+WAS_READ_ONLY: Final = "delayline read-only"  # the key in SQLAlchemy's `Connection.info`
+
+
+def _is_read_only(connection: Connection) -> bool:
+    # MariaDB 12 has words for the first one.
+    [values] = run(connection, "SELECT @@GLOBAL.read_only, @@GLOBAL.innodb_read_only")
+    return any(str(value) not in {"0", "OFF"} for value in values)
 
 
 def _whole_seconds(due: datetime) -> datetime:

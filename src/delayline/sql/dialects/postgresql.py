@@ -347,6 +347,14 @@ class Postgresql(ServerDialect):
         state = _state(error)
         return state.startswith(("08", "57P")) or (not state and _is_operational(error))
 
+    def refuses_writes(self, error: Exception) -> bool:
+        """Return whether the session is read-only."""
+        return _state(error) == READ_ONLY
+
+    def ping(self, connection: Connection) -> bool:
+        """Ask whether the session is read-only."""
+        return bool(run(connection, "SHOW transaction_read_only")[0][0] == "off")
+
     def is_deadlock(self, error: Exception) -> bool:
         """Return whether the transaction failed by a deadlock or a serialization conflict."""
         return _state(error) in GIVEN_UP
@@ -428,6 +436,7 @@ ABORTED: Final = (
     "new one"
 )
 GIVEN_UP: Final = {"40001", "40P01"}
+READ_ONLY: Final = "25006"
 #: Texts of libpq before a connection is established, when there is no SQLSTATE.
 UNUSABLE: Final = {
     "authentication failed": "Check the user and the password",
@@ -447,7 +456,7 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "08": (BackendUnavailable, "the connection to {place} is lost: {cause}"),
     "22021": (InvalidMessage, "{place} cannot keep this text: {cause}"),
     "22001": (InvalidMessage, "{place} cannot keep a text of that length: {cause}"),
-    "25006": (BackendUnavailable, "{place} is read-only, a standby perhaps: {cause}. Name the primary in the URL"),
+    READ_ONLY: (BackendUnavailable, "{place} is read-only, a standby perhaps: {cause}. Name the primary in the URL"),
     "25P02": (TransactionAborted, ABORTED),
     "28": (BackendUnusable, "{place} refuses this user: {cause}. Check the user and the password"),
     "3D000": (BackendUnusable, "{place} does not exist: {cause}. Create it: createdb"),

@@ -91,6 +91,12 @@ class PostgresqlNotifications:
         self._failures = FailureLog(SystemClock())
         self.wake, self._woken = os.pipe()
         self.closing = False
+        self.renewals = 0
+        """How often listeners' connections were to be replaced."""
+
+    def takes_writes(self, connection: Connection) -> bool:
+        """Return whether the server behind the connection still takes writes; raises a driver's error."""
+        return self._dialect.ping(connection)
 
     @property
     def server_timeout(self) -> float:
@@ -183,6 +189,13 @@ class PostgresqlNotifications:
         """Notify every listener, in this process too, when the transaction on the connection commits."""
         run(connection, NOTIFY, channel_name(channel), f"caller {at}")
 
+    def renew(self) -> None:
+        """Listen on another connection: the server behind the present one is not the primary any more."""
+        with self._lock:
+            self.renewals += 1
+            if self._thread is not None and not self.closing:
+                os.write(self._woken, b"r")
+
     def close(self) -> None:
         """Stop listening."""
         with self._lock:  # the thread, which may be awake already, closes the pipe after that
@@ -254,9 +267,10 @@ class PostgresqlNotifications:
     def _listen_again_and_again(self) -> None:
         while not self.closing:
             try:
+                renewals = self.renewals
                 with self._dialect.connect() as connection:
                     self.spawn_sending()
-                    NotificationListener(self, connection).run()
+                    NotificationListener(self, connection, renewals).run()
             except Exception as error:  # without this thread no listener of this process would be notified
                 text = "Notifications do not come any more, looking every %g s instead: %s"
                 self._failures.log_failure(logger, logging.WARNING, Event.LISTENING_LOST, text, POLL_EVERY, error)
@@ -279,7 +293,7 @@ class PostgresqlNotifications:
 class NotificationListener:
     """One connection that listens, for as long as it lasts."""
 
-    def __init__(self, owner: PostgresqlNotifications, connection: Connection) -> None:
+    def __init__(self, owner: PostgresqlNotifications, connection: Connection, renewals: int) -> None:
         self._owner = owner
         self._connection = connection
         self._driver: Any = connection.connection.driver_connection
@@ -288,9 +302,10 @@ class NotificationListener:
         self._proven = True
         self._watch = watch_of(connection)
         self._limit = owner.server_timeout
+        self._renewals = renewals
 
     def run(self) -> None:
-        """Listen until the owner closes; raises a driver's error when the connection is lost."""
+        """Listen until the owner closes or wants another connection; raises a driver's error when it is lost."""
         owner, selector = self._owner, selectors.DefaultSelector()
         with contextlib.closing(selector):
             selector.register(owner.wake, selectors.EVENT_READ)
@@ -298,7 +313,7 @@ class NotificationListener:
             self._ask(f'LISTEN "{channel_name(owner.me)}"')
             self._join()
             owner.listens()
-            while not owner.closing:
+            while not owner.closing and owner.renewals == self._renewals:
                 ready = {key.fd for key, _ in selector.select(self._patience())}
                 if owner.wake in ready:
                     os.read(owner.wake, 1024)
@@ -321,6 +336,14 @@ class NotificationListener:
         run(self._connection, statement)
         self._watch.end()
 
+    def _must_be_primary(self) -> None:
+        """Raise if the connection is dead, or its server a replica, on which nobody notifies."""
+        self._watch.begin(self._limit)
+        writes = self._owner.takes_writes(self._connection)
+        self._watch.end()
+        if not writes:
+            raise BackendUnavailable("the server has become read-only, a replica perhaps")
+
     def _receive(self) -> None:
         names = {channel_name(channel): channel for channel in self._channels}
         for notification in self._driver.notifies(timeout=0):
@@ -337,7 +360,7 @@ class NotificationListener:
         """Send ourselves a notification on another connection; until it comes, poll."""
         if not self._proven:
             self._owner.listeners.notify_all()
-            self._ask("SELECT 1")  # a pooler may take LISTEN without effect; a connection that is dead is replaced
+            self._must_be_primary()  # a pooler may take LISTEN without effect; a connection that is dead is replaced
         if time.monotonic() - self._probed < PROBE_WITHIN:
             return
         self._proven, self._probed = False, time.monotonic()

@@ -348,9 +348,10 @@ class ServerDialect(ABC):
         """Whatever rolls a transaction back by itself is one."""
         return self.has_rolled_back(error)
 
-    def ping(self, connection: Connection) -> None:
-        """Ask the server for a sign of life."""
+    def ping(self, connection: Connection) -> bool:
+        """Ask the server for a sign of life; writes are not asked for."""
         run(connection, "SELECT 1")
+        return True
 
     def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Raise ConfigurationError: this product cannot limit a statement."""

@@ -48,6 +48,7 @@ from delayline.sql.dialects.server import LEASE, LockedForwarding, ServerDialect
 from delayline.sql.dialects.sqlserver_errors import (
     ALREADY_THERE,
     DUPLICATE_KEY,
+    READ_ONLY,
     ROLLED_BACK,
     number_of,
     text_of,
@@ -446,6 +447,10 @@ class SqlServer(ServerDialect):
         cause, sql = cause_of(error), self.engine.dialect
         lost = isinstance(cause, sql.loaded_dbapi.Error) and sql.is_disconnect(cause, None, None)
         return lost or (self._pymssql and self.has_rolled_back(error))
+
+    def refuses_writes(self, error: Exception) -> bool:
+        """Return whether the database is read-only."""
+        return number_of(error) == READ_ONLY
 
     def has_rolled_back(self, error: Exception) -> bool:
         """Return whether the server has rolled back the whole transaction: the next statement would be outside it."""

@@ -17,6 +17,7 @@ ALREADY_THERE: Final = frozenset({2714, 1913})
 #: After these errors the server has rolled the transaction back.
 ROLLED_BACK: Final = frozenset({1205, 3903, 3930, 3998})
 LOST: Final = 20003
+READ_ONLY: Final = 3906
 
 #: Prefixes or parts of error texts, the most specific first.
 SIGNS: Final = {
@@ -41,7 +42,7 @@ SIGNS: Final = {
     "is not able to access the database": 916,
     "Operand type clash": 206,
     "Implicit conversion from data type": 257,
-    "because the database is read-only": 3906,
+    "because the database is read-only": READ_ONLY,
     "The current transaction cannot be committed": 3930,
     "has no corresponding BEGIN TRANSACTION": 3903,
     "insufficient memory": 701,
@@ -98,7 +99,7 @@ TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
     2714: (BackendUnusable, "{place} has something else of that name: {cause}. Name another table_name"),
     2760: (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
     3903: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
-    3906: (BackendUnavailable, "{place} is read-only, a secondary perhaps: {cause}. Name the primary in the URL"),
+    READ_ONLY: (BackendUnavailable, "{place} is read-only, a secondary perhaps: {cause}. Name the primary in the URL"),
     3930: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
     3998: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
     4060: (BackendUnusable, "{place} cannot be opened: {cause}. Create it, or let this user in"),
