@@ -11,6 +11,7 @@ DelaylineError
 ├── CorruptBody (ValueError)             a received body is not the text or JSON that was asked for
 │   └── InvalidPayload                   a received body does not fit the type of its handler
 ├── UnknownMessageType (LookupError)     no handler takes the type of a received message
+├── HandlerCancelled                     a handler's task was cancelled, and not by its endpoint
 ├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
 ├── TransactionAborted (RuntimeError)    a statement of the transaction has failed before: roll it back
 ├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
@@ -84,6 +85,10 @@ class InvalidPayload(CorruptBody):
 
 class UnknownMessageType(DelaylineError, LookupError):
     """The endpoint has no handler for the type of a received message."""
+
+
+class HandlerCancelled(DelaylineError):
+    """The task of a handler was cancelled, and not by its endpoint: a failure of the handler, like any other."""
 
 
 class NotStarted(DelaylineError, RuntimeError):

@@ -26,6 +26,7 @@ from delayline.errors import (
     CorruptHeaders,
     DelaylineError,
     DispatchFailed,
+    HandlerCancelled,
     InvalidMessage,
     InvalidPayload,
     QueueNotFound,
@@ -225,6 +226,8 @@ class Pipeline:
     _room: asyncio.Event = field(default_factory=asyncio.Event)
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _breaker: RepeatedFailuresOverTime = field(init=False)
+    _gives_up: bool = False
+    """Whether the handlers that still run at a stop are cancelled."""
     _prefetch: Prefetch = field(default_factory=lambda: Prefetch())
     _prefetches: SupportsPrefetch | None = field(init=False)
     _observer: Observer | None = field(init=False)
@@ -255,6 +258,7 @@ class Pipeline:
     def start(self) -> None:
         """Begin to receive."""
         self._loop = asyncio.create_task(self._receive(), name=f"delayline receiver {self.queue}")
+        self._loop.add_done_callback(self._receiving_ended)
 
     def runs(self, task: asyncio.Task[object] | None) -> bool:
         """Return whether the task runs one of the handlers."""
@@ -290,6 +294,7 @@ class Pipeline:
             return
         text = "%d handlers of %s have not ended within %s: cancelled, their messages are handled again"
         emit(logger, logging.WARNING, Event.HANDLERS_CANCELLED, text, len(self._tasks), self.queue, grace)
+        self._gives_up = True
         for task in self._tasks:
             task.cancel()
         await first_of(asyncio.wait(self._tasks), self.host.clock.sleep(CANCELLED_WITHIN))
@@ -297,6 +302,28 @@ class Pipeline:
             text = "%d handlers of %s ignore their cancellation and are left behind"
             emit(logger, logging.ERROR, Event.HANDLERS_CANCELLED, text, len(self._tasks), self.queue)
             self._tasks.clear()
+
+    def _receiving_ended(self, loop: asyncio.Task[None]) -> None:
+        if loop.cancelled():
+            text = "The task that receives from %s was cancelled: start the endpoint anew to go on, or stop it"
+            emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, text, self.queue)
+
+    def _survives(self, cancelled: asyncio.CancelledError) -> HandlerCancelled | None:
+        """Return the failure of a message whose task others have cancelled; None where the endpoint or its loop ends.
+
+        The event loop cancels every task at its end, also the one that receives.
+        """
+        task, loop = asyncio.current_task(), self._loop
+        if self._gives_up or task is None or loop is None or loop.cancelled() or loop.cancelling():
+            return None
+        while task.cancelling():
+            task.uncancel()
+        failure = HandlerCancelled(
+            f"the task of a message in {self.queue!r} was cancelled, and not by its endpoint: let the handler end "
+            "only tasks of its own"
+        )
+        failure.__cause__ = cancelled
+        return failure
 
     async def _receive(self) -> None:
         while not self._stopping.is_set():
@@ -420,7 +447,13 @@ class Pipeline:
             emit(logger, logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=received.message, queue=self.queue)
             await self.receiver.release(received)
         except Exception as error:
-            await self._recovery_failed(received, error)
+            await self._give_back(received, error)
+        except asyncio.CancelledError as cancelled:
+            failure = self._survives(cancelled)
+            if failure is None:
+                await self.receiver.release(received)
+                raise
+            await self._give_back(received, failure)
         except BaseException:
             await self.receiver.release(received)
             raise
@@ -459,12 +492,15 @@ class Pipeline:
             except _Stopping:
                 await self.receiver.release(received)
                 return
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as caught:
+                failure = self._survives(caught) if isinstance(caught, asyncio.CancelledError) else caught
+                if failure is None:
+                    raise
                 own = running[-1].recoverability if running else None
                 if self._observer is not None:
                     ended = ended if handled else time.perf_counter()
-                    self._observer.handled(self.queue, message, ended - began, error)
-                if not await self._recover(received, error, attempt, own or self.recoverability, handled=handled):
+                    self._observer.handled(self.queue, message, ended - began, failure)
+                if not await self._recover(received, failure, attempt, own or self.recoverability, handled=handled):
                     return
             else:
                 self._succeeded(message, context.outgoing, began, ended)
@@ -839,8 +875,14 @@ class Pipeline:
             raise ConfigurationError(f"{type(transport).__name__} has no transactions")
         return transport.transaction()
 
+    async def _give_back(self, received: ReceivedMessage, error: Exception) -> None:
+        try:
+            await self._recovery_failed(received, error)
+        finally:
+            await self.receiver.release(received)
+
     async def _recovery_failed(self, received: ReceivedMessage, error: Exception) -> None:
-        """Give the message back: neither its handlers nor its move to the error queue could be completed.
+        """Hold the message for a while: neither its handlers nor its move to the error queue could be completed.
 
         A fault of a back end counts towards the circuit breaker; any other one is the message's, which waits longer
         each time, beside the messages that are handled meanwhile.
@@ -881,7 +923,6 @@ class Pipeline:
                 count=times,
             )
             await self._back_off(received, pause)
-        await self.receiver.release(received)
 
     async def _back_off(self, received: ReceivedMessage, pause: timedelta) -> None:
         """Hold the message for this long outside of the concurrency limit, if there is room for that."""

@@ -26,14 +26,12 @@ from delayline import (
 from delayline.errors import DispatchFailed
 from delayline.events import Event
 from delayline.testing import Fault
-from delayline.testing.clock import settle
+from delayline.testing.clock import ManualClock, settle
 from delayline.testing.faults import STORE
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Sequence
-
-    from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")
 DOWN = BackendUnavailable("the server does not answer")
@@ -526,22 +524,107 @@ async def test_a_cancelled_error_out_of_a_handler_is_a_failure_like_any_other(cl
     await scenario.endpoint.stop()
 
 
-async def test_a_receive_task_that_is_cancelled_gives_its_message_back(clock: ManualClock) -> None:
-    scenario = build(clock)
-    forever = asyncio.Event()
+def cancel_own_task(depth: int = 1) -> None:
+    task = asyncio.current_task()
+    assert task is not None
+    for _ in range(depth):
+        task.cancel()
 
-    async def wait(message: Message, context: MessageContext) -> None:
-        if len(seen) == 1:
-            await forever.wait()
 
-    seen: list[tuple[str, int]] = await start(scenario, wait)
-    await receive(scenario)
+async def cancel_tasks(scenario: Scenario) -> None:
     (task,) = scenario.endpoint._pipeline._tasks  # type: ignore[union-attr]
     task.cancel()
     await settle()
-    assert [id for id, _ in seen] == ["m", "m"]
-    assert await scenario.transport.count("sales") == 0
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+async def test_a_handler_whose_task_others_cancel_has_failed(clock: ManualClock, depth: int) -> None:
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=2, delayed_retries=1), concurrency=1)
+
+    async def cancelled(message: Message, context: MessageContext) -> None:
+        if message.id == "m":
+            cancel_own_task(depth)
+            await asyncio.Event().wait()
+
+    # Given a handler that is cancelled from outside each time
+    seen = await start(scenario, cancelled)
+    await receive(scenario)
+    await clock.advance(1)
+    # Then its message is tried again as often as any other, and other messages are handled meanwhile
+    assert [attempt for _, attempt in seen] == [1, 2, 3]
+    await receive(scenario, "other")
+    assert seen[-1] == ("other", 1)
+    # And it ends in the error queue, with the reason
+    await clock.advance(11)
+    moved = await scenario.only("error")
+    assert (moved.id, len(seen)) == ("m", 3 + 1 + 3)
+    assert moved.headers[Headers.EXCEPTION_TYPE] == "delayline.errors.HandlerCancelled"
+    assert "was cancelled, and not by its endpoint" in moved.headers[Headers.EXCEPTION_MESSAGE]
     await scenario.endpoint.stop()
+
+
+async def test_a_message_whose_task_others_cancel_between_attempts_backs_off(
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=9, immediate_pause=timedelta(seconds=1)))
+    seen = await start(scenario, fail)
+    await receive(scenario)
+    await cancel_tasks(scenario)
+    # It is not received again at once, and the log says why
+    assert [attempt for _, attempt in seen] == [1, 2]
+    assert "was cancelled, and not by its endpoint" in caplog.text
+    await clock.advance(1.5)
+    assert [attempt for _, attempt in seen] == [1, 2, 1, 2]
+    # A second cancellation, while it backs off, does not lose it either
+    await cancel_tasks(scenario)
+    await cancel_tasks(scenario)
+    assert [attempt for _, attempt in seen] == [1, 2, 1, 2, 1, 2]
+    await scenario.endpoint.stop()
+
+
+async def test_a_message_whose_task_others_cancel_while_it_is_completed_is_not_lost(clock: ManualClock) -> None:
+    scenario = build(clock, transaction_mode=TransactionMode.TRANSACTION_SCOPE)
+
+    async def send(message: Message, context: MessageContext) -> None:
+        await context.send("out", b"", message_id="sent")
+        if context.attempt == 1:
+            cancel_own_task()
+
+    await start(scenario, send)
+    await receive(scenario)
+    await clock.advance(2)
+    assert (await scenario.ids("sales"), await scenario.ids("error")) == ([], [])
+    assert await scenario.ids("out") == ["sent"]
+    await scenario.endpoint.stop()
+
+
+async def test_a_stop_that_cancels_handlers_gives_their_messages_back(clock: ManualClock) -> None:
+    scenario = build(clock, recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
+
+    async def wait(message: Message, context: MessageContext) -> None:
+        await asyncio.Event().wait()
+
+    seen = await start(scenario, wait)
+    await receive(scenario)
+    stopping = asyncio.create_task(scenario.endpoint.stop(grace=timedelta(seconds=5)))
+    await settle()
+    await clock.advance(6)
+    await stopping
+    assert (len(seen), await scenario.ids("sales"), await scenario.ids("error")) == (1, ["m"], [])
+
+
+def test_the_end_of_an_event_loop_ends_handlers_too(caplog: pytest.LogCaptureFixture) -> None:
+    async def forget_to_stop() -> int:
+        async def wait(message: Message, context: MessageContext) -> None:
+            await asyncio.Event().wait()
+
+        scenario = build(ManualClock())
+        seen = await start(scenario, wait)
+        await receive(scenario)
+        return len(seen)
+
+    assert asyncio.run(forget_to_stop()) == 1  # it returns
+    assert "The task that receives from sales was cancelled" in caplog.text
 
 
 async def test_stop_lets_the_handlers_finish_and_starts_no_more_attempts(clock: ManualClock) -> None:
