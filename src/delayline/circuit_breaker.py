@@ -293,3 +293,9 @@ def _run_trigger(trigger: Callable[[Exception], None], error: Exception, name: s
     except Exception as failed:
         text = "The trigger action of the circuit breaker for '%s' failed."
         emit(logger, logging.CRITICAL, Event.BREAKER_ACTION_FAILED, text, name, exception=failed)
+
+
+def is_cancelled() -> bool:
+    """Return whether the running task is being cancelled; an awaited object may raise CancelledError by itself."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

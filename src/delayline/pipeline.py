@@ -18,7 +18,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
-from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of
+from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of, is_cancelled
 from delayline.delayed.delivery import SupportsDeferMany
 from delayline.errors import (
     BackendUnavailable,
@@ -336,7 +336,10 @@ class Pipeline:
             asked = time.monotonic()
             try:
                 batch = await (self._next_batch(wanted) if self._free > 0 else self._next_batch_ahead(wanted))
-            except Exception as error:
+            except (Exception, asyncio.CancelledError) as caught:
+                if is_cancelled():
+                    raise
+                error = caught if isinstance(caught, Exception) else RuntimeError(f"the receiver has raised {caught!r}")
                 if self._observer is not None:
                     self._observer.received(self.queue, 0, error)
                 text = "Failed to receive from %s: %s"

@@ -27,7 +27,7 @@ from delayline.errors import DispatchFailed
 from delayline.events import Event
 from delayline.testing import Fault
 from delayline.testing.clock import ManualClock, settle
-from delayline.testing.faults import STORE
+from delayline.testing.faults import FETCH, STORE
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -625,6 +625,22 @@ def test_the_end_of_an_event_loop_ends_handlers_too(caplog: pytest.LogCaptureFix
 
     assert asyncio.run(forget_to_stop()) == 1  # it returns
     assert "The task that receives from sales was cancelled" in caplog.text
+
+
+@pytest.mark.parametrize("verb", ["receive", "next_due", FETCH])
+async def test_a_cancelled_error_out_of_a_back_end_is_an_error_like_any_other(
+    clock: ManualClock, verb: str | tuple[str, ...]
+) -> None:
+    scenario = build(clock)
+    for part in (scenario.transport, scenario.store):
+        part.inject(Fault(verb, asyncio.CancelledError(), calls=1))
+    seen = await start(scenario, succeed)
+    await receive(scenario)
+    await scenario.endpoint.send("out", b"", delay=timedelta(seconds=5))
+    for _ in range(3):
+        await clock.advance(60)
+    assert (len(seen), len(await scenario.ids("out"))) == (1, 1)
+    await scenario.endpoint.stop()
 
 
 async def test_stop_lets_the_handlers_finish_and_starts_no_more_attempts(clock: ManualClock) -> None:

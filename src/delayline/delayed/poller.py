@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Self
 
-from delayline.circuit_breaker import first_of
+from delayline.circuit_breaker import first_of, is_cancelled
 from delayline.clock import EPOCH
 from delayline.delayed.store import Forwarded, SupportsBatches, SupportsTransactions
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, StorageFull
@@ -146,6 +146,10 @@ class Poller:
             self._wakes_at = None
             try:
                 await self._poll()
+            except asyncio.CancelledError as error:
+                if is_cancelled():
+                    raise
+                await self._fetch_failed(RuntimeError(f"the store or the transport has raised {error!r}"))
             except Exception as error:
                 await self._fetch_failed(error)
         await self._return_prefetched()
