@@ -317,6 +317,7 @@ EVENT_MEANING: Final = {
     Event.LISTENING_RESUMED: "The server's notifications come again.",
     Event.PUBLISHING_BLOCKED: "The broker is short of memory or disk and takes no messages; sends wait.",
     Event.PUBLISHING_UNBLOCKED: "The broker takes messages again.",
+    Event.WORK_OVERDUE: "A task waits for a database for longer than an answer may take; logged once for each wait.",
     Event.BREAKER_ARMED: "A fault began; it becomes a critical error if it lasts.",
     Event.BREAKER_TRIGGERED: "The fault lasted too long: a critical error follows.",
     Event.BREAKER_DISARMED: "The fault is over.",

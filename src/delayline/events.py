@@ -69,6 +69,7 @@ class Event(StrEnum):
     SETTLING_FAILED = "two_phase.settling_failed"
     PUBLISHING_BLOCKED = "publish.blocked"
     PUBLISHING_UNBLOCKED = "publish.unblocked"
+    WORK_OVERDUE = "sql.work_overdue"
     BREAKER_ARMED = "breaker.armed"
     BREAKER_TRIGGERED = "breaker.triggered"
     BREAKER_DISARMED = "breaker.disarmed"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -13,7 +14,9 @@ from tests.eventually import eventually_async
 from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.sql.dialects.postgresql import AdvisoryLockClaims
 from delayline.sql.receiver import SqlReceiver
+from delayline.sql.server_database import ServerDatabase
 from delayline.sql.statements import queue_channel
+from delayline.testing.clock import settle
 from delayline.testing.conformance.messages import AT, delayed, operation
 from delayline.testing.conformance.transport import ids, received
 
@@ -343,3 +346,24 @@ def locks(connection: psycopg.Connection) -> int:
     query = "SELECT count(*) FROM pg_locks l JOIN pg_database d ON d.oid = l.database WHERE locktype = 'advisory'"
     [(number,)] = connection.execute(f"{query} AND datname = current_database()")
     return int(number)
+
+
+async def test_a_lost_session_is_replaced_while_every_worker_waits_for_it(sales: Sales) -> None:
+    # Given workers that are busy, and behind their work what waits for the session of the claims
+    database, claims = sales.transport._database, sales.receiver._claims
+    assert isinstance(database, ServerDatabase)
+    await sales.move_and_handle(1)
+    await sales.transport.dispatch([operation("sales", "m")])
+    busy = threading.Event()
+    blocking = [asyncio.create_task(database.run(partial(busy.wait, PATIENCE))) for _ in range(database.workers)]
+    waiting = [asyncio.create_task(database.run(claims.flush)) for _ in range(database.workers)]
+    await settle()
+    # When a look on the event loop finds the session lost, and has to connect on a worker
+    database.lost(database.generation)
+    looking = asyncio.create_task(received(sales.receiver, 1))
+    await settle()
+    busy.set()
+    # Then neither waits for the other for ever
+    async with asyncio.timeout(PATIENCE):
+        await asyncio.gather(*blocking, *waiting)
+        assert ids(await looking) == ["m"]

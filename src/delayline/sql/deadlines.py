@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 
 from delayline.errors import ConfigurationError
 
@@ -118,6 +118,19 @@ class StopLimit:
         return self.end_of(now + seconds, now) - now
 
 
+class LimitedWaits(Protocol):
+    """Waits that the watchdog ends."""
+
+    @property
+    def limit(self) -> float:
+        """Seconds that a wait may take."""
+        ...
+
+    def end_overdue(self, now: float) -> None:
+        """End waits that are overdue; on the watchdog's thread, without blocking it."""
+        ...
+
+
 class AnswerDeadline:
     """The wait of one connection, if it waits. Begun and ended by the thread that uses the connection."""
 
@@ -150,6 +163,12 @@ class AnswerDeadline:
         deadline = self.deadline
         return deadline is not None and self._stops.end_of(deadline, self.since) < now
 
+    def end_overdue(self, now: float) -> None:
+        """Cut the connection if its answer is overdue."""
+        if self.is_overdue(now):
+            self.end()
+            self.cut()
+
     def cut(self) -> None:
         """Shut the connection down: the driver reads its end instead of an answer."""
         with self._closing:
@@ -168,16 +187,16 @@ class AnswerDeadline:
 
 
 class Watchdog:
-    """The thread that looks at every wait of this process; it ends when there are no connections."""
+    """The thread that looks at every wait of this process; it ends when there are none to look at."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._watches: set[AnswerDeadline] = set()
+        self._watches: set[LimitedWaits] = set()
         self._changed = threading.Event()
         self._thread: threading.Thread | None = None
 
-    def add(self, watch: AnswerDeadline) -> None:
-        """Look at that connection too."""
+    def add(self, watch: LimitedWaits) -> None:
+        """Look at these waits too."""
         with self._lock:
             self._watches.add(watch)
             if self._thread is None:
@@ -185,8 +204,8 @@ class Watchdog:
                 self._thread.start()
         self._changed.set()
 
-    def remove(self, watch: AnswerDeadline) -> None:
-        """Look at it no more."""
+    def remove(self, watch: LimitedWaits) -> None:
+        """Look at them no more."""
         with self._lock:
             self._watches.discard(watch)
             if not self._watches:
@@ -208,12 +227,16 @@ class Watchdog:
                 time.sleep(tick)
                 continue
             for watch in watches:
-                if watch.is_overdue(now):
-                    watch.end()
-                    watch.cut()
+                watch.end_overdue(now)
 
 
 _watchdog: Watchdog = Watchdog()
+
+
+def watch_over(waits: LimitedWaits) -> Callable[[], None]:
+    """Let the watchdog end overdue waits; return how to stop that."""
+    _watchdog.add(waits)
+    return lambda: _watchdog.remove(waits)
 
 
 def _begin_anew() -> None:

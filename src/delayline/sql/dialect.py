@@ -714,6 +714,8 @@ class ServerSession(Protocol):
 class ServerSessions(Protocol):
     """The sessions and worker threads of a server's database."""
 
+    dialect: Server
+
     @property
     def clock(self) -> ServerClock:
         """The server's."""

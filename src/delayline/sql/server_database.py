@@ -15,8 +15,9 @@ from sqlalchemy import select
 
 from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
 from delayline.sql.database import Database
-from delayline.sql.deadlines import ABANDONED_AFTER, FACTOR, STOPPING, WATCH, StopLimit, long_work
+from delayline.sql.deadlines import ABANDONED_AFTER, FACTOR, STOPPING, WATCH, StopLimit, long_work, watch_over
 from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
+from delayline.sql.overdue import OverdueWork
 from delayline.sql.prepared import Prepared
 from delayline.sql.server_clock import ServerClock, steady
 from delayline.sql.workers import FairSemaphore, Workers
@@ -376,6 +377,7 @@ class ServerDatabase(Database):
         self._probing = threading.Lock()
         self._workers: Workers | None = None
         self._transacting: Workers | None = None
+        self._stop_watching: Callable[[], None] = _nothing
         self._all: set[Session] = set()
         self._idle: list[Session] = []
         self._closes_at = 0.0
@@ -627,6 +629,7 @@ class ServerDatabase(Database):
         self._ask_the_time()
         self._workers = Workers("delayline SQL", self.workers)
         self._transacting = Workers("delayline SQL transaction", self.transactions)
+        self._stop_watching = watch_over(OverdueWork(self.dialect, (self._workers, self._transacting)))
         self._notifications = self.dialect.notifications(self)
 
     def begin_stop(self) -> None:
@@ -684,6 +687,7 @@ class ServerDatabase(Database):
         def left() -> float:
             return max(0.0, end - time.monotonic())
 
+        self._stop_watching()
         if self._loop_statements is not None:
             self._loop_statements.close()
         if self._notifications is not None:
@@ -715,6 +719,10 @@ class ServerDatabase(Database):
         self._abandoning = None
         self._stops_over = threading.Event()
         self._limiting = threading.Lock()
+
+
+def _nothing() -> None:
+    """Watch nothing, as there is nothing open."""
 
 
 #: Kept for ever: closing inherited connections would end those of the parent process.

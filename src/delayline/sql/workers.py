@@ -50,9 +50,11 @@ class Workers:
 
         Cancellation does not interrupt the work: CancelledError is raised when its effect is certain.
         """
-        if FACTOR.get() != 1:
+        factor = FACTOR.get()
+        if factor != 1:
             work = partial(copy_context().run, work)
         job: WorkItem[Result] = WorkItem(work, asyncio.get_running_loop().create_future())
+        job.factor = factor
         with self._stopping:
             if self._stopped:
                 raise NotStarted("the database was closed meanwhile: start the endpoint first")
@@ -76,9 +78,15 @@ class Workers:
             is_overdue: Whether work given at that time, by `time.monotonic`, is not waited for any more.
             error: The exception for its callers.
         """
-        for job in list(self._under_way):
+        for job in self.under_way():
             if is_overdue(job.given):
                 job.give_up(error)
+
+    def under_way(self) -> list[WorkItem[Any]]:
+        """Return the work that is awaited, begun or not; from any thread."""
+        while True:
+            with contextlib.suppress(RuntimeError):  # it changes meanwhile
+                return list(self._under_way)
 
     def stop(self, patience: Callable[[], float] | None = None) -> None:
         """Finish scheduled work and end the threads; blocks.
@@ -173,12 +181,17 @@ class WorkResult(Generic[Result]):
 class WorkItem(WorkResult[Result]):
     """One piece of work and the future that waits for it."""
 
-    __slots__ = ("given", "work")
+    __slots__ = ("begun", "factor", "given", "reported", "task", "work")
 
     def __init__(self, work: Callable[[], Result], outcome: asyncio.Future[Result]) -> None:
         super().__init__(outcome)
         self.work = work
+        self.task = asyncio.current_task()
         self.given = time.monotonic()
+        self.begun: float | None = None
+        self.factor = 1
+        """By how much the limit of its waits is multiplied."""
+        self.reported = False
 
     def give_up(self, error: Exception) -> None:
         """Answer with the error instead of the work's outcome; from any thread."""
@@ -189,14 +202,27 @@ class WorkItem(WorkResult[Result]):
         """Do the work, on a worker thread, unless it was given up."""
         if self.finished:
             return
+        self.begun = time.monotonic()
+        _at_work.item = self
         result: Result | None = None
         failure: BaseException | None = None
         try:
             result = self.work()
         except BaseException as error:
             failure = error  # the awaiting caller gets any exception
+        finally:
+            _at_work.item = None
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.outcome.get_loop().call_soon_threadsafe(self.finish, result, failure)
+
+
+_at_work = threading.local()
+
+
+def is_given_up() -> bool:
+    """Return whether nobody waits any more for the work that this thread runs."""
+    item: WorkItem[Any] | None = getattr(_at_work, "item", None)
+    return item is not None and item.finished
 
 
 def start_thread(work: Callable[[], Result]) -> tuple[threading.Thread, asyncio.Future[Result]]:

@@ -33,6 +33,7 @@ from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.due_forecast import explanation
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
+from delayline.sql.workers import is_given_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -506,11 +507,12 @@ class AdvisoryLockClaims(SessionClaims):
     """This process's claims on the rows of one table."""
 
     def __init__(self, database: ServerSessions, table: str, dialect: Postgresql) -> None:
-        from delayline.sql.dialects.postgresql_binary import LoopStatements
+        from delayline.sql.dialects.postgresql_binary import LoopStatements, SharedSession
 
         super().__init__(database)
         self._dialect = dialect
-        self._statements = LoopStatements(database, dialect, self._session, self._in_use, self._lock_again)
+        shared = SharedSession(self._session, self._in_use, self._in_session, self._lock_again)
+        self._statements = LoopStatements(database, dialect, shared)
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
         self._receivers: list[WaitingReceiver] = []
@@ -600,6 +602,9 @@ class AdvisoryLockClaims(SessionClaims):
         def claim(one: tuple[Result, list[int]] | None) -> None:
             if one is not None:
                 with self._lock:
+                    if is_given_up():
+                        self._released += one[1]
+                        return
                     self._claimed.update(one[1])
                 found.append(one)
 

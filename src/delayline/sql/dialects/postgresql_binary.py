@@ -21,7 +21,7 @@ from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache, partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias
 
 import psycopg
 from psycopg import Cursor
@@ -37,6 +37,7 @@ from delayline.sql.workers import WorkResult
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from psycopg import Connection as Driver
     from psycopg.abc import DumperKey
@@ -206,6 +207,20 @@ OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 20, l
 ELSEWHERE: Final = (psycopg.errors.InsufficientPrivilege, psycopg.errors.DeadlockDetected)
 NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
 NUMBER: Final = struct.Struct(">q")
+#: Is called with the result of a statement before the connection is free for others.
+Then: TypeAlias = Callable[[StatementResult], None]
+
+
+class SharedSession(NamedTuple):
+    """A session that an event loop and threads use."""
+
+    session: ServerSession
+    in_use: threading.Lock
+    """Held by whoever uses it."""
+    on_thread: Callable[[], AbstractContextManager[None]]
+    """Waits for `in_use` on a thread, and holds it."""
+    before: Callable[[Connection], object]
+    """Is called on a thread before the first statement on a new connection."""
 
 
 class LoopStatements:
@@ -216,39 +231,29 @@ class LoopStatements:
     Args:
         database: The sessions, of which one is taken as long as statements follow each other.
         dialect: The product.
-        session: A session that threads use too, instead of one of the database's.
-        in_use: The lock that is held by the thread that uses it.
-        before: Is called on a worker thread before the first statement on a new connection of that session.
+        shared: A session that threads use too, instead of one of the database's.
     """
 
-    def __init__(
-        self,
-        database: ServerSessions,
-        dialect: Server,
-        session: ServerSession | None = None,
-        in_use: threading.Lock | None = None,
-        before: Callable[[Connection], object] | None = None,
-    ) -> None:
+    def __init__(self, database: ServerSessions, dialect: Server, shared: SharedSession | None = None) -> None:
         self._database = database
         self._dialect = dialect
-        self._free = in_use or threading.Lock()
-        self._session = session
-        self._shared = session is not None
-        self._before = before
+        self._free = threading.Lock() if shared is None else shared.in_use
+        self._session = None if shared is None else shared.session
+        self._shared = shared
         self._reclaiming = threading.Lock()
         self._driver: psycopg.Connection[Any] | None = None
         self._names: dict[str, bytes] = {}
         self._watch: SocketWatch | None = None
         self._under_way: WorkResult[StatementResult | None] | None = None
         self._result: PGresult | None = None
-        self._then: Callable[[StatementResult], None] | None = None
+        self._then: Then | None = None
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
 
     async def run(
         self,
         statement: Prepared,
         values: tuple[Any, ...],
-        then: Callable[[StatementResult], None] | None = None,
+        then: Then | None = None,
     ) -> StatementResult | None:
         """Run the statement, which commits implicitly.
 
@@ -264,15 +269,15 @@ class LoopStatements:
         if encoded is None or not self._take(loop):
             return None
         session = self._session
-        self._then = then
         if (
             session is None
             or session.driver is not self._driver
             or not session.trusted
             or statement.sql not in self._names
         ):
-            return await self._run_slowly(statement, values)
+            return await self._run_slowly(statement, values, then)
         if self._watches(loop):
+            self._then = then
             return await self._run(loop, self._names[statement.sql], encoded)
         self._free.release()
         return None
@@ -292,7 +297,7 @@ class LoopStatements:
         """End a statement whose event loop has been closed meanwhile, so that threads can use the session again."""
         with self._reclaiming:
             watch, session = self._watch, self._session
-            if self._shared and watch is not None and session is not None and watch.loop.is_closed():
+            if self._shared is not None and watch is not None and session is not None and watch.loop.is_closed():
                 self._end_watch()
                 self._under_way = None
                 session.close()
@@ -335,27 +340,41 @@ class LoopStatements:
             self._free.release()
         return closed
 
-    async def _run_slowly(self, statement: Prepared, values: tuple[Any, ...]) -> StatementResult:
+    async def _run_slowly(self, statement: Prepared, values: tuple[Any, ...], then: Then | None) -> StatementResult:
         """Run it on a worker thread, which may have to connect first; after that the loop can go on."""
         self._end_watch()
+        if self._shared is not None:  # other workers may wait for it, and none would be left to run this one
+            self._free.release()
+            return await self._database.run(partial(self._run_shared, self._shared, statement, values, then))
         if self._session is None:
             self._session = self._database.session()
+        work = partial(self._prepare_and_run, statement, values, then)
         try:
-            return await self._database.run(partial(self._run_blocking, self._session, statement, values))
+            return await self._database.run(partial(self._run_blocking, self._session, work))
         except NotStarted:
             self._free.release()
             raise
 
-    def _run_blocking(self, session: ServerSession, statement: Prepared, values: tuple[Any, ...]) -> StatementResult:
+    def _run_blocking(self, session: ServerSession, work: Callable[[Connection], StatementResult]) -> StatementResult:
         try:
-            return session.run(partial(self._prepare_and_run, statement, values), commits=True)
+            return session.run(work, commits=True)
         finally:
             self._free.release()
             self._database.close_unused()
 
-    def _prepare_and_run(self, statement: Prepared, values: tuple[Any, ...], connection: Connection) -> StatementResult:
-        if self._before is not None:
-            self._before(connection)
+    def _run_shared(
+        self, shared: SharedSession, statement: Prepared, values: tuple[Any, ...], then: Then | None
+    ) -> StatementResult:
+        def run(connection: Connection) -> StatementResult:
+            shared.before(connection)
+            return self._prepare_and_run(statement, values, then, connection)
+
+        with shared.on_thread():
+            return shared.session.run(run, commits=True)
+
+    def _prepare_and_run(
+        self, statement: Prepared, values: tuple[Any, ...], then: Then | None, connection: Connection
+    ) -> StatementResult:
         driver: Any = connection.connection.driver_connection
         if driver is not self._driver:
             self._driver, self._names = driver, connection.info.setdefault(NAMES, {})
@@ -366,8 +385,8 @@ class LoopStatements:
             _must_be_done(driver.pgconn.prepare(name, _numbered(statement.sql), types))
             self._names[statement.sql] = name
         result = statement.result(connection, *values)
-        if self._then is not None:
-            self._then(result)
+        if then is not None:
+            then(result)
         return result
 
     def _watches(self, loop: asyncio.AbstractEventLoop) -> bool:
@@ -388,7 +407,7 @@ class LoopStatements:
         try:
             self._pgconn.send_query_prepared(name, values, (Format.BINARY,) * len(values), Format.BINARY)
             self._flush()
-        except psycopg.Error as error:
+        except Exception as error:
             self._finish(error)
         return await answer.end()
 
@@ -407,7 +426,7 @@ class LoopStatements:
             return  # it has failed meanwhile
         try:
             self._flush()
-        except psycopg.Error as error:
+        except Exception as error:
             self._finish(error)
 
     def _on_readable(self) -> None:
@@ -424,7 +443,7 @@ class LoopStatements:
                     return
                 self._refusal = self._refusal or _failure(result)
                 self._result = result
-        except psycopg.Error as error:
+        except Exception as error:
             self._finish(self._refusal or error)
 
     def _on_unasked(self) -> None:
@@ -442,33 +461,42 @@ class LoopStatements:
         if self._under_way is not None:
             self._finish(psycopg.OperationalError("closed before the server has answered"))
 
-    def _finish(self, error: psycopg.Error | None) -> None:
+    def _finish(self, error: Exception | None) -> None:
+        """Answer the caller and let others have the session, whatever has happened."""
         answer, self._under_way, self._refusal = self._under_way, None, None
-        failure: Exception | None = None
-        # Finding the reason for missing rights, and repeating after a deadlock, needs a thread that may wait.
-        refused = error is not None and isinstance(error, ELSEWHERE)
-        if error is not None and not refused:
-            failure = self._given_up(error, commits=True)
-            failure.__cause__ = None if failure is error else error
-        elif self._session is not None:
-            self._session.answered()
         result: StatementResult | None = None
-        if not (refused or failure):
-            try:
-                result = self._read_result()
-                if self._then is not None:
-                    self._then(result)
-            except psycopg.Error as unreadable:  # a value that Python has no form for
-                failure = self._given_up(unreadable, commits=True)
-            except Exception as unreadable:  # raised here it would end in the event loop, and `run` would never return
-                failure = unreadable
-        if self._shared and self._watch is not None:  # a thread may read the next answer
+        failure: Exception | None = None
+        try:
+            # Finding the reason for missing rights, and repeating after a deadlock, needs a thread that may wait.
+            if not isinstance(error, ELSEWHERE):
+                result, failure = self._outcome(error)
+            elif self._session is not None:
+                self._session.answered()
+        except Exception as unexpected:  # raised here it would end in the event loop, and `run` would never return
+            failure = unexpected
+        if self._shared is not None and self._watch is not None:  # a thread may read the next answer
             self._watch.end_here()
             self._watch = None
         self._free.release()
         self._database.close_unused()
         if answer is not None:
             answer.finish(result, failure)
+
+    def _outcome(self, error: Exception | None) -> tuple[StatementResult | None, Exception | None]:
+        """Return the result, or the failure of the statement."""
+        if error is not None:
+            failure = self._given_up(error, commits=True)
+            failure.__cause__ = None if failure is error else error
+            return None, failure
+        if self._session is not None:
+            self._session.answered()
+        try:
+            result = self._read_result()
+        except psycopg.Error as unreadable:  # a value that Python has no form for
+            return None, self._given_up(unreadable, commits=True)
+        if self._then is not None:
+            self._then(result)
+        return result, None
 
     def _read_result(self) -> StatementResult:
         result = self._result
@@ -479,10 +507,14 @@ class LoopStatements:
         reader.set_pgresult(result, format=Format.BINARY)
         return StatementResult(result.command_tuples or 0, reader.load_rows(0, result.ntuples, tuple))
 
-    def _given_up(self, error: psycopg.Error, *, commits: bool) -> Exception:
+    def _given_up(self, error: Exception, *, commits: bool) -> Exception:
         """Return the session's error, and watch its connection no more if that was its end."""
         assert self._session is not None  # noqa: S101 - as above
-        failure = self._session.failed(error, commits=commits)
+        try:
+            failure = self._session.failed(error, commits=commits)
+        finally:
+            if not isinstance(error, psycopg.Error):  # not of the server: where its answers stand is unknown
+                self._session.close()
         if not self._session.trusted:
             self._end_watch()
         return failure

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from datetime import timedelta
@@ -50,6 +51,7 @@ from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED, Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, in_order, must_fit, timeouts_table
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
+from delayline.sql.workers import is_given_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -515,6 +517,9 @@ class SessionClaims(ABC):
                 self._session.close()  # the session's end also ends locks whose acquisition was not confirmed
                 raise
             with self._lock:
+                if is_given_up():
+                    self._released += claimed
+                    return []
                 self._claimed.update(claimed)
             return claimed
 
@@ -557,9 +562,16 @@ class SessionClaims(ABC):
 
     @contextlib.contextmanager
     def _in_session(self) -> Iterator[None]:
-        """Keep other threads from the session."""
+        """Keep other threads from the session. Raises BackendUnavailable where others keep it for too long."""
+        dialect, begun = self._database.dialect, time.monotonic()
+        end = begun + 2 * dialect.server_timeout
         while not self._in_use.acquire(timeout=RECLAIM_EVERY):
             self._reclaim()
+            if time.monotonic() > dialect.stops.end_of(end, begun):
+                raise BackendUnavailable(
+                    f"{dialect} has not answered an earlier request on the connection of the claims: check that the "
+                    "server and the network are alive, or raise server_timeout"
+                )
         try:
             yield
         finally:

@@ -1,0 +1,68 @@
+"""Work on a database that does not come back: it is reported, and after a while given up."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final
+
+from delayline.errors import BackendUnavailable
+from delayline.events import Event, emit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from delayline.sql.dialect import Server
+    from delayline.sql.workers import Workers, WorkItem
+
+logger = logging.getLogger(__name__)
+
+#: Seconds in which a connection is tried and replaced before the wait for an answer begins.
+CONNECTING: Final = 15.0
+REPORT: Final = (
+    "%s has waited %.0f s for %s, longer than an answer may take: if the server is alive, report this with the text of "
+    "`py-spy dump` (logged once for each wait)"
+)
+
+
+class OverdueWork:
+    """Limits how long anything waits for work of a server's threads, beyond the limits of each answer.
+
+    Args:
+        dialect: The server.
+        pools: The threads.
+    """
+
+    def __init__(self, dialect: Server, pools: Sequence[Workers]) -> None:
+        self._dialect = dialect
+        self._pools = pools
+
+    @property
+    def limit(self) -> float:
+        """Seconds that an answer may take."""
+        return self._dialect.server_timeout
+
+    def end_overdue(self, now: float) -> None:
+        """Report work that is overdue, and give it up when it is that for as long again."""
+        if self._dialect.stops.at is not None:
+            return  # a stop has its own limits
+        for pool in self._pools:
+            under_way = pool.under_way()
+            longest = max((self.limit * item.factor for item in under_way if item.begun is not None), default=0.0)
+            for item in under_way:
+                self._look(item, now, longest)
+
+    def _look(self, item: WorkItem[Any], now: float, longest: float) -> None:
+        """Look at one piece of work; `longest`: what the work of the threads may take, for which others wait."""
+        since = item.given if item.begun is None else item.begun
+        allowed = self.limit * item.factor + (longest if item.begun is None else 0.0)
+        if now - since > allowed and not item.reported:
+            item.reported = True
+            name = "a task" if item.task is None else f"task {item.task.get_name()!r}"
+            emit(logger, logging.WARNING, Event.WORK_OVERDUE, REPORT, name, now - since, self._dialect)
+        if now - since > 2 * allowed + CONNECTING:
+            item.give_up(
+                BackendUnavailable(
+                    f"no answer from {self._dialect} within {now - since:.0f} s. The statement may have taken effect: "
+                    "check whether the data was written before repeating it"
+                )
+            )
