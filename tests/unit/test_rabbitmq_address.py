@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delayline import ConfigurationError
-from delayline.rabbitmq.address import BrokerAddress, Tls
+from delayline.rabbitmq.address import BrokerAddress, Node, Tls
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 PORT = 5672
+B = Node("b", PORT)
 HOST = "Invalid connection string. 'host' value must be supplied. e.g: \"host=myServer\""
 
 
@@ -47,6 +48,13 @@ HOST = "Invalid connection string. 'host' value must be supplied. e.g: \"host=my
         ("host=h;password='a;b=''c'", BrokerAddress("h", PORT, "guest", "a;b='c")),
         ("host=h;password=a=b==", BrokerAddress("h", PORT, "guest", "a=b==")),
         ("host=h;topology=direct;", BrokerAddress("h", topology="direct")),
+        ("amqp://a,b,c", BrokerAddress("a", further_nodes=(Node("b", PORT), Node("c", PORT)))),
+        ("amqps://u:p%2C@a:1,b/v", BrokerAddress("a", 1, "u", "p,", "v", Tls(), further_nodes=(Node("b", 5671),))),
+        ("amqp://u:p,q@[::1]:7,b,[::2]", BrokerAddress("::1", 7, "u", "p,q", further_nodes=(B, Node("::2", PORT)))),
+        ("amqp:///v?hosts=a,b:5672", BrokerAddress("a", vhost="v", further_nodes=(B,))),
+        ("amqp://a/v?hosts=b,a", BrokerAddress("a", vhost="v", further_nodes=(B,))),
+        ("host=a:7,b;port=9", BrokerAddress("a", 7, further_nodes=(Node("b", 9),))),
+        ("hosts=a, b;topology=direct", BrokerAddress("a", topology="direct", further_nodes=(B,))),
     ],
 )
 def test_an_address_is_read(text: str, expected: BrokerAddress) -> None:
@@ -79,6 +87,23 @@ def test_an_address_is_read(text: str, expected: BrokerAddress) -> None:
         ("host=h:0", "port='0' must be a number from 1 to 65535"),
         ("host=h;useTls=yes", "useTls='yes' must be true or false"),
         ("host=h;requestedHeartbeat=5", "no option 'requestedheartbeat'"),
+        ("amqp://a,,b", "no usable host and port"),
+        ("amqp://a,b:x", "no usable host and port"),
+        ("amqp://a..b", "no usable host and port"),
+        ("amqp://[::1", "no usable host and port"),
+        ("amqp://[::x]", "no usable host and port"),
+        ("amqp://a?hosts=b,:1", "must be HOST:PORT, or several with commas between, not 'b,:1'"),
+        ("amqp://a?hosts=u:p@b", "must be HOST:PORT, or several with commas between"),
+        ("amqp://a;amqp://b", "more than a virtual host"),
+        ("amqp://user:pass@a/\udcff", "characters that are no UTF-8"),
+        ("host=a;password=\udcff", "characters that are no UTF-8"),
+        ("amqp://user:%ff@a", "%XX that are no UTF-8"),
+        ("amqp://a?delays=%ff", "%XX that are no UTF-8"),
+        ("amqp://a/" + 256 * "v", "at most 255 bytes"),
+        ("amqp://a?heartbeat=" + 5000 * "9", "must be a whole number"),
+        ("amqp://a:" + 5000 * "9", "no usable host and port"),
+        ("amqp://a?management=m:15672", "must start with http:// or https://"),
+        ("amqp://a?management=http://m:99999", "must start with http:// or https://"),
     ],
 )
 def test_an_address_that_cannot_work_is_refused(text: str, said: str) -> None:
@@ -101,6 +126,12 @@ def test_an_address_that_cannot_work_is_refused(text: str, said: str) -> None:
         "host=broker;password=secret;port=x",
         "host=broker;password=secret;topology=x",
         "password=secret",
+        "amqp://user:123/secret@broker",
+        "amqp://user:123?secret@broker",
+        "amqp://a?hosts=user:secret@b",
+        "amqp://a?management=ftp://user:secret@m",
+        "amqp://a?management=http://user:secret@m:port",
+        "host=user:secret@b",
     ],
 )
 def test_errors_do_not_contain_passwords(text: str) -> None:
@@ -126,11 +157,32 @@ def test_an_address_does_not_show_its_passwords() -> None:
         ("amqps://broker", "https://broker:15671"),
         ("amqp://[::1]", "http://[::1]:15672"),
         ("amqp://broker?management=https://m/rabbit/", "https://m/rabbit"),
+        ("amqp://a,b:5673,[::1]", "http://a:15672, http://b:15672, http://[::1]:15672"),
+        ("amqp://a:5672,a:5673", "http://a:15672"),
+        ("amqp://a,b?management=http://u:p@m1:1,https://m2/x", "http://m1:1, https://m2/x"),
     ],
 )
 def test_the_management_api_is_guessed(text: str, url: str) -> None:
     """Given an address, when its management API is not, then it is where it usually is."""
     assert BrokerAddress.parse(text).management_url == url
+
+
+def test_the_management_api_has_a_user_of_its_own_where_its_url_names_one() -> None:
+    """Given URLs of the management API with and without a user, when read, then each is asked as who it names."""
+    address = BrokerAddress.parse("amqp://me:mine@a?management=http://admin:s%40fe@m1,http://m2,http://:x@m3")
+    asked = [(place.user, place.password) for place in address.management_places]
+    assert asked == [("admin", "s@fe"), ("me", "mine"), ("me", "mine")]
+    assert address.management_url == "http://m1, http://m2, http://m3"
+
+
+def test_nodes_are_tried_in_turn_beginning_behind_the_lost_one() -> None:
+    """Given three nodes, when one was lost, then those behind it come first and it comes last."""
+    address = BrokerAddress.parse("amqp://a,b,c:7/v")
+    nodes = address.in_turn()
+    assert [str(node) for node in nodes] == ["amqp://guest@a:5672/v", "amqp://guest@b:5672/v", "amqp://guest@c:7/v"]
+    assert [node.host for node in address.in_turn(nodes[1])] == ["c", "a", "b"]
+    assert [node.host for node in address.in_turn(nodes[2])] == ["a", "b", "c"]
+    assert str(address) == "amqp://guest@a:5672,b:5672,c:7/v"
 
 
 def test_certificates_are_checked_by_default() -> None:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 import ssl
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
-from urllib.parse import parse_qsl, quote, unquote, urlsplit
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from urllib.parse import parse_qsl, quote, unquote
 
 from delayline.checks import positive_seconds
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
 
 PLAIN_PORT: Final = 5672
 TLS_PORT: Final = 5671
@@ -21,12 +22,43 @@ SCHEMES: Final = ("amqp", "amqps")
 QUEUE_TYPES: Final = ("quorum", "classic")
 TOPOLOGIES: Final = ("conventional", "direct")
 LONGEST_PREFIX: Final = 200
+LONGEST_VHOST: Final = 255
 HINT: Final = (
-    "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, with / ? # @ : % in names and passwords as %2F %3F %23 %40 %3A %25"
+    "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, with / ? # @ : % in names and passwords as %2F %3F %23 %40 %3A %25; "
+    "the nodes of a cluster as HOST:PORT,HOST:PORT"
 )
+HOSTS: Final = "hosts"
 NO_HOST: Final = "Invalid connection string. 'host' value must be supplied. e.g: \"host=myServer\""
 #: `key=value`, the value bare or in quotes, as .NET's DbConnectionStringBuilder reads it.
 PAIR: Final = re.compile(r"""\s*([^=;]+?)\s*=\s*(?:"((?:[^"]|"")*)"|'((?:[^']|'')*)'|([^;]*?))\s*(?:;|$)""")
+URL: Final = re.compile(
+    r"(?i:amqps?)://(?P<authority>[^/?#]*)(?:/(?P<vhost>[^/?#]*))?(?:\?(?P<query>[^#]*))?", re.DOTALL
+)
+#: One of the nodes in a URL or a connection string: a name, or an address of version 6 in brackets, and a port.
+NODE: Final = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]@\s]+)?(?::(?P<port>[^:@]*))?")
+MANAGEMENT_URL: Final = re.compile(
+    r"(?P<scheme>(?i:https?))://(?:(?P<user>[^/?#]*)@)?(?P<host>\[[^\[\]]+\]|[^/?#:@\[\]\s]+)(?::(?P<port>[0-9]+))?"
+    r"(?P<path>/[^?#\s]*)?"
+)
+
+
+class Node(NamedTuple):
+    """Where one node of the broker listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{bracketed(self.host)}:{self.port}"
+
+
+class ManagementPlace(NamedTuple):
+    """Where the management API of a node is, and who asks it."""
+
+    url: str
+    """Without a user and a password."""
+    user: str
+    password: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +94,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class BrokerAddress:
-    """One virtual host of one broker, who connects to it, and how queues and delays are laid out there."""
+    """One virtual host of a broker, who connects to it, and how queues and delays are laid out there."""
 
     host: str = "localhost"
     port: int = PLAIN_PORT
@@ -73,7 +105,7 @@ class BrokerAddress:
     heartbeat: int = 60
     """Seconds; 0 is none. The broker may ask for less."""
     connection_timeout: float = 10.0
-    """Seconds until a broker that does not answer is unavailable."""
+    """Seconds until a broker that does not answer is unavailable; its nodes share them."""
     server_timeout: float = 15.0
     """Seconds until a broker that does not answer on an open connection is given up."""
     queue_type: str = "quorum"
@@ -81,19 +113,25 @@ class BrokerAddress:
     delays: str = "v2"
     """v2, v1 or a prefix of your own."""
     management: str | None = field(default=None, repr=False)
-    """The URL of the management API, where it is not at the usual port."""
+    """The URL of the management API, where it is not at the usual port; several with commas between."""
+    further_nodes: tuple[Node, ...] = ()
+    """Nodes of the same cluster, for when the first one takes no connection."""
 
     @classmethod
     def parse(cls, text: str) -> BrokerAddress:
         """Parse an amqp: or amqps: URL, or `host=...;port=...`; raises ConfigurationError.
 
-        A URL's options follow `?`: heartbeat, connection_timeout (ms), server_timeout (s), queue_type, topology,
-        delays, management, and of TLS cacertfile, certfile, keyfile, password, verify (verify_peer, verify_none),
-        server_name_indication.
+        The nodes of a cluster have commas between them, or follow as the option hosts. A URL's options follow `?`:
+        heartbeat, connection_timeout (ms), server_timeout (s), queue_type, topology, delays, management, hosts, and of
+        TLS cacertfile, certfile, keyfile, password, verify (verify_peer, verify_none), server_name_indication.
         """
         if not isinstance(text, str) or not text.strip():
             raise ConfigurationError(f"a broker's address must be a text, not {text!r}. {HINT}")
         text = text.strip()
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise ConfigurationError(f"a broker's address has characters that are no UTF-8. {HINT}") from None
         if "://" in text.partition("=")[0]:
             return _from_url(text)
         return _from_connection_string(text)
@@ -110,44 +148,70 @@ class BrokerAddress:
         return min(self.heartbeat, max(1, int(self.server_timeout / 2)))
 
     @property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes, in the order in which they are tried."""
+        return (Node(self.host, self.port), *self.further_nodes)
+
+    def in_turn(self, after: BrokerAddress | None = None) -> Sequence[BrokerAddress]:
+        """Return the addresses of the nodes, one each; the one of `after`, and those before it, are last."""
+        nodes = self.nodes
+        begin = nodes.index(after.nodes[0]) + 1 if after is not None and after.nodes[0] in nodes else 0
+        return [
+            replace(self, host=node.host, port=node.port, further_nodes=()) for node in nodes[begin:] + nodes[:begin]
+        ]
+
+    @property
     def authority(self) -> str:
-        """The host and port."""
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+        """The nodes' hosts and ports."""
+        return ",".join(map(str, self.nodes))
+
+    @property
+    def management_places(self) -> Sequence[ManagementPlace]:
+        """The management API of each node: as given, else at the usual port of its host, with the same user."""
+        if self.management is not None:
+            return _management_places(self.management, self.user, self.password)
+        scheme, port = ("https", 15671) if self.tls else ("http", 15672)
+        urls = dict.fromkeys(f"{scheme}://{bracketed(node.host)}:{port}" for node in self.nodes)
+        return [ManagementPlace(url, self.user, self.password) for url in urls]
 
     @property
     def management_url(self) -> str:
-        """The management API: as given, else at the usual port of the same host. It has no user and no password."""
-        if self.management is not None:
-            return self.management.rstrip("/")
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"https://{host}:15671" if self.tls else f"http://{host}:15672"
+        """Where the management API is, for people: without users and passwords."""
+        return ", ".join(place.url for place in self.management_places)
+
+
+def bracketed(host: str) -> str:
+    """Return the host as a URL has it."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _from_url(url: str) -> BrokerAddress:
     scheme = url.partition(":")[0].lower()
     if scheme not in SCHEMES:
         raise ConfigurationError(f"a broker's URL starts with amqp:// or amqps://, not {scheme}://. {HINT}")
+    tls = Tls() if scheme == "amqps" else None
+    parts = URL.fullmatch(url)
+    user, _, hosts = (parts["authority"] if parts else url.partition("://")[2].partition("/")[0]).rpartition("@")
     try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:  # its text may have the password
+        nodes = _nodes(hosts, tls) if hosts else []
+    except ConfigurationError:  # its text may have the password
         raise ConfigurationError(f"the {scheme}: URL has no usable host and port. {HINT}") from None
-    vhost = parts.path.removeprefix("/")
-    if parts.fragment or "/" in vhost:
+    if parts is None:
         raise ConfigurationError(f"the {scheme}: URL has more than a virtual host behind its port. {HINT}")
-    address = BrokerAddress(
-        host=unquote(host or "localhost"),
-        port=port or (TLS_PORT if scheme == "amqps" else PLAIN_PORT),
-        user=_decoded(parts.username, "guest"),
-        password=_decoded(parts.password, "guest"),
-        vhost=_decoded(vhost or None, "/"),
-        tls=Tls() if scheme == "amqps" else None,
-    )
-    return _with_options(address, parse_qsl(parts.query, keep_blank_values=True))
-
-
-def _decoded(text: str | None, default: str) -> str:
-    return default if text is None else unquote(text)
+    if "@" not in parts["authority"] and "@" in f"{parts['vhost']}{(parts['query'] or '').partition('=')[0]}":
+        raise ConfigurationError(f"the {scheme}: URL has @ behind / or ?, perhaps in the password. {HINT}")
+    name, colon, password = user.partition(":")
+    try:
+        options = parse_qsl(parts["query"] or "", keep_blank_values=True, errors="strict")
+        address = BrokerAddress(
+            user=unquote(name, errors="strict") if user else "guest",
+            password=unquote(password, errors="strict") if colon else "guest",
+            vhost=unquote(parts["vhost"] or "/", errors="strict"),
+            tls=tls,
+        )
+    except UnicodeDecodeError:
+        raise ConfigurationError(f"the {scheme}: URL has %XX that are no UTF-8. {HINT}") from None
+    return _with_options(address, nodes, options)
 
 
 def _from_connection_string(text: str) -> BrokerAddress:
@@ -156,25 +220,65 @@ def _from_connection_string(text: str) -> BrokerAddress:
         name.lower(): double.replace('""', '"') or single.replace("''", "'") or bare
         for name, double, single, bare in PAIR.findall(text)
     }
-    if not given.get("host"):
+    if not given.get("host") and not given.get("hosts"):
         raise ConfigurationError(NO_HOST)
-    host, colon, port = given.pop("host").rpartition(":")
-    if not colon or port.endswith("]"):
-        host, port = f"{host}{colon}{port}", ""
-    tls = _truth("useTls", given.pop("usetls", "false"))
+    tls = Tls() if _truth("useTls", given.pop("usetls", "false")) else None
+    port, hosts = given.pop("port", ""), given.pop("host", "")
     address = BrokerAddress(
-        host=host.strip("[]"),
-        port=_port(given.pop("port", port) or str(TLS_PORT if tls else PLAIN_PORT)),
         user=given.pop("username", "guest"),
         password=given.pop("password", "guest"),
         vhost=given.pop("virtualhost", "/"),
-        tls=Tls() if tls else None,
+        tls=tls,
     )
-    return _with_options(address, given.items())
+    nodes = _nodes(hosts, tls, _port(port) if port else None) if hosts else []
+    return _with_options(address, nodes, given.items())
+
+
+def _nodes(text: str, tls: Tls | None, port: int | None = None) -> Sequence[Node]:
+    """Return the nodes of a list with commas; `port` is that of those which have none."""
+    usual = port or (TLS_PORT if tls else PLAIN_PORT)
+    nodes = []
+    for place in text.split(","):
+        found = NODE.fullmatch(place.strip())
+        if found is None or ("," in text and not found["host"]):
+            shown = "" if "@" in text else f", not {text!r}"  # a password, perhaps
+            raise ConfigurationError(f"a broker's hosts must be HOST:PORT, or several with commas between{shown}")
+        nodes.append(Node(_host(found["host"] or "localhost"), _port(found["port"]) if found["port"] else usual))
+    return nodes
+
+
+def _host(text: str) -> str:
+    try:
+        host = unquote(text, errors="strict").lower()
+        if text.startswith("["):
+            return str(ipaddress.IPv6Address(host[1:-1]))
+        host.encode("idna")  # as looking it up does
+    except ValueError:
+        host = ""
+    if not host or not host.isprintable() or set(host) & set(" /@?#"):
+        raise ConfigurationError(f"{text!r} is no name or address of a host")
+    return host
+
+
+def _management_places(text: str, user: str, password: str) -> Sequence[ManagementPlace]:
+    """Return the places of a list of URLs with commas; those that name a user are asked as that one."""
+    places = []
+    for url in re.split(r",(?=\s*https?://)", text.strip()):
+        found = MANAGEMENT_URL.fullmatch(url.strip())
+        if found is None or not 0 < int((found["port"] or "1")[:9]) < 65536:
+            raise ConfigurationError(
+                "the management API's URL must start with http:// or https://, followed by HOST:PORT, and by a path "
+                "where it has one; several URLs with commas between"
+            )
+        port, path = f":{found['port']}" if found["port"] else "", (found["path"] or "").rstrip("/")
+        name, _, secret = (found["user"] or "").partition(":")
+        login = (unquote(name), unquote(secret)) if name else (user, password)
+        places.append(ManagementPlace(f"{found['scheme'].lower()}://{found['host']}{port}{path}", *login))
+    return places
 
 
 def _port(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 65536:
+    if not (text.isascii() and text.isdecimal()) or not 0 < int(text[:9]) < 65536:
         raise ConfigurationError(f"port={text!r} must be a number from 1 to 65535")
     return int(text)
 
@@ -186,7 +290,7 @@ def _truth(name: str, text: str) -> bool:
 
 
 def _number(name: str, text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or int(text) > 2**31:
+    if not (text.isascii() and text.isdecimal()) or int(text[:11]) > 2**31:
         raise ConfigurationError(f"{name}={text!r} must be a whole number of 0 or more")
     return int(text)
 
@@ -214,6 +318,11 @@ def _prefix(name: str, text: str) -> str:
     return text
 
 
+def _management(name: str, text: str) -> str:
+    _management_places(_text(name, text), "", "")
+    return text
+
+
 def _verified(name: str, text: str) -> bool:
     return _one_of(("verify_peer", "verify_none"))(name, text) == "verify_peer"
 
@@ -231,17 +340,21 @@ OPTIONS: Final[dict[str, Callable[[str, str], Any]]] = {
     "queue_type": _one_of(QUEUE_TYPES),
     "topology": _one_of(TOPOLOGIES),
     "delays": _prefix,
-    "management": _text,
+    "management": _management,
     **{one.name: _text for one in fields(Tls)},
     "verify": _verified,
 }
 
 
-def _with_options(address: BrokerAddress, options: Iterable[tuple[str, str]]) -> BrokerAddress:
+def _with_options(address: BrokerAddress, nodes: Sequence[Node], options: Iterable[tuple[str, str]]) -> BrokerAddress:
     of_tls = {one.name for one in fields(Tls)}
     for name, text in options:
+        if name == HOSTS:
+            nodes = [*nodes, *_nodes(text, address.tls)]
+            continue
         if name not in OPTIONS:
-            raise ConfigurationError(f"a broker's address has no option {name!r}. There are: {', '.join(OPTIONS)}")
+            known = ", ".join((*OPTIONS, HOSTS))
+            raise ConfigurationError(f"a broker's address has no option {name!r}. There are: {known}")
         value = OPTIONS[name](name, text)
         if name not in of_tls:
             address = replace(address, **{name: value})
@@ -249,4 +362,9 @@ def _with_options(address: BrokerAddress, options: Iterable[tuple[str, str]]) ->
             raise ConfigurationError(f"{name} is for TLS: write amqps:// (or useTls=true), or leave {name} out")
         else:
             address = replace(address, tls=replace(address.tls, **{name: value}))
-    return address
+    if len(address.vhost.encode()) > LONGEST_VHOST:
+        raise ConfigurationError(
+            f"a virtual host's name has at most {LONGEST_VHOST} bytes, not {address.vhost[:40]!r}..."
+        )
+    first, *further = dict.fromkeys(nodes) or [Node("localhost", TLS_PORT if address.tls else PLAIN_PORT)]
+    return replace(address, host=first.host, port=first.port, further_nodes=tuple(further))

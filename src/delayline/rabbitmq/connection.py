@@ -53,7 +53,7 @@ class BrokerConnection:
             if asyncio.get_running_loop().time() < self._not_before:
                 raise BackendUnavailable(f"RabbitMQ at {self._address} was silent: the connection is given up")
             self._channels.clear()
-            self._connection = await AmqpConnection.open(self._address, self._name)
+            self._connection = await AmqpConnection.open(self._address, self._name, instead_of=self._connection)
             self.generation += 1
             return self._connection
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 from urllib.parse import quote
 
 import httpx
 
-from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
+from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.infrastructure import Binding
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.address import BrokerAddress, ManagementPlace
 
 TOTALS: Final = {"disable_stats": "true", "enable_queue_totals": "true"}
 """Counts as they are now, at a tenth of the cost; the statistics are seconds old."""
@@ -76,20 +76,18 @@ class Policy:
 
 
 class ManagementApi:
-    """One virtual host, seen through the management API; use it with `async with`.
+    """One virtual host, seen through the management API of the first node that answers; use it with `async with`.
 
     Every method raises BackendUnavailable without an answer, and BackendUnusable if the user lacks the right.
     """
 
     def __init__(self, address: BrokerAddress, url: str | None = None) -> None:
-        self._address = address
-        self.url = (url or address.management_url).rstrip("/")
-        if not self.url.startswith(("http://", "https://")):
-            raise ConfigurationError(f"the management API's URL must start with http:// or https://, not {self.url!r}")
+        self._address = address if url is None else replace(address, management=url)
+        self._places = list(self._address.management_places)
         self._vhost = quote(address.vhost, safe="")
-        verify = address.tls.context() if address.tls and self.url.startswith("https:") else True
         self._http = httpx.AsyncClient(
-            auth=(address.user, address.password), timeout=2 * address.server_timeout, verify=verify
+            timeout=httpx.Timeout(2 * address.server_timeout, connect=address.connection_timeout / len(self._places)),
+            verify=address.tls.context() if address.tls else True,
         )
 
     async def __aenter__(self) -> Self:
@@ -165,33 +163,55 @@ class ManagementApi:
         try:
             return answer.json()
         except ValueError:
-            raise BackendUnusable(f"{self.url} is not a RabbitMQ management API: {HINT}") from None
+            raise BackendUnusable(f"{self._places[0].url} is not a RabbitMQ management API: {HINT}") from None
 
     async def _ask(self, method: str, path: str, *, missing: bool = False, **content: Any) -> httpx.Response:  # noqa: ANN401 - httpx's
+        """Ask the node that answered last, and the others in turn where it is unavailable; each call is idempotent."""
+        errors = []
+        for place in list(self._places):
+            try:
+                return await self._ask_at(place, method, path, missing=missing, **content)
+            except BackendUnavailable as error:
+                errors.append(error)
+                self._places.append(self._places.pop(0))
+        if len(errors) == 1:
+            raise errors[0]
+        raise BackendUnavailable("; ".join(map(str, errors)))
+
+    async def _ask_at(
+        self,
+        place: ManagementPlace,
+        method: str,
+        path: str,
+        *,
+        missing: bool,
+        **content: Any,  # noqa: ANN401 - httpx's
+    ) -> httpx.Response:
         try:
-            answer = await self._http.request(method, f"{self.url}/api/{path}", **content)
-        except (httpx.TransportError, httpx.InvalidURL) as error:
+            login = httpx.BasicAuth(place.user, place.password)
+            answer = await self._http.request(method, f"{place.url}/api/{path}", auth=login, **content)
+        except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
-            raise BackendUnavailable(f"no management API at {self.url}: {reason}. {HINT}") from error
+            raise BackendUnavailable(f"no management API at {place.url}: {reason}. {HINT}") from error
         if answer.is_success or (missing and answer.status_code == httpx.codes.NOT_FOUND):
             return answer
-        raise self._refused(answer)
+        raise self._refused(place, answer)
 
-    def _refused(self, answer: httpx.Response) -> BackendUnavailable | BackendUnusable:
-        user, vhost = self._address.user, self._address.vhost
+    def _refused(self, place: ManagementPlace, answer: httpx.Response) -> BackendUnavailable | BackendUnusable:
+        user, vhost, url = place.user, self._address.vhost, place.url
         match answer.status_code:
             case httpx.codes.UNAUTHORIZED | httpx.codes.FORBIDDEN:
                 return BackendUnusable(
-                    f"the management API at {self.url} refuses user {user!r}, by name, password or rights on virtual "
+                    f"the management API at {url} refuses user {user!r}, by name, password or rights on virtual "
                     f"host {vhost!r}: it needs the tag management, to set policies policymaker: "
                     f"rabbitmqctl set_user_tags {user} policymaker"
                 )
             case httpx.codes.NOT_FOUND:
-                return BackendUnusable(f"{self.url} has no virtual host {vhost!r}, or is not a management API: {HINT}")
+                return BackendUnusable(f"{url} has no virtual host {vhost!r}, or is not a management API: {HINT}")
             case code if code >= httpx.codes.INTERNAL_SERVER_ERROR:
-                return BackendUnavailable(f"the management API at {self.url} fails: {code} {answer.text[:200]}")
+                return BackendUnavailable(f"the management API at {url} fails: {code} {answer.text[:200]}")
             case code:
-                return BackendUnusable(f"the management API at {self.url} refuses: {code} {answer.text[:200]}")
+                return BackendUnusable(f"the management API at {url} refuses: {code} {answer.text[:200]}")
 
 
 HINT: Final = (

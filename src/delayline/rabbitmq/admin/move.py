@@ -102,7 +102,7 @@ class Move:
         clock: Clock | None = None,
         progress: Callable[[int, int, int], None] | None = None,
     ) -> None:
-        if _place(source) == _place(target):
+        if _same(source, target):
             raise ConfigurationError(
                 f"source and target are the same delay levels, {source.infrastructure.prefix}* on {source.address}"
             )
@@ -223,6 +223,10 @@ class Move:
                     self.report.destinations[found.destination] += 1
 
 
-def _place(levels: Levels) -> tuple[str, int, str, str]:
-    address = levels.address
-    return address.host, address.port, address.vhost, levels.infrastructure.prefix
+def _same(source: Levels, target: Levels) -> bool:
+    """Return whether both are the same levels, also where the addresses name different nodes of their cluster."""
+    return (
+        source.infrastructure.prefix == target.infrastructure.prefix
+        and source.address.vhost == target.address.vhost
+        and not set(source.address.nodes).isdisjoint(target.address.nodes)
+    )

@@ -16,10 +16,13 @@ from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.events import Event, emit
 from delayline.rabbitmq.amqp.channel import Channel, ChannelEnded, PublishChannel, read_frames
 from delayline.rabbitmq.amqp.confirms import Closed
-from delayline.rabbitmq.amqp.errors import not_connected, refused_connection
+from delayline.rabbitmq.amqp.errors import none_connected, not_connected, refused_connection
+from delayline.rabbitmq.amqp.methods import ConnectionOpen
 from delayline.rabbitmq.amqp.wire import passive_declare
 
 if TYPE_CHECKING:
+    import ssl
+
     from delayline.rabbitmq.address import BrokerAddress
 
 AnyChannel = TypeVar("AnyChannel", bound=Channel)
@@ -67,23 +70,47 @@ class AmqpConnection(asyncio.Protocol):
         self.version = ""
 
     @classmethod
-    async def open(cls, address: BrokerAddress, name: str) -> AmqpConnection:
-        """Connect and log in. Raises BackendUnavailable, BackendUnusable, and ConfigurationError for TLS files."""
-        context = address.tls.context() if address.tls else None
+    async def open(
+        cls, address: BrokerAddress, name: str, *, instead_of: AmqpConnection | None = None
+    ) -> AmqpConnection:
+        """Connect and log in at the first node that takes the connection; the nodes share the time limit.
+
+        Args:
+            address: The broker.
+            name: The connection's name in the management UI.
+            instead_of: The connection that was lost: its node is tried last.
+
+        Raises:
+            BackendUnavailable: No node takes the connection.
+            BackendUnusable: The broker refuses the login, or the virtual host.
+            ConfigurationError: The TLS files cannot be used.
+        """
+        context, loop = address.tls.context() if address.tls else None, asyncio.get_running_loop()
+        nodes = address.in_turn(instead_of.address if instead_of else None)
+        deadline = loop.time() + address.connection_timeout
+        errors: list[BackendUnavailable | BackendUnusable] = []
+        for number, node in enumerate(nodes):
+            try:
+                return await cls(node, name)._connected(context, (deadline - loop.time()) / (len(nodes) - number))
+            except (BackendUnavailable, BackendUnusable) as error:
+                errors.append(error)
+        raise none_connected(errors)
+
+    async def _connected(self, context: ssl.SSLContext | None, limit: float) -> AmqpConnection:
+        address = self.address
         expected = (address.tls.server_name_indication or address.host) if address.tls else None
-        connection, loop = cls(address, name), asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(address.connection_timeout):
-                await loop.create_connection(
-                    lambda: connection, address.host, address.port, ssl=context, server_hostname=expected
+            async with asyncio.timeout(limit):
+                await self._loop.create_connection(
+                    lambda: self, address.host, address.port, ssl=context, server_hostname=expected
                 )
-                await connection._handshake()
+                await self._handshake()
         except BaseException as error:
-            connection.abort()
+            self.abort()
             if isinstance(error, OSError) and not isinstance(error, BackendUnavailable):
                 raise not_connected(address, error) from error
             raise
-        return connection
+        return self
 
     async def _handshake(self) -> None:
         start = await self.call(0, header.ProtocolHeader())
@@ -104,7 +131,7 @@ class AmqpConnection(asyncio.Protocol):
         self.send(0, commands.Connection.TuneOk(tune.channel_max, self.frame_max, self._heartbeat))
         if self._heartbeat:
             self._ticking = self._loop.call_later(self._heartbeat / 2, self._tick)
-        await self.call(0, commands.Connection.Open(virtual_host=self.address.vhost))
+        await self.call(0, ConnectionOpen(virtual_host=self.address.vhost))
 
     async def channel(self) -> Channel:
         """Open a channel. Raises BackendUnavailable, or BackendUnusable if the broker allows no more of them."""

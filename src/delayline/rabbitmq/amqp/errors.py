@@ -11,6 +11,8 @@ from delayline.rabbitmq.amqp.confirms import Closed, Unroutable
 from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from pamqp.frame import FrameTypes
 
     from delayline.rabbitmq.address import BrokerAddress
@@ -49,6 +51,16 @@ def not_connected(address: BrokerAddress, error: BaseException) -> BackendUnavai
         else str(error) or type(error).__name__
     )
     return BackendUnavailable(f"RabbitMQ at {address} does not answer: {reason}")
+
+
+def none_connected(errors: Sequence[BackendUnavailable | BackendUnusable]) -> BackendUnavailable | BackendUnusable:
+    """Return the error for a broker none of whose nodes takes a connection, from each node's."""
+    if len(errors) == 1:
+        return errors[0]
+    text = f"none of {len(errors)} nodes takes the connection: {'; '.join(map(str, errors))}"
+    if all(isinstance(error, BackendUnusable) for error in errors):
+        return BackendUnusable(text)
+    return BackendUnavailable(text)
 
 
 def refused_connection(address: BrokerAddress, closed: Closed) -> BackendUnavailable | BackendUnusable:

@@ -12,6 +12,10 @@ class AnyName:
         """Accept the frame."""
 
 
+class ConnectionOpen(AnyName, commands.Connection.Open):
+    """Use a virtual host."""
+
+
 class ExchangeDeclare(AnyName, commands.Exchange.Declare):
     """Create an exchange, or look whether it is there."""
 
