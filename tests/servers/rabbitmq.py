@@ -44,6 +44,7 @@ class RabbitmqServer(OwnProcess):
 
     feature_flags: the initial flags, by name and with commas between; by default all of them.
     programs: of which system.
+    beside: the node whose cluster this one joins.
     """
 
     product = "RabbitMQ"
@@ -52,16 +53,26 @@ class RabbitmqServer(OwnProcess):
     advanced: ClassVar[str] = ADVANCED
 
     def __init__(
-        self, settings: Sequence[str] = (), feature_flags: str | None = None, programs: Programs = CONFIGURED
+        self,
+        settings: Sequence[str] = (),
+        feature_flags: str | None = None,
+        programs: Programs = CONFIGURED,
+        beside: RabbitmqServer | None = None,
     ) -> None:
         self.programs = programs
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-rabbitmq-"))
         self.port = two_free_ports()
         self.management_port = self.port + MANAGEMENT_ABOVE
-        self._names_port = free_port()
+        self._names_port: int = free_port() if beside is None else beside._names_port
+        self._cookie: str = secrets.token_hex(10).upper() if beside is None else beside._cookie
         self._feature_flags = feature_flags
         self._node = f"test-{uuid.uuid4().hex[:12]}@localhost"
         self._names: subprocess.Popen[bytes] | None = None
+        self._shares_names = beside is not None
+        if beside is not None:
+            peers = enumerate((beside._node, self._node), 1)
+            discovery = [f"cluster_formation.classic_config.nodes.{number} = {node}" for number, node in peers]
+            settings = [*settings, "cluster_formation.peer_discovery_backend = classic_config", *discovery]
         self._http = httpx.Client(base_url=self.management_url, auth=("guest", "guest"), timeout=PATIENCE)
         self._configure([*self.settings, *settings])
         self.start()
@@ -156,7 +167,7 @@ class RabbitmqServer(OwnProcess):
         (self.folder / "advanced.config").write_text(self.advanced)
         (self.folder / "enabled_plugins").write_text("[rabbitmq_management].\n")
         cookie = self.folder / ".erlang.cookie"
-        cookie.write_text(secrets.token_hex(10).upper())
+        cookie.write_text(self._cookie)
         cookie.chmod(0o600)
 
     def _environment(self) -> dict[str, str]:
@@ -185,7 +196,7 @@ class RabbitmqServer(OwnProcess):
 
     def _start_names(self) -> None:
         """Start a private Erlang port mapper; otherwise the node would leave one running on the machine."""
-        if self._names is None:
+        if self._names is None and not self._shares_names:
             self._names = subprocess.Popen(
                 [*self.programs.command("epmd"), "-port", str(self._names_port), "-address", "127.0.0.1"],
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=self.folder,
@@ -206,6 +217,29 @@ class RabbitmqServer(OwnProcess):
                 return True
         except (OSError, httpx.TransportError):
             return False
+
+
+class RabbitmqCluster:
+    """Three nodes on free ports of loopback, of one private cluster, with one empty virtual host."""
+
+    def __init__(self, programs: Programs = CONFIGURED) -> None:
+        self.nodes = [RabbitmqServer(programs=programs)]
+        try:
+            vhost = self.nodes[0].new_vhost().rpartition("/")[2]  # before others join: until they have, it would hang
+            for _ in range(2):
+                self.nodes.append(RabbitmqServer(programs=programs, beside=self.nodes[0]))
+        except BaseException:
+            self.close()
+            raise
+        hosts = ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+        management = ",".join(node.management_url for node in self.nodes)
+        self.url = f"amqp://guest:guest@{hosts}/{vhost}?management={management}"
+        """All nodes and their management APIs."""
+
+    def close(self) -> None:
+        """Stop all nodes, and leave nothing behind."""
+        for node in reversed(self.nodes):
+            node.close()
 
 
 def two_free_ports() -> int:

@@ -153,6 +153,11 @@ class Channel:
         self._must_be_open()
         self._connection.write(frame.marshal(commands.Basic.Nack(tag, requeue=True), self.number))
 
+    @property
+    def closing(self) -> bool:
+        """Whether this side has begun to close it."""
+        return self._closing is not None
+
     async def close(self) -> None:
         """Close the channel: unacknowledged messages return to their queues. Idempotent; BackendUnavailable."""
         if self._closing is None and self.closed is None:

@@ -33,7 +33,7 @@ class Closed(NamedTuple):
 class PublishBatch:
     """The publications of one caller: which are settled, and how."""
 
-    __slots__ = ("failures", "left", "over", "publications", "settled")
+    __slots__ = ("failures", "left", "not_taken", "over", "publications", "settled")
 
     def __init__(self, publications: Sequence[Publication]) -> None:
         self.publications = publications
@@ -41,6 +41,8 @@ class PublishBatch:
         self.failures: dict[int, Exception] = {}
         self.over: list[int] = []
         """Positions whose channel was closed before they were settled."""
+        self.not_taken: list[int] = []
+        """Positions that a queue refused: it is full, or has no leader now."""
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def settle(self, number: int) -> None:
@@ -86,6 +88,8 @@ class Confirms:
         self._outstanding: dict[int, ConfirmRange] = {}
         self.answers = 0
         """How many answers the broker has given."""
+        self.refused = False
+        """Whether one of them was a refusal."""
         self._lowest = 1
         self._next = 1
         self._returned_up_to = 0
@@ -108,6 +112,7 @@ class Confirms:
         """Take the broker's answer to one publication, or to all up to it."""
         outstanding = self._outstanding
         self.answers += 1
+        self.refused = self.refused or not acknowledged
         if multiple:
             sequences: Sequence[int] = range(self._lowest, tag + 1)
             self._lowest = max(self._lowest, tag + 1)
@@ -119,6 +124,7 @@ class Confirms:
                 if not acknowledged:
                     position = run.position(sequence)
                     run.batch.refuse(position, _rejected(run.batch.publications[position]))
+                    run.batch.not_taken.append(position)
                 run.batch.settle(1)
         if not outstanding:
             self._empty.set()

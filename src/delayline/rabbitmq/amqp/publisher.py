@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
@@ -31,11 +32,17 @@ Result = TypeVar("Result")
 
 PIPELINE: Final = 1
 APART: Final = 2
+MOST_PIPELINES: Final = 50  # numbers of channels, used one after the other
 NONE_MISSING: Final[Mapping[str, str]] = MappingProxyType({})
 CHUNK: Final = 128  # publications that are encoded before anything else may run
 CHUNK_BYTES: Final = 1 << 18
 FIRST_BACK_OFF: Final = 0.1  # seconds, doubled with every failure
 LONGEST_BACK_OFF: Final = 5.0
+#: Seconds after a connection was replaced in which quorum queues may be without a leader: a node of theirs was lost.
+ELECTION: Final = 10.0
+ELECTION_PAUSE: Final = 0.1  # seconds, doubled up to a second, until what was refused for that is sent again
+#: Seconds after which a channel that refuses is replaced: it goes on refusing for a queue that has a leader again.
+REFUSING: Final = 0.5
 CLOSING_PATIENCE: Final = 10.0  # seconds for outstanding confirms
 DISCONNECT_PATIENCE: Final = 4.0  # seconds for the broker's answer to Connection.Close
 #: The largest message that brokers accept by default, before version 4 and since.
@@ -140,7 +147,8 @@ class Publisher:
         if self._failed is not None and now < self._not_before:
             raise BackendUnavailable(f"{self._failed} (tried again in {self._not_before - now:.1f} s)")
         try:
-            self._link = await PublisherLink.open(self._address, self._name)
+            lost = link.connection if link is not None else None
+            self._link = await PublisherLink.open(self._address, self._name, instead_of=lost)
         except (BackendUnavailable, BackendUnusable) as error:
             self._failed = error
             self._not_before = asyncio.get_running_loop().time() + self._back_off
@@ -156,9 +164,12 @@ class Publisher:
 class PublisherLink:
     """One connection with its two channels: the pipeline, and one where publications go apart from the others."""
 
-    def __init__(self, address: BrokerAddress, connection: AmqpConnection) -> None:
-        self._address = address
+    def __init__(self, connection: AmqpConnection, election_ends: float) -> None:
+        self._address = connection.address
         self.connection = connection
+        self._election_ends = election_ends
+        self._pipeline = PIPELINE
+        self._pipeline_opened = 0.0
         self._channels: dict[int, PublishChannel] = {}
         self._opening = asyncio.Lock()
         self._apart = asyncio.Lock()
@@ -168,11 +179,15 @@ class PublisherLink:
         self._largest = LARGEST_MESSAGE_OF_4 if newer else LARGEST_MESSAGE
 
     @classmethod
-    async def open(cls, address: BrokerAddress, name: str) -> PublisherLink:
+    async def open(
+        cls, address: BrokerAddress, name: str, *, instead_of: AmqpConnection | None = None
+    ) -> PublisherLink:
         """Connect and open the pipeline. Raises BackendUnavailable or BackendUnusable."""
-        link = cls(address, await AmqpConnection.open(address, name))
+        connection = await AmqpConnection.open(address, name, instead_of=instead_of)
+        replaced = instead_of is not None or connection.address.nodes[0] != address.nodes[0]
+        link = cls(connection, asyncio.get_running_loop().time() + ELECTION if replaced else 0.0)
         try:
-            await link._channel(PIPELINE)
+            await link._pipeline_channel()
         except BaseException:
             link.connection.abort()
             raise
@@ -181,7 +196,7 @@ class PublisherLink:
     @property
     def writes_at_once(self) -> bool:
         """Whether the channel is open, and takes publications."""
-        return self.connection.flows and self._open_channel(PIPELINE) is not None
+        return self.connection.flows and self._ready_pipeline() is not None
 
     @property
     def outstanding(self) -> int:
@@ -215,8 +230,8 @@ class PublisherLink:
         resending: asyncio.Task[None] | None = None
         try:
             await self._settled(batch)
-            if batch.over:
-                resending = self._spawn(self._one_by_one(batch))
+            if batch.over or self._without_leader(batch):
+                resending = self._spawn(self._resend(batch))
                 await asyncio.shield(resending)
         except asyncio.CancelledError:
             self._spawn(self._end_abandoned(publications, self._outcome(batch, resending)))
@@ -246,7 +261,7 @@ class PublisherLink:
         if resending is None:
             batch.wait_again()
             await self._settled(batch)
-            await self._one_by_one(batch)
+            await self._resend(batch)
         else:
             await resending
         return batch.failures
@@ -273,7 +288,7 @@ class PublisherLink:
         positions: list[int] = []
         frames: list[bytes] = []
         size = 0
-        channel = self._open_channel(PIPELINE) or await self._channel(PIPELINE)
+        channel = self._ready_pipeline() or await self._pipeline_channel()
         for position, publication in enumerate(batch.publications):
             if len(positions) >= CHUNK or size >= CHUNK_BYTES:
                 channel = await self._flush(channel, batch, positions, frames)
@@ -337,10 +352,31 @@ class PublisherLink:
         if positions:
             if not self.connection.flows:
                 await self.connection.flowing()
-            if channel.closed is not None:
+            if channel.closed is not None or channel.closing:
                 channel = await self._channel(channel.number)
             channel.write(batch, positions, frames)
         return channel
+
+    def _without_leader(self, batch: PublishBatch) -> Sequence[int]:
+        """Return the positions that were refused while queues elect new leaders."""
+        elect = batch.not_taken and asyncio.get_running_loop().time() < self._election_ends
+        return batch.not_taken if elect else ()
+
+    async def _resend(self, batch: PublishBatch) -> None:
+        """Resend what a closed channel left unsettled, and, until the elections must have ended, what was refused."""
+        await self._one_by_one(batch)
+        pause = ELECTION_PAUSE
+        while positions := self._without_leader(batch):
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 1.0)
+            again = PublishBatch([batch.publications[position] for position in positions])
+            await self._write(again, NONE_MISSING)
+            await self._settled(again)
+            await self._one_by_one(again)
+            for position in positions:
+                del batch.failures[position]
+            batch.failures.update({positions[at]: error for at, error in again.failures.items()})
+            batch.not_taken = [positions[at] for at in again.not_taken]
 
     async def _one_by_one(self, batch: PublishBatch) -> None:
         """Resend the unsettled publications of a closed channel, one by one, so that only the refused ones fail."""
@@ -365,14 +401,39 @@ class PublisherLink:
             self._largest = limit
         return refused_publication(self._address, publication, closed)
 
+    def _ready_pipeline(self) -> PublishChannel | None:
+        """Return the channel of the pipeline; None where it has to be opened, also in place of one that refuses."""
+        channel = self._open_channel(self._pipeline)
+        if channel is None or not channel.confirms.refused:
+            return channel
+        return channel if asyncio.get_running_loop().time() < self._pipeline_opened + REFUSING else None
+
+    async def _pipeline_channel(self) -> PublishChannel:
+        refusing = self._open_channel(self._pipeline)
+        if refusing is not None and self._ready_pipeline() is None:
+            self._pipeline = max(APART, self._pipeline % MOST_PIPELINES) + 1
+            self._spawn(_retire(refusing))
+        self._pipeline_opened = asyncio.get_running_loop().time()
+        return await self._channel(self._pipeline)
+
     async def _channel(self, number: int) -> PublishChannel:
         """Return the open channel of that number, opening it where it is closed. Raises BackendUnavailable."""
         async with self._opening:
             channel = self._open_channel(number)
             if channel is None:
+                closing = self._channels.get(number)
+                if closing is not None and closing.closed is None:
+                    await closing.close()
                 channel = self._channels[number] = await self.connection.publish_channel(number)
             return channel
 
     def _open_channel(self, number: int) -> PublishChannel | None:
         channel = self._channels.get(number)
-        return channel if channel is not None and channel.closed is None else None
+        return channel if channel is not None and channel.closed is None and not channel.closing else None
+
+
+async def _retire(channel: PublishChannel) -> None:
+    """Close a channel once everything on it is settled."""
+    await channel.confirms.empty()
+    with contextlib.suppress(BackendUnavailable):
+        await channel.close()
