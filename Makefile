@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 # Compiled files are kept: hundreds of processes are started, and each would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo test test-all test-spark test-others test-sqlalchemy-oldest lint check bench bench-large docs
+.PHONY: help setup demo test test-all test-spark test-others test-newer test-versions test-sqlalchemy-oldest lint check bench bench-large docs
 
 # Debian's Python is compiled with profile-guided optimization; one that pyenv has compiled takes 1.5 times as long.
 ifneq ($(wildcard /usr/bin/python3.11),)
@@ -47,10 +47,10 @@ CORE := tests/unit tests/conformance/test_memory.py tests/conformance/test_custo
 
 test: export DELAYLINE_TEST_SAMPLE := $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
 test: setup ## the checks, the tests with a sample of the long suites, the core's coverage, the docs
-	@$(MAKE) --no-print-directory -j3 --output-sync=target lint test-spark test-others
+	@$(MAKE) --no-print-directory -j3 --output-sync=target lint test-spark test-others test-newer
 
 test-all: setup ## the same with every test, also the long ones
-	@$(MAKE) --no-print-directory -j3 --output-sync=target lint test-spark test-others
+	@$(MAKE) --no-print-directory -j3 --output-sync=target lint test-spark test-others test-newer
 
 # Side by side: Spark's tests wait more than they work, for a JVM and for due times, and mypy uses one processor.
 test-spark: setup
@@ -59,8 +59,23 @@ test-spark: setup
 test-others: setup
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) $(CORE) --cov --cov-branch --cov-report=
 	$(RUN) coverage report --fail-under=95
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not spark" $(CORE:%=--ignore=%) --durations=15
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not spark and not newer_server" $(CORE:%=--ignore=%) --durations=15
 	@$(MAKE) --no-print-directory test-sqlalchemy-oldest
+
+# What a newer RabbitMQ is tried with in `make test`, beside the tests that ask for one.
+NEWER_SAMPLE := tests/conformance/test_rabbitmq.py $(addprefix tests/integration/test_rabbitmq_,delivery.py infrastructure.py verification.py)
+ON_SERVERS = DELAYLINE_REQUIRE_SERVICES=1 DELAYLINE_SERVERS_ROOT="$$tree" $(RUN) pytest -m "server or cluster" -k "not azur"
+
+# Comes after `lint`, when a processor is free: installing other servers, which is done once, takes minutes. Where this machine's
+# own are new enough nothing is installed, as every test runs on them; where nothing can be installed, it says why.
+test-newer: setup
+	@tree=$$($(RUN) python -m tests.servers.debian trixie --if-older) && everything=1 || { echo "not tested on newer servers"; tree= everything=0; }; \
+	DELAYLINE_REQUIRE_SERVICES=$$everything $(RUN) pytest -q -n 2 -m newer_server tests && \
+	{ [ -z "$$tree" ] || $(ON_SERVERS) -q -n 2 $(NEWER_SAMPLE); }
+
+SUITE ?= trixie
+test-versions: setup ## every suite of RabbitMQ, PostgreSQL and MariaDB on Debian 13's; with SUITE=sid on those of Debian sid
+	tree=$$($(RUN) python -m tests.servers.debian $(SUITE)) && $(ON_SERVERS) -n $(WORKERS) tests/conformance tests/integration tests/cluster
 
 # The stores on the oldest SQLAlchemy that pyproject.toml allows, laid over the environment.
 OLDEST_SQLALCHEMY := $(shell sed -n 's/.*"sqlalchemy>=\([0-9.]*\),.*/\1/p' pyproject.toml)

@@ -14,10 +14,11 @@ import pytest
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`, however pytest was started
 
 from tests.sampling import select
+from tests.servers import debian
 from tests.servers.azurite import AzuriteServer
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
-from tests.servers.programs import CONFIGURED, Programs, debian_13
+from tests.servers.programs import CONFIGURED, Programs
 from tests.servers.rabbitmq import RabbitmqServer
 
 if TYPE_CHECKING:
@@ -90,12 +91,12 @@ NewerServer = TypeVar("NewerServer", PostgresqlServer, MariadbServer, RabbitmqSe
 
 def newer(kind: type[NewerServer], *version: int) -> Programs:
     """Return the configured programs if they have the version, else Debian 13's."""
-    tree = debian_13()
+    tree = debian.tree()
     for programs in (CONFIGURED, tree):
-        if kind.installed(programs) and kind.version(programs) >= version:
+        if debian.has(kind, version, programs):
             return programs
     name = f"{kind.product} {'.'.join(map(str, version))}"
-    not_installed(name, f"`tests/servers/debian.sh trixie` installs it into {tree}, which root can use")
+    not_installed(name, f"root can, into {tree}, with `python -m tests.servers.debian trixie`")
 
 
 @pytest.fixture(scope="session")

@@ -222,6 +222,7 @@ async def test_a_start_whose_set_up_loses_the_server_raises_backend_unavailable(
     assert failures > 20
 
 
+@pytest.mark.server
 @pytest.mark.parametrize("statement", ["CREATE TABLE", "CREATE INDEX"])
 async def test_a_start_in_which_mariadb_is_killed_raises_backend_unavailable(statement: str) -> None:
     """Given an empty database, when the server is killed between two statements of the set-up, then start() says so."""

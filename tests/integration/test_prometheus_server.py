@@ -161,6 +161,7 @@ def promtool(*arguments: str, given: str = "") -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.server
 async def test_a_scrape_during_a_database_outage_returns_the_other_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given pending messages that were counted, when their server is killed, then a scrape still has them, quickly."""
     pending = (

@@ -242,6 +242,7 @@ def test_a_broker_that_is_too_old_is_reported(version: str) -> None:
     )
 
 
+@pytest.mark.server
 @pytest.mark.slow
 async def test_a_feature_flag_that_is_off_is_reported() -> None:
     # Given an upgraded broker without the feature flags

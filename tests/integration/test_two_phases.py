@@ -205,6 +205,7 @@ async def test_other_pairs_are_left_alone(pair: TwoDatabases, postgresql: Postgr
     postgresql.drop_database(other_queues)
 
 
+@pytest.mark.server
 async def test_a_server_that_prepares_nothing_is_refused(postgresql_url: str) -> None:
     """Given a server as it is installed, when an endpoint starts that needs prepared transactions, then it says so."""
     with running(PostgresqlServer, "fsync=off", "max_prepared_transactions=0") as server:

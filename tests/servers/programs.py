@@ -104,9 +104,3 @@ class Programs:
 
 #: Those that tests use where they do not ask for others.
 CONFIGURED: Final = Programs.configured()
-
-
-def debian_13() -> Programs:
-    """Return Debian 13's, of the tree that `tests/servers/debian.sh` makes in the user's cache folder."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Programs(cache / "delayline" / "servers" / "trixie")
