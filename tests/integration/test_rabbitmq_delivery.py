@@ -79,6 +79,31 @@ async def test_every_layout_delivers(rabbitmq_url: str, layout: str) -> None:
     assert 1.0 <= arrivals.instants["m"] - began < 4.0
 
 
+@pytest.mark.parametrize(
+    ("layout", "queues", "levels"),
+    [
+        ("delays=v1&queue_type=classic", "classic", "classic"),
+        ("queue_type=classic", "classic", "quorum"),
+        ("delays=v1", "quorum", "classic"),
+    ],
+)
+async def test_layouts_in_a_virtual_host_of_quorum_queues(
+    rabbitmq4: RabbitmqServer, rabbitmq4_url: str, layout: str, queues: str, levels: str
+) -> None:
+    """Given quorum as the default type, when an endpoint asks for classic ones, then these are, and it delivers."""
+    vhost = rabbitmq4_url.rsplit("/", 1)[1]
+    rabbitmq4.api("PUT", f"vhosts/{vhost}", json={"default_queue_type": "quorum"})
+    transport = RabbitMQTransport(f"{rabbitmq4_url}?{layout}")
+    endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery())
+    arrivals = Arrivals(endpoint)
+    async with endpoint:
+        await endpoint.send("sales", b"", message_id="m", delay=SECOND)
+        assert await arrivals.number(1) == ["m"]
+    found = {one["name"]: one["type"] for one in rabbitmq4.api("GET", f"queues/{vhost}").json()}
+    assert found["sales"] == queues
+    assert {kind for name, kind in found.items() if "delay-level" in name} == {levels}
+
+
 @pytest.mark.slow
 async def test_ten_seconds_wait_eight_and_two(rabbitmq_url: str) -> None:
     """Given the document's example, when a message is delayed by 10 s, then it waits in level 3, then in level 1."""

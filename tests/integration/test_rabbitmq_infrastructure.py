@@ -25,7 +25,7 @@ TIMES: Final = (
     16384000, 32768000, 65536000, 131072000, 262144000, 524288000, 1048576000, 2097152000, 4194304000, 8388608000,
     16777216000, 33554432000, 67108864000, 134217728000,
 )  # fmt: skip
-V1: Final = {"x-queue-mode": "lazy"}
+V1: Final = {"x-queue-type": "classic", "x-queue-mode": "lazy"}
 V2: Final = {"x-queue-type": "quorum", "x-dead-letter-strategy": "at-least-once", "x-overflow": "reject-publish"}
 MADE: Final = [
     (DelayInfrastructure.v1(), "nsb.", V1, "classic"),

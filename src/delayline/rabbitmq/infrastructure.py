@@ -190,6 +190,7 @@ class DelayInfrastructure:
             yield "x-dead-letter-strategy", "at-least-once"
             yield "x-overflow", "reject-publish"
         else:
+            yield "x-queue-type", "classic"
             yield "x-queue-mode", "lazy"
         yield "x-message-ttl", (1 << level) * 1000
         yield "x-dead-letter-exchange", self._below(level)

@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 
 #: The exchange that the direct topology publishes events to.
 EVENTS: Final = "amq.topic"
-#: Arguments of a queue declaration; classic is the default and has none.
-QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {}}
+#: Arguments of a queue declaration. Classic queues name their type too, as a virtual host may have another default; to
+#: a broker that equals the declarations of .NET, which do not.
+QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {"x-queue-type": "classic"}}
 
 
 class Topology(Protocol):

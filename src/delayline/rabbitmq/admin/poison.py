@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from delayline.message import Message, from_wire_time, to_wire_time
 from delayline.rabbitmq.admin.drain import LevelMessage
 from delayline.rabbitmq.amqp.errors import NotFound
-from delayline.rabbitmq.amqp.methods import QueueDeclare
 from delayline.rabbitmq.amqp.properties import sent_on
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.levels import parse
+from delayline.rabbitmq.topology import queue_declaration
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
@@ -51,7 +51,7 @@ class PoisonQueue:
         try:
             await self._connection.run(lambda channel: count(channel, self.queue))
         except NotFound:
-            await self._connection.run(lambda channel: channel.call(QueueDeclare(queue=self.queue, durable=True)))
+            await self._connection.run(lambda channel: channel.call(queue_declaration(self.queue, "classic")))
         await self._publisher.open()
 
     async def close(self) -> None:

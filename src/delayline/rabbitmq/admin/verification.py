@@ -134,7 +134,8 @@ def _queues(infrastructure: DelayInfrastructure, found: Mapping[str, QueueFacts]
             continue
         fact = found[queue.name]
         wanted = {"durable": True, "auto_delete": False, **queue.arguments}
-        actual = {"durable": fact.durable, "auto_delete": fact.auto_delete, **fact.arguments}
+        described = {"durable": fact.durable, "auto_delete": fact.auto_delete, "x-queue-type": fact.type}
+        actual = described | dict(fact.arguments)  # which name the type where the declaration did, or since RabbitMQ 4
         faults += _differences("queue", queue.name, wanted, actual)
     return _judged("queues", len(infrastructure.queues), faults)
 
