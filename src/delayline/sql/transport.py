@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -101,6 +102,7 @@ class SqlTransport(SqlBackend):
         self._limits = limit_statements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)
         self._checked = False
+        self._checks = Grouping(self._check_once, maximum=sys.maxsize)
         self._sends = Grouping(self._dispatch_groups, maximum=MAXIMUM_GROUP, abandoned=_log_abandoned)
         if two_phase is not None:
             two_phase.decide_in(self._database, self._schema)
@@ -172,6 +174,7 @@ class SqlTransport(SqlBackend):
 
     async def stop(self) -> None:
         """Undo one `start`."""
+        await self._checks.stop()
         await self._sends.stop()
         await self._close_database()
 
@@ -338,11 +341,17 @@ class SqlTransport(SqlBackend):
     async def _check_tables(self) -> None:
         """Check the tables before their first use, not at `start`, which `setup` calls before they exist.
 
-        Uses a separate connection: an external transaction's connection cannot be inspected.
+        Uses a separate connection: an external transaction's connection cannot be inspected. All callers that wait
+        share one check, also when it fails.
         """
+        if not self._checked:
+            await self._checks.run(None)
+
+    async def _check_once(self, callers: Sequence[None]) -> Sequence[None]:
         if not self._checked:
             await self._database.read(self._required.check_upgraded)
             self._checked = True
+        return callers
 
     def _set_up(self, connection: Connection, names: Sequence[str]) -> None:
         self._required.set_up(connection)
