@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from delayline.checks import ForkGuard
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
+from delayline.transaction import THREAD_WAITS
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable
@@ -57,11 +58,14 @@ class SyncEndpoint:
             target=self._loop.run_forever, name=f"delayline {self.endpoint.name}", daemon=True
         )
         self._thread.start()
+        waits = THREAD_WAITS.set(True)  # the task has a copy of this context
         try:
             self.run(self.endpoint.start())
         except BaseException:
             self._end()
             raise
+        finally:
+            THREAD_WAITS.reset(waits)
 
     def stop(self) -> None:
         """Finish messages in flight and end the thread. Idempotent."""

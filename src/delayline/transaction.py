@@ -19,6 +19,9 @@ if TYPE_CHECKING:
 #: The task that waits for the one at work, so that a transaction of the former is not waited for by the latter.
 WAITING_TASK: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("delayline_waiting_task", default=None)
 
+#: Whether a thread waits for the task at work, so that a transaction of that thread does not end meanwhile.
+THREAD_WAITS: Final[ContextVar[bool]] = ContextVar("delayline_thread_waits", default=False)
+
 
 class TransactionMode(IntEnum):
     """How receiving, sending and storing hang together, weakest first."""

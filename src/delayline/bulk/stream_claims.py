@@ -77,7 +77,8 @@ class StreamClaims:
         """Connect and take over from an earlier reader of this name. Raises BackendUnusable without a store's table."""
         self._database.dialect.must_exist()
         await self._store.initialize("", TransactionMode.RECEIVE_ONLY)
-        await self._database.write(RequiredTables(self._database.dialect, self._readers.schema, STREAM_CLAIMS).set_up)
+        required = RequiredTables(self._database.dialect, self._readers.schema, STREAM_CLAIMS)
+        await self._database.set_up(required.plan, required.set_up)
         await self._database.write(self._own)
 
     async def close(self) -> None:

@@ -122,7 +122,8 @@ class CollectedSource(TableSource):
         """Collect the selected messages from the source."""
 
         async def run() -> None:
-            await self.database.write(RequiredTables(self.dialect, self.schema, others=[self.kept]).set_up)
+            required = RequiredTables(self.dialect, self.schema, others=[self.kept])
+            await self.database.set_up(required.plan, required.set_up)
             await self.drain(Selection(endpoints, cutoff), spark)
 
         self._opened(run)

@@ -147,6 +147,16 @@ class Database(ABC):
             reason = " ".join(str(error).split())
             return [f"-- the server was not asked, so this is all of it: {reason}", *texts(whole(), self.dialect)]
 
+    async def set_up(self, missing: Callable[[Connection], object], work: Callable[[Connection], None]) -> None:
+        """Write what is missing, and nothing where all is there: a write waits for other sessions' locks.
+
+        Args:
+            missing: returns what `work` would write, or whether it would; reads only.
+            work: writes it, unless another process has done so meanwhile.
+        """
+        if await self.read(missing):
+            await self.write(work)
+
     @abstractmethod
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on a reading connection, which sees committed rows. Not interrupted by cancellation."""

@@ -54,7 +54,8 @@ async def set_up(url: str, groups: Sequence[TableGroup], *, schema: str | None =
     database = database_at(url)
     await database.open()
     try:
-        await database.write(RequiredTables(database.dialect, database.dialect.schema_of(schema), *groups).set_up)
+        required = RequiredTables(database.dialect, database.dialect.schema_of(schema), *groups)
+        await database.set_up(required.plan, required.set_up)
     finally:
         await database.close()
 

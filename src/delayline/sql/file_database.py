@@ -25,6 +25,7 @@ from delayline.sql.dialects.sqlite import CommitWatch, FileForwarding, Sqlite
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.workers import FairSemaphore, Workers
+from delayline.transaction import THREAD_WAITS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -91,11 +92,23 @@ class FileDatabase(Database):
         """Wait as long as usual again."""
         self.dialect.stops.end()
 
+    async def open(self) -> None:
+        """Connect, unless connected. Raises BackendUnusable or BackendUnavailable. Undone if cancelled."""
+        self.dialect.thread_waits = THREAD_WAITS.get()
+        await super().open()
+
     async def read(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on a reading connection."""
         if self._readers is None:
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return await self._readers.run(lambda: self._translated(lambda: work(self._read_connection())))
+
+    async def set_up(self, missing: Callable[[Connection], object], work: Callable[[Connection], None]) -> None:
+        """Write what is missing; a transaction that may be that of the waiting caller is not waited for as long."""
+        if await self.read(missing):
+            if THREAD_WAITS.get():
+                await self.read(lambda _: self.dialect.wait_for_own_process())
+            await self.write(work)
 
     async def hold(self) -> WriterCheckout:
         """Wait for other writers."""

@@ -115,16 +115,17 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         table = self._table(endpoint_name)
         await self._open_database()
         try:
-            await self._database.write(lambda connection: self._set_up(connection, table))
+            await self._database.set_up(
+                lambda connection: self._planned(connection, table), lambda connection: self._set_up(connection, table)
+            )
         finally:
             await self._close_database()
 
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; without running it. Raises the same errors."""
         table = self._table(endpoint_name)
-        required = self._required(table)
         return await self._database.plan(
-            lambda connection: required.plan(connection) + self._journal_plan(connection, table), required.script
+            lambda connection: self._planned(connection, table), self._required(table).script
         )
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
@@ -410,6 +411,9 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         _ = self._statements
         assert self._journal is not None  # noqa: S101 - opened together
         return self._journal
+
+    def _planned(self, connection: Connection, table: Table) -> list[Executable]:
+        return self._required(table).plan(connection) + self._journal_plan(connection, table)
 
     def _set_up(self, connection: Connection, table: Table) -> None:
         dialect = self._database.dialect

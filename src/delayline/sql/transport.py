@@ -145,7 +145,7 @@ class SqlTransport(SqlBackend):
         """Create the tables and register the queues."""
         await self._open_database()
         try:
-            await self._database.write(partial(self._set_up, names=queues))
+            await self._database.set_up(partial(self._lacks, names=queues), partial(self._set_up, names=queues))
         finally:
             await self._close_database()
 
@@ -352,6 +352,12 @@ class SqlTransport(SqlBackend):
             await self._database.read(self._required.check_upgraded)
             self._checked = True
         return callers
+
+    def _lacks(self, connection: Connection, names: Sequence[str]) -> bool:
+        """Return whether `_set_up` would write anything."""
+        if self._required.plan(connection) or self._statements.missing(connection, names):
+            return True
+        return self._two_phase is not None and not self._two_phase.is_identified(connection)
 
     def _set_up(self, connection: Connection, names: Sequence[str]) -> None:
         self._required.set_up(connection)

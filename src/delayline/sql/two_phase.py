@@ -150,6 +150,10 @@ class TwoPhaseCommit:
         ours = tuple(f"{self._prefix}{tag}-" for tag in self._tags.values())
         await self._forget(name for name in decided - set(doubtful) if name.startswith(ours))
 
+    def is_identified(self, connection: Connection) -> bool:
+        """Return whether `identify` has nothing to do."""
+        return self._decided.is_identified(connection)
+
     def identify(self, connection: Connection) -> None:
         """Set up the table of decisions."""
         self._decided.identify(connection)
@@ -303,6 +307,10 @@ class Decisions:
         self._value = Prepared(select(table.c.value).where(key), sql, ["key"])
         self._ids = Prepared(select(table.c.id), sql, [])
         self._delete = Prepared(delete(table).where(dialect.one_of(table.c.id, "keys")), sql, ["keys"])
+
+    def is_identified(self, connection: Connection) -> bool:
+        """Return whether it has its name."""
+        return self._value.one(connection, LOG) is not None
 
     def identify(self, connection: Connection) -> None:
         """Name the transaction, once."""

@@ -150,7 +150,7 @@ class MinuteHistory(Measurements):
                     await clock.sleep((MINUTE - now % MINUTE) / 1_000_000)
                     try:
                         if not prepared:
-                            await self._database.write(table.set_up)
+                            await self._database.set_up(table.plan, table.set_up)
                             prepared = True
                         await self.write(clock.now())
                     except DelaylineError as error:

@@ -121,9 +121,13 @@ class TimeoutStatements:
         prolong = update(leases).where(ours, dialect.one_of(leases.c.id, "keys")).values(until=bindparam("later"))
         self._prolong = Prepared(prolong, sql, ["later", "store", "keys"])
 
+    def lacks_lock_row(self, connection: Connection) -> bool:
+        """Return whether the row that pollers lock is missing."""
+        return not self._has_lock_row.rows(connection, self._name, POLLER_LOCK)
+
     def set_up(self, connection: Connection) -> None:
         """Insert the row that pollers lock. Idempotent, also in several processes at once."""
-        if not self._has_lock_row.rows(connection, self._name, POLLER_LOCK):
+        if self.lacks_lock_row(connection):
             self._dialect.insert_rows(
                 connection, self._add_lock_row, [(self._name, POLLER_LOCK, self._dialect.to_due(EPOCH))]
             )
@@ -342,7 +346,8 @@ class SqlTimeoutPersister(SqlStoreBackend):
         table = self._table(endpoint_name)
         await self._open_database()
         try:
-            await self._database.write(self._required(table).set_up)
+            required = self._required(table)
+            await self._database.set_up(required.plan, required.set_up)
         finally:
             await self._close_database()
 
@@ -369,7 +374,7 @@ class SqlTimeoutPersister(SqlStoreBackend):
             if self._database.dialect.forces_indexes:
                 await self._database.read(partial(_forget_missing_indexes, table=table))
             statements = TimeoutStatements(table, self._tables, self._database.dialect)
-            await self._database.write(statements.set_up)
+            await self._database.set_up(statements.lacks_lock_row, statements.set_up)
             if self._two_phase is not None:
                 await self._two_phase.start()
         except BaseException:

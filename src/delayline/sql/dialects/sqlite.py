@@ -18,6 +18,7 @@ import errno
 import fcntl
 import functools
 import hashlib
+import math
 import os
 import sqlite3
 import stat
@@ -367,6 +368,12 @@ BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the 
 FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
 LONGEST_WAIT: Final = 0.005
 SAME_LOCK: Final = 1.0  # seconds in which a lock that was not given is taken for the same one
+#: Seconds that a start waits for a transaction of its own process if a thread waits for the start: the transaction may
+#: be that thread's, and would never end.
+OWN_TRANSACTION_PATIENCE: Final = 1.0
+#: Where SQLite locks bytes: that of the writer in the -shm file of a WAL, and from there on in the file itself.
+WAL_WRITE_BYTE: Final = 120
+FIRST_LOCK_BYTE: Final = 0x4000_0000
 LONGEST_NAME: Final = 1000  # bytes; SQLite itself has no such limit
 #: SQLite's levels; below FULL a commit may be lost with the power.
 SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
@@ -412,6 +419,8 @@ class Sqlite:
         self.stops = StopLimit()
         self.asked_at = 0.0
         """When the transaction that begins next was asked for, by `time.monotonic`: it may have waited for its turn."""
+        self.thread_waits = False
+        """Whether a thread waits until the file is open, as `THREAD_WAITS` says."""
         self._locked_since: float | None = None
         self._refused_at = 0.0
         self.engine = create_engine(
@@ -604,6 +613,18 @@ class Sqlite:
                 self._locked_since = None
                 return
 
+    def wait_for_own_process(self) -> None:
+        """Wait while another connection of this process holds the write lock, but not as long as for other processes.
+
+        Raises:
+            BackendUnavailable: It still does: it may be the caller's own transaction, which would wait for itself.
+        """
+        until = time.monotonic() + min(OWN_TRANSACTION_PATIENCE, self.busy_timeout)
+        while held_by_this_process(self.path):
+            if time.monotonic() > until:
+                raise _busy(self.path, sqlite3.OperationalError("database is locked"))
+            time.sleep(LONGEST_WAIT)
+
     def commit(self, connection: Connection) -> None:
         """Commit; durable on return (synchronous = FULL)."""
         _driver(connection).execute("COMMIT")
@@ -764,15 +785,33 @@ class Sqlite:
         # closing a descriptor of it would drop this process's locks.
         with contextlib.suppress(OSError):
             os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
-        connection = sqlite3.connect(self.path, timeout=self._timeout, check_same_thread=False, isolation_level=None)
+        connection = sqlite3.connect(self.path, timeout=0, check_same_thread=False, isolation_level=None)
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            self._switch_to_wal(connection)
+            connection.execute(f"PRAGMA busy_timeout = {round(self._timeout * 1000)}")
             connection.execute("PRAGMA synchronous = FULL")
             connection.execute("PRAGMA cache_size = -16384")
         except sqlite3.Error:
             connection.close()
             raise
         return connection  # type: ignore[return-value]  # typeshed: cursor() takes a factory
+
+    def _switch_to_wal(self, connection: sqlite3.Connection) -> None:
+        """Switch the file to a WAL if it has none; waits for others' transactions, which SQLite does not do here."""
+        began, wait = time.monotonic(), FIRST_WAIT
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+            except sqlite3.OperationalError as error:
+                now = time.monotonic()
+                if not _name(error).startswith("SQLITE_BUSY") or now > self.stops.end_of(began + self._timeout, began):
+                    raise
+                if self.thread_waits and now > began + OWN_TRANSACTION_PATIENCE and held_by_this_process(self.path):
+                    raise
+                time.sleep(wait)
+                wait = min(wait * 2, LONGEST_WAIT)
+            else:
+                return
 
     def _check_in_place(self) -> None:
         if _identity(self.path) != self._opened_file:
@@ -821,7 +860,34 @@ def _name(error: BaseException) -> str:
     return str(getattr(error, "sqlite_errorname", "SQLITE_BUSY" if "database is locked" in str(error) else ""))
 
 
+def held_by_this_process(path: Path) -> bool:
+    """Return whether a connection of this process has the write lock of the file; False where the system cannot tell.
+
+    Linux lists locks by process and file. To ask with fcntl would need a descriptor, and closing one drops all locks
+    that this process has on the file.
+    """
+    places = ((path, FIRST_LOCK_BYTE, math.inf), (path.with_name(f"{path.name}-shm"), WAL_WRITE_BYTE, WAL_WRITE_BYTE))
+    bounds = {found[1]: (first, last) for file, first, last in places if (found := _identity(file)) is not None}
+    try:
+        lines = Path("/proc/locks").read_text().splitlines()
+    except OSError:
+        return False
+    for line in lines:
+        match line.split():
+            case [_, "POSIX", _, "WRITE", process, file, begin, _] if process == str(os.getpid()):
+                first, last = bounds.get(int(file.rpartition(":")[2]), (1, 0))
+                if first <= int(begin) <= last:
+                    return True
+    return False
+
+
 def _busy(path: Path, error: BaseException) -> Exception:
+    if held_by_this_process(path):
+        return BackendUnavailable(
+            f"this process itself holds the write lock of {path} ({error}), and nothing was written: a transaction is "
+            "open on another connection, perhaps the caller's own. End it first, or give it to send as transaction=; a "
+            "start inside a transaction needs tables and queues that are there: run `delayline setup` before"
+        )
     return BackendUnavailable(
         f"another process holds the write lock of {path} ({error}), and nothing was written: end its transaction, or "
         "the process where it is stopped or hangs (lsof and fuser name it), or allow longer with ?timeout=SECONDS"
