@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 from datetime import timedelta
@@ -50,6 +51,50 @@ class ForkGuard:
                 f"{what} was started before this process was forked, and its threads and connections are its parent's: "
                 "make and start another one after the server has forked its workers"
             )
+
+
+class LoopGuard(ForkGuard):
+    """The process and the event loop that an object was started in: what it awaits belongs to that loop."""
+
+    __slots__ = ("_loop",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = _running_loop()
+
+    @property
+    def ended(self) -> bool:
+        """Whether the loop is closed, and with it everything that ran there."""
+        return self._loop is not None and self._loop.is_closed()
+
+    def check(self, what: str) -> None:
+        """Raise, naming `what`, in another process or on another event loop.
+
+        Raises:
+            NotStarted: This process was forked since.
+            ConfigurationError: This is another event loop, or the loop has ended.
+        """
+        super().check(what)
+        if _running_loop() is self._loop or self._loop is None:
+            return
+        if self._loop.is_closed():
+            raise ConfigurationError(
+                f"{what} was started on an event loop that has ended, as each asyncio.run does, and nothing of it runs "
+                "any more: make another one and start and use it within one asyncio.run, or from synchronous code with "
+                "SyncEndpoint"
+            )
+        raise ConfigurationError(
+            f"{what} was started on another event loop than this call runs on, and cannot be used from here: in "
+            "threads, in routes without async and in synchronous code use SyncEndpoint, which has a loop of its own; "
+            "else call it on the loop that started it"
+        )
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
 
 
 def full_scheme(url: str) -> str:

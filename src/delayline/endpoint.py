@@ -12,7 +12,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, Self, TypeVar, cast, overload
 
-from delayline.checks import ForkGuard, whole_number
+from delayline.checks import LoopGuard, whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import (
     VERBS,
@@ -227,7 +227,7 @@ class Endpoint:
         self._stopped: asyncio.Event | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
-        self._process = ForkGuard()
+        self._process = LoopGuard()
         self._sending: set[asyncio.Task[None]] = set()
 
     @property
@@ -238,8 +238,8 @@ class Endpoint:
 
     @property
     def started(self) -> bool:
-        """Whether the endpoint is started in this process."""
-        return self._started and not self._process.forked
+        """Whether the endpoint is started in this process, on an event loop that has not ended."""
+        return self._started and not self._process.forked and not self._process.ended
 
     @property
     def handlers(self) -> tuple[Callable[..., Any], ...]:
@@ -423,7 +423,7 @@ class Endpoint:
         if self._stopped is not None:
             self._process.check(f"endpoint {self.name!r}")
             raise NotStarted(f"endpoint {self.name!r} is started already")
-        self._process = ForkGuard()
+        self._process = LoopGuard()
         if not isinstance(self.delayed_delivery, SupportsDestinationCheck):
             self._destinations = Destinations(self.transport, self._clock)
         self._stopped, self._stopping = asyncio.Event(), None
@@ -460,6 +460,7 @@ class Endpoint:
         """
         if self._stopped is None or self._process.forked:
             return
+        self._process.check(f"endpoint {self.name!r}")
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop_parts(grace), name=f"delayline stop {self.name}")
         if self._pipeline is None or not self._pipeline.runs(asyncio.current_task()):
@@ -468,6 +469,7 @@ class Endpoint:
     async def wait_stopped(self) -> None:
         """Return once the endpoint has stopped."""
         if self._stopped is not None and not self._process.forked:
+            self._process.check(f"endpoint {self.name!r}")
             await self._stopped.wait()
 
     async def send(  # noqa: PLR0913 - a message has these parts, all keyword-only but two

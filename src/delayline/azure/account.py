@@ -21,7 +21,7 @@ from azure.storage.blob.aio import BlobServiceClient
 from azure.storage.queue.aio import QueueServiceClient
 
 from delayline.azure.names import checked_sanitizer
-from delayline.checks import ForkGuard, positive_seconds
+from delayline.checks import LoopGuard, positive_seconds
 from delayline.errors import ConfigurationError, NotStarted
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class AzureAccount:
         self._users = 0
         self._clients: Clients | None = None
         self._open = AsyncExitStack()
-        self._process = ForkGuard()
+        self._process = LoopGuard()
 
     @classmethod
     def at(cls, place: str | AzureAccount) -> AzureAccount:
@@ -157,7 +157,7 @@ class AzureAccount:
     async def open(self) -> None:
         """Make the clients; no request is sent. Every open needs a `close`."""
         if self._clients is None:
-            self._process = ForkGuard()
+            self._process = LoopGuard()
         self.check_process()
         self._users += 1
         if self._clients is None:

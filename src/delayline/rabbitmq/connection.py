@@ -7,7 +7,7 @@ import contextlib
 import re
 from typing import TYPE_CHECKING, Final, TypeVar
 
-from delayline.checks import ForkGuard
+from delayline.checks import LoopGuard
 from delayline.errors import BackendUnavailable
 from delayline.rabbitmq.amqp.connection import AmqpConnection
 
@@ -38,14 +38,14 @@ class BrokerConnection:
         self._closing: set[asyncio.Task[None]] = set()
         self._opening = asyncio.Lock()
         self._not_before = 0.0
-        self._process = ForkGuard()
+        self._process = LoopGuard()
         self.generation = 0
         """How often it was opened: facts read through an earlier connection may be outdated."""
 
     async def open(self) -> AmqpConnection:
         """Return a connection that was alive a moment ago. Raises BackendUnavailable or BackendUnusable."""
         if self._connection is None:
-            self._process = ForkGuard()
+            self._process = LoopGuard()
         self._process.check(f"the connection to RabbitMQ at {self._address}")
         async with self._opening:
             if self._connection is not None and self._connection.lost is None:

@@ -9,6 +9,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError, DelaylineError
 from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING
@@ -154,8 +156,14 @@ class Database(ABC):
             missing: returns what `work` would write, or whether it would; reads only.
             work: writes it, unless another process has done so meanwhile.
         """
-        if await self.read(missing):
+        if await self._is_missing(missing):
             await self.write(work)
+
+    async def _is_missing(self, missing: Callable[[Connection], object]) -> bool:
+        try:
+            return bool(await self.read(missing))
+        except (DelaylineError, SQLAlchemyError):
+            return True  # another process may be setting up: `work` waits for it, and raises what is wrong
 
     @abstractmethod
     async def read(self, work: Callable[[Connection], Result]) -> Result:

@@ -105,7 +105,7 @@ class FileDatabase(Database):
 
     async def set_up(self, missing: Callable[[Connection], object], work: Callable[[Connection], None]) -> None:
         """Write what is missing; a transaction that may be that of the waiting caller is not waited for as long."""
-        if await self.read(missing):
+        if await self._is_missing(missing):
             if THREAD_WAITS.get():
                 await self.read(lambda _: self.dialect.wait_for_own_process())
             await self.write(work)

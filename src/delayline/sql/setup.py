@@ -76,10 +76,8 @@ class RequiredTables:
             NewerSchema: A newer delayline has upgraded the tables, and this one cannot use them.
             BackendUnusable: A table has another shape.
         """
-        if not self.plan(connection):
-            return
         with self._dialect.setting_up(connection):
-            for step in self.plan(connection):  # another process may have done some
+            for step in self.plan(connection):
                 self._dialect.make(connection, step)
 
     def plan(self, connection: Connection) -> list[Executable]:

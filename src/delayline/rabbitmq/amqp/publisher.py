@@ -8,7 +8,7 @@ import logging
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-from delayline.checks import ForkGuard
+from delayline.checks import LoopGuard
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError, InvalidMessage, NotStarted
 from delayline.events import Event, emit
 from delayline.grouping import ABANDONED
@@ -66,7 +66,7 @@ class Publisher:
         self._failed: Exception | None = None
         self._back_off = FIRST_BACK_OFF
         self._not_before = 0.0
-        self._process = ForkGuard()
+        self._process = LoopGuard()
 
     @property
     def blocked(self) -> str | None:
@@ -91,7 +91,7 @@ class Publisher:
     async def open(self) -> None:
         """Connect. Raises BackendUnavailable or BackendUnusable. Idempotent."""
         if not self._started:
-            self._process = ForkGuard()
+            self._process = LoopGuard()
         self._started = True
         self._not_before = 0.0
         await self._connected()
