@@ -371,6 +371,19 @@ async def planned_features(settings: Settings, groups: Sequence[TableGroup]) -> 
     return await databases.planned(settings.resolved_store_url, groups, schema=settings.schema)
 
 
+async def set_up_queues(settings: Settings, queues: Sequence[str]) -> None:
+    """Create further queues; on RabbitMQ the delay levels, where there are any, deliver to them as well."""
+    await transport_of(settings).setup_infrastructure(queues)
+    place = settings.resolved_transport_url
+    if on_rabbitmq(place):
+        from delayline.rabbitmq.address import BrokerAddress
+        from delayline.rabbitmq.admin.operations import bind
+        from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+        address = BrokerAddress.parse(place)
+        await bind(address, DelayInfrastructure.named(address.delays), queues)
+
+
 async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:
     """Return set-up steps that may be refused without failing: name, whether done, and the remedy."""
     place = settings.resolved_store_url

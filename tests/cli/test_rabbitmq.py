@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.cli.conftest import Result
+from tests.eventually import eventually
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 from tests.integration.test_rabbitmq_migration import conventional, put
 
@@ -256,6 +257,29 @@ def test_without_the_management_api_a_count_names_the_missing_parts(
     ran = run("rabbitmq", "pending", "--url", closed)
     assert ran.code == 1
     assert "3 in nsb.v2.delay-undeliverable: due, and without a destination" in ran.out
+
+
+@pytest.mark.parametrize("topology", ["conventional", "direct"])
+def test_a_queue_that_is_set_up_again_gets_the_messages_that_hang(
+    run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str, topology: str
+) -> None:
+    """Given due messages of a deleted destination, when its queue is set up by name, then they arrive there."""
+    url = f"{rabbitmq_url}?topology={topology}&management={rabbitmq.management_url}"
+    assert run("rabbitmq", "create", "--url", url).code == 0
+    assert run("rabbitmq", "catch-all", "off", "--url", url).code == 0
+    lose(rabbitmq_url)
+    assert run("setup", "--queue", "deleted", "--url", url).code == 0
+    vhost = rabbitmq_url.rsplit("/", 1)[1]
+    eventually(lambda: rabbitmq.api("GET", f"queues/{vhost}/deleted").json().get("messages") == 3)
+
+
+def test_a_queue_is_set_up_on_a_broker_without_levels(
+    run: Callable[..., Result], rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given delayed messages in a database, when a queue is set up, then the broker needs no levels."""
+    monkeypatch.delenv("DELAYLINE_ENDPOINT")
+    ran = run("setup", "--queue", "billing", "--transport-url", rabbitmq_url, "--store-url", "sqlite:///store.db")
+    assert (ran.code, "billing" in ran.out) == (0, True), ran.out + ran.err
 
 
 def test_a_user_who_may_set_no_policy_gets_the_missing_right(

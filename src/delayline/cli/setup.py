@@ -16,7 +16,7 @@ from delayline.config import (
     planned_setup,
     satellites_of,
     set_up_features,
-    transport_of,
+    set_up_queues,
 )
 from delayline.opening import refuse_memory
 from delayline.setting_values import masked
@@ -113,6 +113,6 @@ async def _setup(settings: Settings, queues: tuple[str, ...], groups: Sequence[T
     if settings.endpoint is not None:
         await endpoint_from(settings).setup()
     if queues:
-        await transport_of(settings).setup_infrastructure(queues)
+        await set_up_queues(settings, queues)
     if groups:
         await set_up_features(settings, groups)

@@ -73,6 +73,34 @@ async def create(address: BrokerAddress, infrastructure: DelayInfrastructure) ->
         await connection.close()
 
 
+async def bind(address: BrokerAddress, infrastructure: DelayInfrastructure, destinations: Sequence[str]) -> None:
+    """Have due messages get to these destinations, which exist. Idempotent; a no-op on a broker without the levels.
+
+    Raises BackendUnavailable; QueueNotFound for a destination that does not exist.
+    """
+    connection, delivery = BrokerConnection(address, "delayline bind"), infrastructure.delivery
+    work = partial(TOPOLOGIES[address.topology].bind_delivery, delivery_exchange=delivery)
+    try:
+        if not await has_exchange(connection, delivery):
+            return
+        for destination in destinations:
+            try:
+                await connection.run(partial(work, destination=destination))
+            except NotFound as error:
+                raise QueueNotFound(destination) from error
+    finally:
+        await connection.close()
+
+
+async def has_exchange(connection: BrokerConnection, name: str) -> bool:
+    """Return whether the broker has an exchange of that name."""
+    try:
+        await connection.run(lambda channel: channel.call(ExchangeDeclare(exchange=name, passive=True)))
+    except NotFound:
+        return False
+    return True
+
+
 async def pending(address: BrokerAddress, infrastructure: DelayInfrastructure) -> list[int]:
     """Return the number of messages at each level, from 0 to 27. Raises BackendUnusable if there are no levels."""
     connection = BrokerConnection(address, "delayline pending")
