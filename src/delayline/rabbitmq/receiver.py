@@ -5,20 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from collections import deque
+from collections.abc import Mapping
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from pamqp import commands
 
 from delayline.errors import BackendUnavailable, QueueNotFound
 from delayline.events import Event, emit
+from delayline.message import Headers
 from delayline.rabbitmq.amqp.channel import retrieve_exception
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.properties import message_from
-from delayline.rabbitmq.levels import parse
-from delayline.rabbitmq.topology import Routability
+from delayline.rabbitmq.overlapping_copies import OverlappingCopies, meant_for_another
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.rabbitmq.connection import BrokerConnection
+    from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 
 logger = logging.getLogger(__name__)
 
@@ -37,29 +39,15 @@ STOP_PATIENCE: Final = 3.0
 """Seconds that each step of a stop waits for the broker."""
 FIRST_PAUSE: Final = 1.0  # seconds until a message that the error queue did not take is tried again; doubles
 LONGEST_PAUSE: Final = 60.0
+POISON: Final = "A message in %s is classified as a poison message: %s"
+NO_MARKS: Final[Mapping[str, str]] = MappingProxyType({})
 NOT_SET_ASIDE: Final = "A poison message in %s cannot be moved to the error queue, and is held meanwhile: %s"
 LEFT_TO: Final = (
-    "%r is sent the delayed messages for %r too, whose name ends in it. They are dropped here: its queue has "
-    "them as well. Rename one of the endpoints (logged once)"
+    "%r is sent the delayed messages for %r too, whose name ends in it. They are dropped here while the broker shows "
+    "that the other endpoint gets them, else they go to the error queue. Rename one of the endpoints (logged once)"
 )
-KNOWN_FOR: Final = 30.0
-"""Seconds after which the broker is asked again whether another endpoint is there."""
-MOST_KNOWN: Final = 1000
-#: Where delayed messages come from: the levels of any name.
-FROM_LEVELS: Final = re.compile(r".+\.delay-(?:level-[0-9]{2}|delivery)", re.DOTALL)
 NO_TAG: Final = 2**64
 """Above all delivery tags."""
-
-
-def meant_for_another(delivered: Delivery, queue: str) -> str | None:
-    """Return the endpoint that a delayed message is for, where that is another one whose name ends in this queue's.
-
-    The binding `#.Sales` matches the routing keys of `Contoso.Sales` as well; nothing else does.
-    """
-    if FROM_LEVELS.fullmatch(delivered.exchange) is None:
-        return None
-    parsed = parse(delivered.routing_key)
-    return parsed[1] if parsed is not None and parsed[1].endswith(f".{queue}") else None
 
 
 class DeliveryTag(NamedTuple):
@@ -76,7 +64,8 @@ class RabbitMQReceiver:
 
     Args:
         restore: declares this process's own queue again after its deletion; returns False for other queues.
-        move_aside: moves a message that cannot be handled, unchanged, before it is acknowledged.
+        move_aside: moves a message that cannot be handled, with these headers added, before it is acknowledged.
+        bindings: shows which destinations due messages get to.
         counted: whether the queue counts how often it gets a message back, as quorum queues do.
     """
 
@@ -86,7 +75,8 @@ class RabbitMQReceiver:
         queue: str,
         *,
         restore: Callable[[str], Awaitable[bool]],
-        move_aside: Callable[[Delivery], Awaitable[None]],
+        move_aside: Callable[[Delivery, Mapping[str, str]], Awaitable[None]],
+        bindings: DeliveryBindings,
         counted: bool = True,
     ) -> None:
         self._connection = connection
@@ -108,7 +98,7 @@ class RabbitMQReceiver:
         self._retries: set[asyncio.Task[None]] = set()
         self._unmoved: set[int] = set()
         self._left_to: set[str] = set()
-        self._known: dict[str, tuple[bool, float]] = {}
+        self._copies = OverlappingCopies(bindings, queue, drop=self._drop_copy, keep=self._keep_copy)
         self._changed = asyncio.Event()
         self._opening = asyncio.Lock()
         self._lost: Exception | None = None
@@ -234,10 +224,10 @@ class RabbitMQReceiver:
             delivered = self._buffer[0]
             other = meant_for_another(delivered, self._queue)
             if other is not None:
-                if not batch:
-                    self._pop()
-                    await self._leave_to(other, delivered)
-                return batch
+                self._pop()
+                self._unmoved.add(delivered.tag)
+                self._copies.add(delivered, other)
+                continue
             try:
                 message = message_from(delivered)
             except Exception as error:  # whatever is wrong with one message stops no other
@@ -251,47 +241,37 @@ class RabbitMQReceiver:
             batch.append(ReceivedMessage(message, tag, returns))
         return batch
 
-    async def _leave_to(self, other: str, delivered: Delivery) -> None:
-        """Drop a delayed message that another endpoint has got as well; one that has no such endpoint is set aside."""
-        try:
-            there = await self._exists(other)
-        except BaseException:
-            self._give_back(delivered.tag)
-            raise
-        if not there:
-            reason = f"it is a delayed message for {other!r}, which is not on the broker"
-            await self._set_aside(delivered, LookupError(reason))
-            return
+    def _drop_copy(self, copy: Delivery, other: str) -> None:
+        """Drop a delayed message that the other endpoint has got as well."""
         if other not in self._left_to:
             self._left_to.add(other)
             emit(logger, logging.WARNING, Event.BINDINGS_OVERLAP, LEFT_TO, self._queue, other)
-        self._done(delivered.tag)
+        self._unmoved.discard(copy.tag)
+        self._done(copy.tag)
 
-    async def _exists(self, destination: str) -> bool:
-        now = asyncio.get_running_loop().time()
-        known = self._known.get(destination)
-        if known is None or known[1] < now:
-            if len(self._known) >= MOST_KNOWN:
-                self._known.clear()
-            there = await Routability(self._connection, "", only_look=True).includes(destination)
-            known = self._known[destination] = there, now + KNOWN_FOR
-        return known[0]
+    async def _keep_copy(self, copy: Delivery, other: str, reason: str) -> None:
+        """Move a delayed message that the other endpoint may not have got to the error queue."""
+        error = LookupError(f"it is a delayed message for {other!r}, which {self._queue!r} gets too, and {reason}")
+        emit(logger, logging.ERROR, Event.POISON_MESSAGE, POISON, self._queue, error)
+        marks = {
+            Headers.FAILED_QUEUE: other,
+            Headers.EXCEPTION_TYPE: type(error).__name__,
+            Headers.EXCEPTION_MESSAGE: str(error),
+        }
+        self._set_aside_soon(copy, marks)
 
     def _pop(self) -> None:
         self._held.add(self._buffer.popleft().tag)
         self._redelivered = max(0, self._redelivered - 1)
 
     async def _set_aside(self, delivered: Delivery, error: Exception) -> None:
-        text = "A message in %s is classified as a poison message: %s"
-        emit(logger, logging.ERROR, Event.POISON_MESSAGE, text, self._queue, error)
+        emit(logger, logging.ERROR, Event.POISON_MESSAGE, POISON, self._queue, error)
         try:
-            await self._move_aside(delivered)
+            await self._move_aside(delivered, NO_MARKS)
         except Exception:
-            first = not self._unmoved
+            first = not self._retries
             self._unmoved.add(delivered.tag)
-            retry = asyncio.create_task(self._set_aside_later(delivered))
-            self._retries.add(retry)
-            retry.add_done_callback(self._retries.discard)
+            self._set_aside_soon(delivered, NO_MARKS, FIRST_PAUSE)
             if first:
                 raise
         except BaseException:
@@ -300,14 +280,24 @@ class RabbitMQReceiver:
         else:
             self._done(delivered.tag)
 
-    async def _set_aside_later(self, delivered: Delivery) -> None:
-        """Hold a message that the error queue did not take, out of the others' way, and try again and again."""
-        pause = FIRST_PAUSE
+    def _set_aside_soon(self, delivered: Delivery, marks: Mapping[str, str], after: float = 0.0) -> None:
+        moving = asyncio.create_task(self._set_aside_later(delivered, marks, after))
+        self._retries.add(moving)
+        moving.add_done_callback(self._retries.discard)
+
+    async def _set_aside_later(self, delivered: Delivery, marks: Mapping[str, str], after: float) -> None:
+        """Hold a message until the error queue has taken it, out of the others' way, and try again and again.
+
+        Args:
+            delivered: the message, whose tag is in `_unmoved`.
+            marks: headers to add.
+            after: seconds until the first try.
+        """
         while True:
-            await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            await asyncio.sleep(after)
+            after = min(max(2 * after, FIRST_PAUSE), LONGEST_PAUSE)
             try:
-                await self._move_aside(delivered)
+                await self._move_aside(delivered, marks)
             except Exception as error:
                 emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_SET_ASIDE, self._queue, error)
             else:
@@ -382,6 +372,7 @@ class RabbitMQReceiver:
         self._unmoved.clear()
 
     def _end_retries(self) -> None:
+        self._copies.forget()
         for retry in self._retries:
             retry.cancel()
 

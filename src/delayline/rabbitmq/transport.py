@@ -22,12 +22,14 @@ from delayline.rabbitmq.amqp.properties import sent_on
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
 from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.topology import TOPOLOGIES, queue_declaration
+from delayline.recoverability import FAILURE_HEADERS
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Sequence
+    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.transaction import Transaction
@@ -87,6 +89,7 @@ class RabbitMQTransport:
         self.topology = TOPOLOGIES[self.address.topology]
         self.connection = BrokerConnection(self.address, name)
         self.publisher = Publisher(self.address, connection_name=f"{name} Publish")
+        self._bindings = DeliveryBindings(self.address)
         self._error_queue = error_queue
         self._starts = 0
         self._watch_timer: asyncio.TimerHandle | None = None
@@ -167,6 +170,7 @@ class RabbitMQTransport:
                 async with asyncio.timeout(STOP_PATIENCE):
                     await asyncio.gather(*(receiver.flushed() for receiver in self._receivers))
         finally:
+            await self._bindings.close()
             await self.connection.close()
 
     @property
@@ -206,9 +210,13 @@ class RabbitMQTransport:
     async def receiver(self, queue: str) -> RabbitMQReceiver:
         """Return a receiver on the queue."""
         await self.count(queue)
-        counted = queue not in self._classic
         receiver = RabbitMQReceiver(
-            self.connection, queue, restore=self._restore, move_aside=self._move_aside, counted=counted
+            self.connection,
+            queue,
+            restore=self._restore,
+            move_aside=self._move_aside,
+            bindings=self._bindings,
+            counted=queue not in self._classic,
         )
         self._receivers.add(receiver)
         return receiver
@@ -289,12 +297,15 @@ class RabbitMQTransport:
             await self.bind_delivery(queue, exchange)
         return True
 
-    async def _move_aside(self, delivered: Delivery) -> None:
-        """Send a message to the error queue as it is. Raises QueueNotFound, BackendUnavailable, InvalidMessage."""
+    async def _move_aside(self, delivered: Delivery, marks: Mapping[str, str]) -> None:
+        """Send a message to the error queue as it is, with these headers in place of earlier ones of a failure.
+
+        Raises QueueNotFound, BackendUnavailable, InvalidMessage.
+        """
         parked = Publication(
             Message(POISON_ID, {}, delivered.body),
             *self.topology.address_of(self._error_queue),
-            properties=sent_on(delivered.encoded_properties),
+            properties=sent_on(delivered.encoded_properties, marks, without=FAILURE_HEADERS if marks else ()),
         )
         failures = await self.publisher.publish([parked])
         for error in failures.values():

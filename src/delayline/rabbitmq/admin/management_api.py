@@ -111,17 +111,13 @@ class ManagementApi:
     async def exchanges(self) -> Mapping[str, ExchangeFacts]:
         """Return the virtual host's exchanges by name."""
         found = await self._get(f"exchanges/{self._vhost}", disable_stats="true")
-        return {
-            one["name"]: ExchangeFacts(
-                one["name"],
-                one["type"],
-                one["durable"],
-                one["auto_delete"],
-                one["internal"],
-                one["arguments"],
-            )
-            for one in found
-        }
+        return {one["name"]: _exchange(one) for one in found}
+
+    async def exchange(self, name: str) -> ExchangeFacts | None:
+        """Return one exchange; None if there is no such exchange."""
+        path = f"exchanges/{self._vhost}/{quote(name, safe='')}"
+        found = await self._get_if_there(path)
+        return None if found is None else _exchange(found)
 
     async def queues(self) -> Mapping[str, QueueFacts]:
         """Return the virtual host's queues by name, with their counts."""
@@ -129,11 +125,12 @@ class ManagementApi:
 
     async def bindings(self) -> Sequence[Binding]:
         """Return the virtual host's bindings, without those of the default exchange."""
-        return [
-            Binding(one["source"], one["destination"], one["routing_key"], to_queue=one["destination_type"] == "queue")
-            for one in await self._get(f"bindings/{self._vhost}")
-            if one["source"]
-        ]
+        return [_binding(one) for one in await self._get(f"bindings/{self._vhost}") if one["source"]]
+
+    async def bindings_from(self, exchange: str) -> Sequence[Binding]:
+        """Return the bindings of an exchange to queues and other exchanges; none if there is no such exchange."""
+        path = f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"
+        return [_binding(one) for one in await self._get_if_there(path) or ()]
 
     async def policies(self, *, of_operators: bool = False) -> Sequence[Policy]:
         """Return the virtual host's policies, or those that its operators lay over them."""
@@ -159,7 +156,13 @@ class ManagementApi:
         return answer.status_code != httpx.codes.NOT_FOUND
 
     async def _get(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON has no narrower type
-        answer = await self._ask("GET", path, params=parameters)
+        return self._json(await self._ask("GET", path, params=parameters))
+
+    async def _get_if_there(self, path: str) -> Any:  # noqa: ANN401 - JSON has no narrower type
+        answer = await self._ask("GET", path, missing=True)
+        return None if answer.status_code == httpx.codes.NOT_FOUND else self._json(answer)
+
+    def _json(self, answer: httpx.Response) -> Any:  # noqa: ANN401 - JSON has no narrower type
         try:
             return answer.json()
         except ValueError:
@@ -217,6 +220,16 @@ class ManagementApi:
 HINT: Final = (
     "Switch it on with: rabbitmq-plugins enable rabbitmq_management; where it is elsewhere, add ?management=URL"
 )
+
+
+def _exchange(one: Mapping[str, Any]) -> ExchangeFacts:
+    return ExchangeFacts(
+        one["name"], one["type"], one["durable"], one["auto_delete"], one["internal"], one["arguments"]
+    )
+
+
+def _binding(one: Mapping[str, Any]) -> Binding:
+    return Binding(one["source"], one["destination"], one["routing_key"], to_queue=one["destination_type"] == "queue")
 
 
 def _queue(one: Mapping[str, Any]) -> QueueFacts:

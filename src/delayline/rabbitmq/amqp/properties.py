@@ -252,7 +252,9 @@ def message_id_in(encoded: bytes) -> str | None:
     return None
 
 
-def sent_on(encoded: bytes, marks: Mapping[str, str | int] = MappingProxyType({}), *, without: str = "") -> bytes:
+def sent_on(
+    encoded: bytes, marks: Mapping[str, str | int] = MappingProxyType({}), *, without: str | tuple[str, ...] = ()
+) -> bytes:
     """Return the property flags and list of a message that is sent on as it came, for Publication.properties.
 
     It is durable, also if it came as one that is not. An expiration would end its way, and brokers refuse messages that
@@ -261,7 +263,7 @@ def sent_on(encoded: bytes, marks: Mapping[str, str | int] = MappingProxyType({}
     Args:
         encoded: The message's property flags and list.
         marks: Headers to add, if the message's own can be parsed.
-        without: Prefix of the names of headers to leave out.
+        without: Prefix, or prefixes, of the names of headers to leave out.
 
     Raises:
         InvalidMessage: The properties cannot be parsed.
@@ -362,7 +364,7 @@ def _check_time(raw: bytes) -> None:
         raise Undecodable("a time beyond year 9999")
 
 
-def _fields_that_go_on(encoded: bytes, at: int, end: int, added: bytes, without: str) -> bytes:
+def _fields_that_go_on(encoded: bytes, at: int, end: int, added: bytes, without: str | tuple[str, ...]) -> bytes:
     """Return the table without headers that a broker interprets; unchanged if its fields cannot be separated."""
     first, kept = at, []
     try:
@@ -370,7 +372,7 @@ def _fields_that_go_on(encoded: bytes, at: int, end: int, added: bytes, without:
             entry, behind = at, at + 1 + encoded[at]
             name = encoded[at + 1 : behind].decode(errors="replace")
             _, _, at = _value_at(encoded, behind, end)
-            if goes_on(name) and not (without and name.startswith(without)):
+            if goes_on(name) and not name.startswith(without):
                 kept.append(encoded[entry:at])
         fields = b"".join((*kept, added))
     except (ValueError, IndexError, struct.error, Undecodable):
