@@ -504,6 +504,7 @@ def modes() -> str:
 
 #: What each extra is for; its packages are in pyproject.toml.
 EXTRAS: Final = {
+    "sqlite": "`context.transaction()` of coroutine handlers on SQLite, which itself needs no extra",
     "postgresql": "store and queues on PostgreSQL, `postgresql://`",
     "mariadb": "store and queues on MariaDB, `mariadb://`",
     "mysql": "store and queues on MySQL 8, `mysql://`",

@@ -820,6 +820,8 @@ class Endpoint:
             await delivery.start()
         if self._handlers:
             transactions = HandlerTransactions(self.transport, self.transaction_mode, self.transaction_connections)
+            self._running.push_async_callback(transactions.close)
+            transactions.check_drivers(self._handlers.functions)
             receiver, limits = await self.transport.receiver(self._queue), self._handlers.limits
             self._pipeline = Pipeline(
                 host=self._host,
@@ -835,7 +837,6 @@ class Endpoint:
                 slots=receiver.handler_slots(limits) if isinstance(receiver, SupportsHandlerSlots) else {},
             )
             self._pipeline.start()
-            self._running.push_async_callback(transactions.close)
             self._running.push_async_callback(self._pipeline.stop)
         elif not self.send_only:
             await self._look_for_unhandled()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import logging
 import sys
+import textwrap
 import threading
 from concurrent.futures import Future
 from enum import StrEnum
-from inspect import isawaitable, iscoroutinefunction
+from inspect import getsource, isawaitable, iscoroutinefunction, signature, unwrap
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 from delayline.errors import ConfigurationError
@@ -18,7 +20,7 @@ from delayline.external import ExternalTransaction, SupportsExternalTransactions
 from delayline.transaction import Transaction, TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
@@ -137,6 +139,18 @@ class HandlerTransactions:
         self._mode = mode
         self._size = size
         self._engines: dict[bool, Any] = {}
+
+    def check_drivers(self, handlers: Iterable[Callable[..., Any]]) -> None:
+        """Make the Engines that these handlers will ask for: at the start a missing driver fails no message.
+
+        Raises:
+            MissingExtra: The driver of one of them is not installed, or not to be used.
+            ConfigurationError: The queues' connections are the user's own, so that a handler has to pass a source.
+        """
+        if isinstance(self._transport, SupportsEngines) and self._mode >= TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
+            for handle in handlers:
+                if opens_without_source(handle):
+                    self._engine(asynchronous=iscoroutinefunction(handle))
 
     def open(self, source: TransactionSource | None) -> HandlerTransaction:
         """Return a transaction for the calling handler, which is in its thread or on its event loop.
@@ -347,6 +361,28 @@ class ThreadTransaction:
 
 class Undone(Exception):
     """Makes Django roll back."""
+
+
+def opens_without_source(handle: Callable[..., Any]) -> bool:
+    """Return whether the source code of a handler has `context.transaction()`, by whatever name the context has.
+
+    False where the code cannot be read, or where another function calls it.
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(getsource(unwrap(handle))))
+        context = list(signature(handle).parameters)[-1:]
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return False
+    return any(
+        isinstance(node, ast.Call)
+        and not node.args
+        and not node.keywords
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr == "transaction"
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in context
+        for node in ast.walk(tree)
+    )
 
 
 def _is(source: object, module: str, name: str) -> bool:

@@ -119,7 +119,7 @@ async def psycopg_async_connection(url: str) -> AsyncIterator[CallerTransaction]
 
 
 def asynchronous(url: str) -> str:
-    return url.replace("sqlite:", "sqlite+aiosqlite:")
+    return url.replace("sqlite:", "sqlite+aiosqlite:").replace("mariadb:", "mariadb+asyncmy:")
 
 
 def same(sql: str) -> str:

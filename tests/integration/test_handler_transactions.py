@@ -33,6 +33,7 @@ from delayline import (
     TwoPhaseCommit,
     handler_rows,
 )
+from delayline.errors import MissingExtra
 from delayline.memory import MemoryTransport
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
@@ -146,14 +147,13 @@ def of_sessions(shop: Shop) -> None:
 
 
 def of_async_sessions(shop: Shop) -> None:
-    needs_async_driver(shop.url)
     url = shop.url.replace("postgresql:", "postgresql+psycopg:").replace("sqlite:", "sqlite+aiosqlite:")
+    url = url.replace("mariadb:", "mariadb+asyncmy:")
     shop.engines = [create_async_engine(url)]
     in_a_coroutine(shop, async_sessionmaker(shop.engines[0]))
 
 
 def of_the_endpoint(shop: Shop) -> None:
-    needs_async_driver(shop.url)
     in_a_coroutine(shop)
 
 
@@ -207,11 +207,6 @@ def insert(connection: Any, id: str) -> Any:  # noqa: ANN401 - a connection of a
     if isinstance(connection, pymysql.Connection):
         return connection.cursor().execute("INSERT INTO orders VALUES (%s)", [id])
     return connection.execute(text(ROW), {"id": id})
-
-
-def needs_async_driver(url: str) -> None:
-    if url.startswith("mariadb"):
-        pytest.skip("no driver for asyncio here")
 
 
 EVERY = [
@@ -398,6 +393,74 @@ async def test_modes_without_transactions_are_refused(tmp_path: Path, mode: Tran
         await shop.endpoint.send("shop", b"")
         await eventually_async(lambda: errors)
     assert "needs transaction_mode=TransactionMode.TRANSACTION_SCOPE" in errors[0]
+
+
+async def without_source(message: Message, context: MessageContext) -> None:
+    await context.transaction()
+
+
+async def with_another_name(message: Message, received: MessageContext) -> None:
+    connection = await received.transaction()
+    await connection.execute(text(ROW), {"id": message.id})
+
+
+async def with_source(message: Message, context: MessageContext) -> None:
+    await context.transaction(create_async_engine("sqlite+aiosqlite://"))
+
+
+def blocking(message: Message, context: MessageContext) -> None:
+    context.transaction()
+
+
+async def of_another_object(message: Message, context: MessageContext) -> None:
+    message.transaction()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("module", ["aiosqlite", "sqlalchemy.ext.asyncio"])
+@pytest.mark.parametrize("handle", [without_source, with_another_name])
+async def test_a_missing_driver_is_an_error_of_the_start(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handle: Any,  # noqa: ANN401
+    module: str,
+) -> None:
+    """Given a handler that opens transactions by itself, and no driver for it, then the start says what to install."""
+    endpoint = Endpoint("shop", transport=SqlTransport(f"sqlite:///{tmp_path}/shop.db"))
+    endpoint.handler(handle)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtra, match=r"pip install 'delayline\[sqlite\]'"):
+        await endpoint.start()
+    assert not endpoint.started
+
+
+@pytest.mark.parametrize("handle", [with_source, blocking, of_another_object])
+async def test_a_driver_that_no_handler_needs_may_be_missing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    handle: Any,  # noqa: ANN401
+) -> None:
+    """Given handlers that bring a source, are functions, or open no transaction, then the endpoint starts."""
+    endpoint = Endpoint("shop", transport=SqlTransport(f"sqlite:///{tmp_path}/shop.db"))
+    endpoint.handler(handle)
+    monkeypatch.setitem(sys.modules, "aiosqlite", None)
+    async with endpoint:
+        assert endpoint.started
+
+
+async def test_parameters_of_every_type_reach_mariadb_from_a_coroutine(mariadb_url: str) -> None:
+    """Given a handler that passes numbers, text and bytes, then the driver passes them on."""
+    shop = Shop(mariadb_url)
+    values = {"number": 17, "text": "it's \\", "bytes": b"\0'\xff", "none": None, "half": 0.5}
+    found: list[Any] = []
+
+    @shop.endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        connection = await context.transaction()
+        result = await connection.execute(text("SELECT :number, :text, :bytes, :none, :half"), values)
+        found.extend(result.one())
+
+    await shop.handled()
+    assert found == list(values.values())
 
 
 async def test_sources_that_do_not_fit_are_refused(tmp_path: Path) -> None:

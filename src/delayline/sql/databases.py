@@ -15,7 +15,7 @@ from sqlalchemy.engine import URL, Engine, make_url
 from sqlalchemy.exc import ArgumentError, DisconnectionError, InvalidRequestError
 
 from delayline.checks import full_scheme
-from delayline.errors import ConfigurationError
+from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.deadlines import checked_timeout
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.setup import RequiredTables, version_findings
@@ -126,12 +126,13 @@ def database_at(
         return shared
 
 
-#: Drivers for asyncio, by SQLAlchemy's name of the product.
+#: Drivers for asyncio, by SQLAlchemy's name of the product, which is that of the extra too. For MariaDB not aiomysql,
+#: which cannot be imported, or fails on numbers or bytes, with some versions of PyMySQL, and excludes none of them.
 ASYNCHRONOUS: Final = {
     "postgresql": "postgresql+psycopg",
     "sqlite": "sqlite+aiosqlite",
-    "mariadb": "mariadb+aiomysql",
-    "mysql": "mysql+aiomysql",
+    "mariadb": "mariadb+asyncmy",
+    "mysql": "mysql+asyncmy",
 }
 
 
@@ -144,7 +145,8 @@ def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngin
         asynchronous: Whether to return an AsyncEngine.
 
     Raises:
-        ConfigurationError: The driver for asyncio is not installed.
+        MissingExtra: The driver for asyncio, or what SQLAlchemy needs for it, is not installed.
+        ConfigurationError: The product has no driver for asyncio.
     """
     parsed = make_url(full_scheme(url)).difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
     product = parsed.get_backend_name()
@@ -155,17 +157,17 @@ def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngin
         engine = create_engine(parsed.set(drivername=f"{dialect.name}+{dialect.driver}"), **pool)
         _replace_after_failovers(engine, database)
         return engine
-    from sqlalchemy.ext.asyncio import create_async_engine
-
-    driver = ASYNCHRONOUS.get(product, product)
-    try:
-        asynchronous_engine = create_async_engine(parsed.set(drivername=driver), **pool)
-    except (ImportError, InvalidRequestError) as error:
-        package = driver.partition("+")[2] or "one"
+    if product not in ASYNCHRONOUS:
         raise ConfigurationError(
-            f"context.transaction() in a coroutine handler needs a driver for asyncio: pip install {package}; or make "
-            "the handler a `def` function, or pass an AsyncEngine"
-        ) from error
+            f"context.transaction() in a coroutine handler has no driver for asyncio on {product}: make the handler a "
+            "`def` function, or pass an AsyncEngine"
+        )
+    try:
+        from sqlalchemy.ext.asyncio import create_async_engine  # which needs greenlet
+
+        asynchronous_engine = create_async_engine(parsed.set(drivername=ASYNCHRONOUS[product]), **pool)
+    except (ImportError, InvalidRequestError) as error:
+        raise MissingExtra(product, "context.transaction() in a coroutine handler") from error
     _replace_after_failovers(asynchronous_engine.sync_engine, database)
     return asynchronous_engine
 

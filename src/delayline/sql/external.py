@@ -432,6 +432,7 @@ OF_DJANGO: Final = (
 REFUSED: Final = (
     ("asyncpg", "Connection", "pass SQLAlchemy's AsyncConnection on postgresql+asyncpg, or psycopg's AsyncConnection"),
     ("asyncpg.pool", "PoolConnectionProxy", "pass SQLAlchemy's AsyncConnection on postgresql+asyncpg, or psycopg's"),
+    ("asyncmy.connection", "Connection", "pass SQLAlchemy's AsyncConnection on mariadb+asyncmy or mysql+asyncmy"),
     ("aiosqlite", "Connection", "pass SQLAlchemy's AsyncConnection on sqlite+aiosqlite, or a sqlite3.Connection"),
 )
 ASYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], ConnectionAdapter]], ...]] = (

@@ -430,7 +430,8 @@ class Mariadb(ServerDialect):
                     f"send less, or raise the server's max_allowed_packet above {2 * (size + HEADROOM)}"
                 )
         cursor: Any = connection.connection.cursor()
-        cursor.max_stmt_length = min(LONGEST_BATCH, self._room)
+        # SQLAlchemy's cursor of a driver for asyncio has the driver's inside
+        getattr(cursor, "_cursor", cursor).max_stmt_length = min(LONGEST_BATCH, self._room)
         cursor.executemany(insert.sql, rows)
         cursor.close()
 
