@@ -9,6 +9,7 @@ import uuid
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from pamqp import commands, frame
+from pamqp.exceptions import PAMQPException
 
 from delayline.errors import BackendUnavailable
 from delayline.rabbitmq.amqp.confirms import Closed, Confirms, PublishBatch
@@ -44,6 +45,8 @@ CONTENT_HEAD: Final = 12
 TAG_AND_FLAG: Final = 9
 PROTOCOL: Final = b"AMQP"
 KINDS: Final = {FRAME_METHOD, FRAME_HEADER, FRAME_BODY, FRAME_HEARTBEAT}
+#: The methods that end a channel or a connection, with the reason.
+CLOSES: Final = {(10, 50): commands.Connection.Close, (20, 40): commands.Channel.Close}
 RETURN, DELIVER, GET_OK, ACK, NACK = 50, 60, 71, 80, 120
 
 
@@ -315,13 +318,26 @@ def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callabl
         if kind == FRAME_METHOD:
             group, method = _method_ids(data, payload)
             if channel is None or group != BASIC or not channel.on_method(method, data, payload + METHOD_IDS):
-                on_method(number, frame.unmarshal(data[start : end + 1])[2])
+                on_method(number, _method(data, start, end + 1))
         elif channel is not None and kind == FRAME_BODY:
             channel.on_body(data[payload:end])
         elif channel is not None and kind == FRAME_HEADER:
             channel.on_header(data, payload, end)
         start = end + 1
     return data[start:]
+
+
+def _method(data: bytes, start: int, end: int) -> Any:  # noqa: ANN401 - each method has its own type
+    """Return the method of a frame. Raises ValueError or PAMQPException for a malformed one."""
+    try:
+        return frame.unmarshal(data[start:end])[2]
+    except (PAMQPException, ValueError):
+        close = CLOSES.get(_method_ids(data, start + FRAME_START))
+        if close is None:
+            raise
+        at = start + FRAME_START + METHOD_IDS
+        text, rest = _short_string(data[:end], at + 2)  # brokers cut it at 255 bytes, inside a character too
+        return close(int.from_bytes(data[at : at + 2], "big"), text, *_method_ids(data, rest))
 
 
 def _no_frame(found: bytes) -> str:
