@@ -301,6 +301,7 @@ EVENT_MEANING: Final = {
     Event.BACKGROUND_TASK_FAILED: "A background task failed, such as reading the server's time.",
     Event.RETRY_UNACKNOWLEDGED: "A message that ServicePulse had retried was handled; the notice cannot be sent.",
     Event.QUEUE_DIFFERS: "On RabbitMQ a queue exists with other arguments than this endpoint gives it, and is used.",
+    Event.DELIVERY_LIMITED: "A queue on RabbitMQ drops messages that were returned to it often; with the cure.",
     Event.BINDINGS_OVERLAP: "On RabbitMQ an endpoint gets another's delayed messages: one name ends in the other.",
     Event.UNDELIVERABLE_CAUGHT: "Whether a set-up of RabbitMQ's levels has due messages without a destination caught.",
     Event.LEASE_LOST: "Another process may have the lease on the delayed messages: those in flight may be duplicated.",

@@ -335,13 +335,18 @@ def must_exist(url: str) -> None:
 
 
 async def examine(
-    url: str, *, delay_levels: bool = True, endpoint: str | None = None, schema: str | None = None
+    url: str,
+    *,
+    delay_levels: bool = True,
+    endpoint: str | None = None,
+    schema: str | None = None,
+    queues: Sequence[str] = (),
 ) -> Sequence[tuple[str, bool, str]]:
     """Return findings about the back end at `url`: subject, whether it is as it should be, and value."""
     if on_rabbitmq(url):
         from delayline.rabbitmq.admin.doctor import examine as examine_broker
 
-        return await examine_broker(url, delay_levels=delay_levels, endpoint=endpoint)
+        return await examine_broker(url, delay_levels=delay_levels, endpoint=endpoint, queues=queues)
     if scheme_of(url) == AZURE:
         from delayline.azure.doctor import examine as examine_account
 
@@ -384,17 +389,29 @@ async def set_up_queues(settings: Settings, queues: Sequence[str]) -> None:
         await bind(address, DelayInfrastructure.named(address.delays), queues)
 
 
-async def after_setup(settings: Settings) -> Sequence[tuple[str, bool, str]]:
-    """Return set-up steps that may be refused without failing: name, whether done, and the remedy."""
-    place = settings.resolved_store_url
-    if settings.endpoint is None or not on_rabbitmq(place):
-        return []
-    from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.admin.operations import catch_undeliverable
-    from delayline.rabbitmq.infrastructure import DelayInfrastructure
+async def after_setup(settings: Settings, queues: Sequence[str] = ()) -> Sequence[tuple[str, bool, str]]:
+    """Return set-up steps that may be refused without failing: name, whether done, and the remedy.
 
-    address = BrokerAddress.parse(place)
-    return [await catch_undeliverable(address, DelayInfrastructure.named(address.delays))]
+    Args:
+        settings: The settings of the set-up.
+        queues: All queues that were set up.
+    """
+    steps: list[tuple[str, bool, str]] = []
+    if on_rabbitmq(settings.resolved_transport_url):
+        from delayline.rabbitmq.admin.doctor import examine as examine_broker
+
+        url = settings.resolved_transport_url
+        steps += await examine_broker(url, delay_levels=False, queues=queues)
+    place = settings.resolved_store_url
+    if settings.endpoint is not None and on_rabbitmq(place):
+        from delayline.rabbitmq.address import BrokerAddress
+        from delayline.rabbitmq.admin.operations import catch_undeliverable, lift_limits
+        from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+        address = BrokerAddress.parse(place)
+        levels = DelayInfrastructure.named(address.delays)
+        steps += [await catch_undeliverable(address, levels), await lift_limits(address, levels)]
+    return steps
 
 
 async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[str, Sequence[str]]:

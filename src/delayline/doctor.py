@@ -135,9 +135,10 @@ async def _database(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]
     if on_rabbitmq(settings.resolved_transport_url):
         places.append(settings.resolved_transport_url)
     levels = on_rabbitmq(settings.resolved_store_url) or settings.delay_levels_from_seconds is not None
+    queues = [settings.named_endpoint, settings.error_queue, *satellites_of(settings)]
     for place in dict.fromkeys(places):
         for what, ok, text in await examine(
-            place, delay_levels=levels, endpoint=settings.endpoint, schema=settings.schema
+            place, delay_levels=levels, endpoint=settings.endpoint, schema=settings.schema, queues=queues
         ):
             yield Finding(what, ok, text)
 

@@ -6,22 +6,35 @@ sent first, so that a crash in between doubles it and never loses it.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import ConfigurationError, CorruptHeaders, DispatchFailed, QueueNotFound
 from delayline.message import Headers
 from delayline.recoverability import FAILURE_HEADERS
-from delayline.transport import SupportsQueueManagement, SupportsTransportTransactions, TransportOperation
+from delayline.transport import (
+    SupportsQueueManagement,
+    SupportsQueuePass,
+    SupportsTransportTransactions,
+    TransportOperation,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Set
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Set
 
     from delayline.message import Message
     from delayline.transport import Transport
 
 #: Messages that are read at a time.
 PAGE: Final = 200
+
+
+class HeldMessage(NamedTuple):
+    """A message of a queue, and what removes it; None where the transport takes it by its id."""
+
+    message: Message
+    remove: Callable[[], Awaitable[bool]] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +54,12 @@ def managed_queues(transport: Transport) -> SupportsQueueManagement:
 
 
 async def browse(queues: SupportsQueueManagement, queue: str) -> AsyncGenerator[Message, None]:
-    """Yield the messages of a queue, oldest first."""
+    """Yield the messages of a queue, oldest first. Close it: some transports get the messages back only then."""
+    if isinstance(queues, SupportsQueuePass):
+        async with queues.passing(queue) as messages:
+            async for message in messages:
+                yield message
+        return
     offset = 0
     while page := await queues.browse(queue, PAGE, offset=offset):
         for message in page:
@@ -52,26 +70,77 @@ async def browse(queues: SupportsQueueManagement, queue: str) -> AsyncGenerator[
 async def find(queues: SupportsQueueManagement, queue: str, ids: Set[str]) -> dict[str, Message]:
     """Return the messages with these ids, as far as they are in the queue."""
     found: dict[str, Message] = {}
-    async for message in browse(queues, queue):
-        if message.id in ids:
-            found.setdefault(message.id, message)
-        if len(found) == len(ids):
-            break
+    async with contextlib.aclosing(browse(queues, queue)) as messages:
+        async for message in messages:
+            if message.id in ids:
+                found.setdefault(message.id, message)
+            if len(found) == len(ids):
+                break
     return found
 
 
+async def holding(
+    transport: Transport, queue: str, wanted: Callable[[Message], bool] | None = None, *, most: int | None = None
+) -> AsyncGenerator[HeldMessage, None]:
+    """Yield messages of a queue with what removes each; close it.
+
+    Where looking takes messages and gives them back, each is taken once.
+
+    Args:
+        transport: The transport, started.
+        queue: The queue.
+        wanted: Whether a message is to be yielded; by default each is.
+        most: How many messages to yield at most; by default all.
+    """
+    queues, number = managed_queues(transport), 0
+    if isinstance(queues, SupportsQueuePass):
+        async with queues.passing(queue) as messages:
+            async for message in messages:
+                if wanted is None or wanted(message):
+                    yield HeldMessage(message, messages.remove)
+                    number += 1
+                if number == most:
+                    return
+        return
+    found = []
+    async with contextlib.aclosing(browse(queues, queue)) as pages:
+        async for message in pages:
+            if wanted is None or wanted(message):
+                found.append(message)
+            if len(found) == most:
+                break
+    for message in found:
+        yield HeldMessage(message, None)
+
+
+async def holding_ids(transport: Transport, queue: str, ids: Set[str]) -> AsyncGenerator[HeldMessage, None]:
+    """Yield the messages with these ids, one each, as `holding` does."""
+    left = set(ids)
+
+    def wanted(message: Message) -> bool:
+        if message.id not in left:
+            return False
+        left.remove(message.id)
+        return True
+
+    async with contextlib.aclosing(holding(transport, queue, wanted, most=len(ids))) as found:
+        async for held in found:
+            yield held
+
+
 async def retry(
-    transport: Transport, queue: str, message: Message, *, to: str | None = None, remedy: str = "Name the queue"
+    transport: Transport, queue: str, held: HeldMessage, *, to: str | None = None, remedy: str = "Name the queue"
 ) -> RetryOutcome:
     """Send a failed message to the queue it failed in, without the headers that describe the failure.
 
     Args:
         transport: The transport, started.
         queue: The error queue.
-        message: A message of that queue.
+        held: A message of that queue.
         to: The queue to send it to instead.
         remedy: How the caller's user names a queue where the message does not.
     """
+    message = held.message
     try:
         destination = to or message.headers.get(Headers.FAILED_QUEUE)
         again = message.with_headers({}, without=FAILURE_HEADERS)
@@ -81,15 +150,16 @@ async def retry(
             return RetryOutcome(message.id, None, f"{error}. {remedy}")
     if not destination:
         return RetryOutcome(message.id, None, f"it has no {Headers.FAILED_QUEUE} header. {remedy}")
-    return await replace(transport, queue, message.id, again, destination)
+    return await replace(transport, queue, held, again, destination)
 
 
 async def replace(
-    transport: Transport, queue: str, message_id: str, message: Message, destination: str
+    transport: Transport, queue: str, held: HeldMessage, message: Message, destination: str
 ) -> RetryOutcome:
-    """Send the message to its destination in place of the one with that id in the queue."""
+    """Send the message to its destination in place of the one of the queue."""
+    message_id = held.message.id
     try:
-        taken = await _move(transport, queue, message_id, TransportOperation(message, destination))
+        taken = await _move(transport, queue, held, TransportOperation(message, destination))
     except DispatchFailed as failed:
         reason = next(iter(failed.failures.values()))
         stays = "it stays in " + queue
@@ -100,13 +170,19 @@ async def replace(
     return RetryOutcome(message_id, destination, None if taken else "another process took it meanwhile")
 
 
-async def _move(transport: Transport, queue: str, message_id: str, operation: TransportOperation) -> bool:
-    queues = managed_queues(transport)
+async def remove(transport: Transport, queue: str, held: HeldMessage) -> bool:
+    """Remove a message from its queue; False if another process took it meanwhile."""
+    if held.remove is not None:
+        return await held.remove()
+    return await managed_queues(transport).take(queue, held.message.id)
+
+
+async def _move(transport: Transport, queue: str, held: HeldMessage, operation: TransportOperation) -> bool:
     if isinstance(transport, SupportsTransportTransactions):
         async with transport.transaction() as transaction:
-            taken = await queues.take(queue, message_id, transaction)
+            taken = await managed_queues(transport).take(queue, held.message.id, transaction)
             if taken:
                 await transport.dispatch([operation], transaction)
         return taken
     await transport.dispatch([operation])  # a crash before the next line doubles the message, it does not lose it
-    return await queues.take(queue, message_id)
+    return await remove(transport, queue, held)

@@ -49,6 +49,7 @@ class Event(StrEnum):
     BACKGROUND_TASK_FAILED = "delayed.background_task_failed"
     RETRY_UNACKNOWLEDGED = "delayed.retry_unacknowledged"
     QUEUE_DIFFERS = "delayed.queue_differs"
+    DELIVERY_LIMITED = "receive.delivery_limited"
     BINDINGS_OVERLAP = "delayed.bindings_overlap"
     UNDELIVERABLE_CAUGHT = "delayed.undeliverable_caught"
     LISTENING_LOST = "delayed.listening_lost"

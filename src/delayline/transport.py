@@ -10,6 +10,7 @@ from delayline.external import UNSET
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager
 
     from delayline.external import Unset
     from delayline.message import Message
@@ -291,6 +292,34 @@ class SupportsQueueManagement(Protocol):
 
         Returns:
             How many messages were removed.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+        """
+        ...
+
+
+class QueuePass(Protocol):
+    """One look through a queue; iterate over its messages, oldest first."""
+
+    def __aiter__(self) -> QueuePass: ...
+
+    async def __anext__(self) -> Message: ...
+
+    async def remove(self) -> bool:
+        """Remove the message that the iteration returned last, durably; False if another process may have it."""
+        ...
+
+
+@runtime_checkable
+class SupportsQueuePass(Protocol):
+    """Capability: look through a queue in one pass, where looking takes messages and gives them back."""
+
+    def passing(self, queue: str) -> AbstractAsyncContextManager[QueuePass]:
+        """Return the messages that are in the queue and that no receiver holds; those not removed return at the end.
+
+        Args:
+            queue: The queue.
 
         Raises:
             QueueNotFound: The queue does not exist.

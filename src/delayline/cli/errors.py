@@ -144,17 +144,18 @@ def purge(settings: Settings, screen: Screen, yes: bool) -> None:
 async def _retry(settings: Settings, ids: tuple[str, ...], to: str | None) -> list[RetryOutcome]:
     queue = settings.error_queue
     async with open_transport(settings) as transport:
-        queues = managed_queues(transport)
-        if not ids:
-            everything = [message async for message in error_queue.browse(queues, queue)]
-            return [await error_queue.retry(transport, queue, message, to=to, remedy=REMEDY) for message in everything]
-        found = await error_queue.find(queues, queue, set(ids))
-        return [
-            await error_queue.retry(transport, queue, found[message_id], to=to, remedy=REMEDY)
-            if message_id in found
-            else RetryOutcome(message_id, None, f"not in {queue}. See: delayline errors list")
-            for message_id in dict.fromkeys(ids)
-        ]
+        found = error_queue.holding_ids(transport, queue, set(ids)) if ids else error_queue.holding(transport, queue)
+        async with contextlib.aclosing(found) as messages:
+            outcomes = [
+                await error_queue.retry(transport, queue, held, to=to, remedy=REMEDY) async for held in messages
+            ]
+    if not ids:
+        return outcomes
+    by_id = {outcome.id: outcome for outcome in outcomes}
+    return [
+        by_id.get(message_id) or RetryOutcome(message_id, None, f"not in {queue}. See: delayline errors list")
+        for message_id in dict.fromkeys(ids)
+    ]
 
 
 def _headers(message: Message) -> Mapping[str, str]:

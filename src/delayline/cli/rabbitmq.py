@@ -97,12 +97,15 @@ def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) 
 
     asyncio.run(operations.create(address, levels))
     caught = asyncio.run(operations.catch_undeliverable(address, levels))
+    limits = asyncio.run(operations.lift_limits(address, levels))
     made = {"exchanges": len(levels.exchanges), "queues": len(levels.queues), "bindings": len(levels.bindings)}
     numbers = ", ".join(f"{number} {what}" for what, number in made.items())
     screen.echo(f"✓ delay levels {levels.prefix}.* are at {address}: {numbers}", "green")
     screen.echo(*_marked(caught))
-    screen.document({"broker": str(address), "prefix": levels.prefix, **made, "catch_all": caught._asdict()})
-    if not caught.ok:
+    screen.echo(*_marked(limits))
+    document = {"broker": str(address), "prefix": levels.prefix, **made}
+    screen.document(document | {"catch_all": caught._asdict(), "delivery_limits": limits._asdict()})
+    if not (caught.ok and limits.ok):
         click.get_current_context().exit(FAILED)
 
 

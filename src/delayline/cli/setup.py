@@ -75,7 +75,7 @@ def setup(
         screen.echo(f"queues at {masked(settings.resolved_transport_url)}: {', '.join(created)}")
     if features:
         screen.echo(f"tables of {', '.join(features)} at {masked(settings.resolved_store_url)}")
-    undone = [text for _, ok, text in asyncio.run(after_setup(settings)) if not ok]
+    undone = [text for _, ok, text in asyncio.run(after_setup(settings, created)) if not ok]
     for text in undone:
         screen.echo(f"✗ {text}", "red")
     screen.document({"endpoint": settings.endpoint, "queues": created, "features": features, "undone": undone})

@@ -91,11 +91,12 @@ from delayline.transport import (
     SupportsQueueLimits,
     SupportsQueueLookup,
     SupportsQueueManagement,
+    SupportsQueuePass,
     SupportsTransportTransactions,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 
     from sqlalchemy import Connection
 
@@ -113,6 +114,7 @@ logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 Result = TypeVar("Result")
+Changed = TypeVar("Changed", str, error_queue.HeldMessage)
 
 #: Seconds that a part of a page may take.
 TIME_LIMIT: Final = 5.0
@@ -139,6 +141,8 @@ READ_AT_ONCE: Final = 500
 EXAMPLES: Final = 5
 #: Messages that an action on all that match changes at most.
 MOST_CHANGED: Final = 100_000
+#: How long a pass through the error queue may keep messages from others; brokers end it after half an hour.
+PASS_SECONDS: Final = 600.0
 #: Failed messages that are read to be grouped.
 MOST_GROUPED: Final = 10_000
 #: Failed messages that are read where each has to be taken from the broker and given back.
@@ -427,7 +431,7 @@ class EndpointService:
         async def work(job: _Job) -> None:
             ids = [found.message.id async for found in self._matching(query, MOST_CHANGED)]
             job.shown = replace(job.shown, expected=len(ids))
-            await self._paced(job, ids, change)
+            await self._paced(job, _each_of(ids), change)
 
         return self._start_job(action, actor, describe(query), min(expected, MOST_CHANGED), rate, work)
 
@@ -447,7 +451,7 @@ class EndpointService:
 
     async def retry(self, ids: Sequence[str], *, actor: str, to: str | None = None) -> list[ActionOutcome]:
         """Send failed messages to the queue they failed in, or to `to`."""
-        return await self._each(Action.RETRY, ids, actor, partial(self._retry, to=to))
+        return await self._each_failed(Action.RETRY, ids, actor, partial(self._retry, to=to))
 
     async def retry_all(
         self, group: str | None = None, *, actor: str, rate: float = 10.0, to: str | None = None
@@ -462,9 +466,14 @@ class EndpointService:
         expected = sum(one.count for one in groups.groups if group in (None, one.key))
 
         async def work(job: _Job) -> None:
+            transport = await self._opened_transport()
+            if isinstance(transport, SupportsQueuePass):
+                async with contextlib.aclosing(self._held(transport, group, rate)) as held:
+                    await self._paced(job, held, partial(self._retry, to=to))
+                return
             ids = [message.id async for message in self._failed(group, MOST_CHANGED)]
             job.shown = replace(job.shown, expected=len(ids))
-            await self._paced(job, ids, partial(self._retry, to=to))
+            await self._paced(job, _each_of(ids), partial(self._retry_by_id, to=to))
 
         what = "all failed messages" if group is None else f"the failed messages of group {group}"
         return self._start_job(Action.RETRY, actor, what, expected, rate, work)
@@ -484,12 +493,12 @@ class EndpointService:
             to: The queue to send it to; by default the one it failed in.
             actor: Who does it, for the log.
         """
-        return (await self._each(Action.EDIT, [message_id], actor, partial(self._edit, headers, body, to)))[0]
+        return (await self._each_failed(Action.EDIT, [message_id], actor, partial(self._edit, headers, body, to)))[0]
 
     async def purge(self, ids: Sequence[str] | None = None, *, actor: str) -> list[ActionOutcome] | Unavailable:
         """Delete failed messages for ever: those with these ids, or all that the error queue has."""
         if ids is not None:
-            return await self._each(Action.PURGE, ids, actor, self._drop)
+            return await self._each_failed(Action.PURGE, ids, actor, self._drop)
         number = await self._part("purge", self._purge)
         if isinstance(number, Unavailable):
             return number
@@ -959,7 +968,7 @@ class EndpointService:
             outcome = (
                 found
                 if isinstance(found, ActionOutcome)
-                else ActionOutcome(message_id, done=False, text=f"{found.reason}: look at it again")
+                else ActionOutcome(message_id, done=False, text=_again(found.reason))
             )
             outcomes.append(outcome)
             self._note(action, actor, message_id, outcome.text)
@@ -1019,15 +1028,19 @@ class EndpointService:
         job.task = asyncio.create_task(run(), name=f"delayline {action.value} {shown.id}")
         return shown
 
-    async def _paced(self, job: _Job, ids: Sequence[str], change: Callable[[str], Awaitable[ActionOutcome]]) -> None:
+    async def _paced(
+        self, job: _Job, messages: AsyncIterator[Changed], change: Callable[[Changed], Awaitable[ActionOutcome]]
+    ) -> None:
         """Change the messages one by one, no faster than the job's rate."""
-        began = self._clock.now()
-        for number, message_id in enumerate(ids):
+        began, number = self._clock.now(), 0
+        async for message in messages:
             early = number / job.shown.rate - (self._clock.now() - began).total_seconds()
+            number += 1
             if early > 0:
                 await self._clock.sleep(early)
+            message_id = message if isinstance(message, str) else message.message.id
             try:
-                outcome = await change(message_id)
+                outcome = await change(message)
             except BackendUnavailable as error:
                 outcome = ActionOutcome(message_id, done=False, text=str(error))
             if outcome.done:
@@ -1091,29 +1104,86 @@ class EndpointService:
         headers, _ = headers_of(message)
         return details(message, headers.get(Headers.FAILED_QUEUE, ""), None, 0, len(message.body), form)
 
-    async def _retry(self, message_id: str, *, to: str | None) -> ActionOutcome:
+    async def _held(
+        self, transport: Transport, group: str | None, rate: float
+    ) -> AsyncGenerator[error_queue.HeldMessage, None]:
+        """Yield the failed messages of a group, each once: those that fail again meanwhile are left out.
+
+        A pass keeps the messages that it has seen from others, and brokers end one that keeps them for long.
+        """
+        tried: set[str] = set()
+
+        def wanted(message: Message) -> bool:
+            if message.id in tried or group not in (None, group_key(message)):
+                return False
+            tried.add(message.id)
+            return True
+
+        while len(tried) < MOST_CHANGED:
+            before, most = len(tried), max(1, min(int(rate * PASS_SECONDS), MOST_CHANGED - len(tried)))
+            passing = error_queue.holding(transport, self._error_queue, wanted, most=most)
+            async with contextlib.aclosing(passing) as messages:
+                async for held in messages:
+                    yield held
+            if len(tried) - before < most:
+                return
+
+    async def _each_failed(
+        self,
+        action: Action,
+        ids: Sequence[str],
+        actor: str,
+        change: Callable[[error_queue.HeldMessage], Awaitable[ActionOutcome]],
+    ) -> list[ActionOutcome]:
+        """Change failed messages in one pass through the error queue."""
+        wanted = list(dict.fromkeys(ids))
+        outcomes: dict[str, ActionOutcome] = {}
+
+        async def work() -> None:
+            found = error_queue.holding_ids(await self._opened_transport(), self._error_queue, set(wanted))
+            async with contextlib.aclosing(found) as messages:
+                async for held in messages:
+                    try:
+                        outcomes[held.message.id] = await change(held)
+                    except DelaylineError as error:
+                        outcomes[held.message.id] = ActionOutcome(held.message.id, done=False, text=_again(error))
+
+        ended = await self._part((action, tuple(wanted), actor), work)
+        missing = f"not in {self._error_queue} any more"
+        if isinstance(ended, Unavailable):
+            missing = _again(ended.reason)
+        elif action is Action.EDIT:
+            missing += ": nothing was sent"
+        found = [outcomes.get(one) or ActionOutcome(one, done=False, text=missing) for one in wanted]
+        for outcome in found:
+            self._note(action, actor, outcome.id, outcome.text)
+        return found
+
+    async def _retry_by_id(self, message_id: str, *, to: str | None) -> ActionOutcome:
         message = await self._failed_message(message_id)
         if message is None:
             return ActionOutcome(message_id, done=False, text=f"not in {self._error_queue} any more")
-        outcome = await error_queue.retry(await self._opened_transport(), self._error_queue, message, to=to)
-        return _of_retry(outcome)
+        return await self._retry(error_queue.HeldMessage(message, None), to=to)
 
-    async def _edit(self, headers: Mapping[str, str], body: bytes, to: str | None, message_id: str) -> ActionOutcome:
-        message = await self._failed_message(message_id)
-        if message is None:
-            return ActionOutcome(message_id, done=False, text=f"not in {self._error_queue} any more: nothing was sent")
+    async def _retry(self, held: error_queue.HeldMessage, *, to: str | None) -> ActionOutcome:
+        return _of_retry(await error_queue.retry(await self._opened_transport(), self._error_queue, held, to=to))
+
+    async def _edit(
+        self, headers: Mapping[str, str], body: bytes, to: str | None, held: error_queue.HeldMessage
+    ) -> ActionOutcome:
+        message = held.message
         destination = to or headers_of(message)[0].get(Headers.FAILED_QUEUE)
         if not destination:
             text = f"it has no {Headers.FAILED_QUEUE} header: name the queue to send it to"
-            return ActionOutcome(message_id, done=False, text=text)
-        copy = Message(message_id, dict(headers), body).with_headers({}, without=FAILURE_HEADERS)
+            return ActionOutcome(message.id, done=False, text=text)
+        copy = Message(message.id, dict(headers), body).with_headers({}, without=FAILURE_HEADERS)
         transport = await self._opened_transport()
-        return _of_retry(await error_queue.replace(transport, self._error_queue, message_id, copy, destination))
+        return _of_retry(await error_queue.replace(transport, self._error_queue, held, copy, destination))
 
-    async def _drop(self, message_id: str) -> ActionOutcome:
-        taken = await (await self._managed_queues()).take(self._error_queue, message_id)
-        text = "deleted" if taken else f"not in {self._error_queue} any more"
-        return ActionOutcome(message_id, done=taken, text=text)
+    async def _drop(self, held: error_queue.HeldMessage) -> ActionOutcome:
+        removed = await error_queue.remove(await self._opened_transport(), self._error_queue, held)
+        text = "deleted" if removed else f"not in {self._error_queue} any more"
+        return ActionOutcome(held.message.id, done=removed, text=text)
 
     async def _purge(self) -> int:
         return await (await self._managed_queues()).purge(self._error_queue)
@@ -1386,6 +1456,15 @@ def _add_to_group(groups: dict[str, ErrorGroup], message: Message) -> None:
 
 def _outcome(message_id: str, outcome: Outcome) -> ActionOutcome:
     return ActionOutcome(message_id, outcome is Outcome.DONE, MEANING[outcome])
+
+
+def _again(reason: object) -> str:
+    return f"{reason}: look at it again"
+
+
+async def _each_of(ids: Sequence[str]) -> AsyncGenerator[str, None]:
+    for message_id in ids:
+        yield message_id
 
 
 def _of_retry(outcome: error_queue.RetryOutcome) -> ActionOutcome:

@@ -1,23 +1,29 @@
 """Browsing a queue: AMQP can only take messages and return them, so browsing does that.
 
 Messages are returned by closing the channel, because rejected messages go to the end of a quorum queue. Many of them
-may return in another order.
+may return in another order. RabbitMQ 4.3 and later do not count a nack, so there they are returned by one.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final, Self
 
 from pamqp import commands
 
-from delayline.errors import InvalidMessage
+from delayline.errors import BackendUnusable, InvalidMessage, QueueNotFound
 from delayline.message import Message
 from delayline.rabbitmq.amqp.methods import QueueDeclare, QueuePurge
 from delayline.rabbitmq.amqp.properties import message_from
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.amqp.properties import Delivery
+    from delayline.rabbitmq.delivery_limits import DeliveryLimit
+
+RETURNS_UNSEEN: Final = 10
+"""How often a queue takes a message back whose limit cannot be seen: half of version 4's default."""
 
 
 async def count(channel: Channel, queue: str) -> int:
@@ -26,26 +32,86 @@ async def count(channel: Channel, queue: str) -> int:
     return answer.message_count if isinstance(answer, commands.Queue.DeclareOk) and answer.message_count else 0
 
 
-async def browse(channel: Channel, queue: str, limit: int, offset: int) -> list[Message]:
-    """Return messages that no consumer has, oldest first; they return to the queue when the channel is closed."""
-    await count(channel, queue)
-    seen: list[Message] = []
-    number = 0
-    while number < offset + limit and (delivered := await channel.get(queue)) is not None:
-        number += 1
-        if number > offset:
-            seen.append(_shown(delivered))
-    return seen
+class QueuePass:
+    """One look through a queue: each message is taken once, and all but the removed ones return at the end.
 
+    RabbitMQ counts returns, and may drop a message that was returned too often. Such a message is replaced by a copy,
+    at the end of the queue, whose count begins at none, once it has used half of its returns.
 
-async def take(channel: Channel, queue: str, message_id: str) -> bool:
-    """Remove the oldest such copy; messages before it return to the queue when the channel is closed."""
-    await count(channel, queue)
-    while (delivered := await channel.get(queue)) is not None:
-        if _shown(delivered).id == message_id:
-            channel.acknowledge(delivered.tag)
-            return True
-    return False
+    Args:
+        channel: A channel of its own.
+        queue: The queue.
+        limit_of: Reads how often the queue takes a message back.
+        copy: Sends a message to the queue again. Raises BackendUnavailable, InvalidMessage or QueueNotFound.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        queue: str,
+        *,
+        limit_of: Callable[[str], Awaitable[DeliveryLimit]],
+        copy: Callable[[str, Delivery], Awaitable[None]],
+    ) -> None:
+        self._channel = channel
+        self._queue = queue
+        self._limit_of = limit_of
+        self._copy = copy
+        self._counted = False
+        self._last: Delivery | None = None
+        self._gone: set[str] = set()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Message:
+        """Return the next message, oldest first, of those that no consumer has.
+
+        The end is a message that left during this pass and has come back: as a copy, or from where it was sent to.
+        """
+        await self.let_go()
+        if not self._counted:
+            await count(self._channel, self._queue)  # a missing queue is an error, as for every other look
+            self._counted = True
+        delivered = await self._channel.get(self._queue)
+        if delivered is None:
+            raise StopAsyncIteration
+        message = _shown(delivered)
+        if message.id in self._gone and not delivered.redelivered:
+            raise StopAsyncIteration
+        self._last = delivered
+        return message
+
+    async def remove(self) -> bool:
+        """Remove the message that was returned last from the queue; False if another process may have it by now."""
+        delivered, self._last = self._last, None
+        if delivered is None or self._channel.closed is not None:
+            return False
+        self._leave(delivered)
+        await self._channel.call(commands.Channel.Flow(active=True))  # answered after it
+        return True
+
+    async def let_go(self) -> None:
+        """Leave the message that was returned last in the queue, as a copy where the broker might soon drop it."""
+        delivered, self._last = self._last, None
+        if delivered is None or not delivered.returns:
+            return
+        limit = await self._limit_of(self._queue)
+        most = limit.returns if limit.seen else RETURNS_UNSEEN
+        if most is None or delivered.returns <= most // 2:
+            return
+        try:
+            await self._copy(self._queue, delivered)
+        except (BackendUnusable, InvalidMessage, QueueNotFound) as error:
+            raise BackendUnusable(
+                f"{limit}. Looking at more would lose some, as they cannot be copied: {error}"
+            ) from error
+        self._leave(delivered)
+
+    def _leave(self, delivered: Delivery) -> None:
+        self._channel.acknowledge(delivered.tag)
+        if message_id := _shown(delivered).id:
+            self._gone.add(message_id)
 
 
 async def purge(channel: Channel, queue: str) -> int:

@@ -106,6 +106,13 @@ class BrokerConnection:
             if not _cancelled():
                 await _close(channel)
 
+    async def release(self, channel: Channel) -> None:
+        """Close a channel: unacknowledged messages return to their queues. Waits a few seconds at most."""
+        closing = asyncio.create_task(_close(channel))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        await asyncio.shield(closing)
+
     async def version(self) -> tuple[int, ...]:
         """Return the broker's version. Raises BackendUnavailable or BackendUnusable."""
         return tuple(int(part) for part in re.findall(r"\d+", (await self.open()).version)[:3])

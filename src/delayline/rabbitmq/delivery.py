@@ -148,6 +148,7 @@ class DelayLevelDelivery:
         with contextlib.suppress(QueueNotFound):  # an endpoint that only sends has none
             await transport.bind_delivery(host.endpoint_name, self._levels.delivery)
         await self._catch_undeliverable(transport)
+        await self._lift_limits(transport)
         if self.stored is not None:
             await self.stored.setup_infrastructure()
 
@@ -157,6 +158,13 @@ class DelayLevelDelivery:
         _, good, text = await catch_undeliverable(transport.address, self._levels)
         level = logging.INFO if good else logging.WARNING
         emit(logger, level, Event.UNDELIVERABLE_CAUGHT, "Delay levels %s.*: %s", self._levels.prefix, text)
+
+    async def _lift_limits(self, transport: RabbitMQTransport) -> None:
+        from delayline.rabbitmq.admin.operations import lift_limits
+
+        _, good, text = await lift_limits(transport.address, self._levels)
+        if not good:
+            emit(logger, logging.WARNING, Event.DELIVERY_LIMITED, "Delay levels %s.*: %s", self._levels.prefix, text)
 
     async def start(self) -> None:
         """Look whether the levels are there, else raise BackendUnusable; start the store in front."""

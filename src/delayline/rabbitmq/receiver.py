@@ -7,6 +7,7 @@ import contextlib
 import logging
 from collections import deque
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -15,7 +16,7 @@ from pamqp import commands
 
 from delayline.errors import BackendUnavailable, QueueNotFound
 from delayline.events import Event, emit
-from delayline.message import Headers
+from delayline.message import Headers, to_wire_time
 from delayline.rabbitmq.amqp.channel import retrieve_exception
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.properties import message_from
@@ -23,7 +24,7 @@ from delayline.rabbitmq.overlapping_copies import OverlappingCopies, meant_for_a
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.amqp.properties import Delivery
@@ -46,8 +47,29 @@ LEFT_TO: Final = (
     "%r is sent the delayed messages for %r too, whose name ends in it. They are dropped here while the broker shows "
     "that the other endpoint gets them, else they go to the error queue. Rename one of the endpoints (logged once)"
 )
+SUSPICIOUS: Final = 2
+"""After so many returns a message is received without others."""
+NOT_COPIED: Final = "A message of %s that the broker drops at its next return cannot be copied: %s"
 NO_TAG: Final = 2**64
 """Above all delivery tags."""
+
+
+class ReturnedTooOften(Exception):
+    """A message that its queue would drop at its next return."""
+
+    def __init__(self, returns: int) -> None:
+        super().__init__(
+            f"it was returned to its queue {returns} times, and the broker would drop it at the next return"
+        )
+
+    def marks(self, queue: str) -> Mapping[str, str]:
+        """Return the headers that describe the failure, as of a message that a handler failed with."""
+        return {
+            Headers.FAILED_QUEUE: queue,
+            Headers.EXCEPTION_TYPE: f"{type(self).__module__}.{type(self).__qualname__}",
+            Headers.EXCEPTION_MESSAGE: str(self),
+            Headers.TIME_OF_FAILURE: to_wire_time(datetime.now(UTC)),
+        }
 
 
 class DeliveryTag(NamedTuple):
@@ -66,6 +88,8 @@ class RabbitMQReceiver:
         restore: declares this process's own queue again after its deletion; returns False for other queues.
         move_aside: moves a message that cannot be handled, with these headers added, before it is acknowledged.
         bindings: shows which destinations due messages get to.
+        copy: sends a message to the queue again.
+        is_dropped_next: whether the queue would drop a message that was returned so often at its next return.
         counted: whether the queue counts how often it gets a message back, as quorum queues do.
     """
 
@@ -77,13 +101,18 @@ class RabbitMQReceiver:
         restore: Callable[[str], Awaitable[bool]],
         move_aside: Callable[[Delivery, Mapping[str, str]], Awaitable[None]],
         bindings: DeliveryBindings,
+        copy: Callable[[Delivery], Awaitable[None]],
+        is_dropped_next: Callable[[int], bool],
         counted: bool = True,
     ) -> None:
         self._connection = connection
         self._queue = queue
         self._restore = restore
         self._move_aside = move_aside
+        self._copy = copy
+        self._is_dropped_next = is_dropped_next
         self._counted = counted
+        self._one_by_one = True
         self._channel: Channel | None = None
         self._number = 0
         self._capacity = 0
@@ -97,6 +126,7 @@ class RabbitMQReceiver:
         self._closing: asyncio.Task[None] | None = None
         self._retries: set[asyncio.Task[None]] = set()
         self._unmoved: set[int] = set()
+        self._last: dict[int, Delivery] = {}
         self._left_to: set[str] = set()
         self._copies = OverlappingCopies(bindings, queue, drop=self._drop_copy, keep=self._keep_copy)
         self._changed = asyncio.Event()
@@ -205,6 +235,7 @@ class RabbitMQReceiver:
         if tag not in self._held:  # of a channel that is lost: the broker delivers it again
             return
         self._held.discard(tag)
+        self._last.pop(tag, None)
         if not self._acknowledged:
             flush = asyncio.create_task(self._flush())
             self._flushes.add(flush)
@@ -222,6 +253,11 @@ class RabbitMQReceiver:
         batch: list[ReceivedMessage] = []
         while self._buffer and len(batch) < limit:
             delivered = self._buffer[0]
+            if self._must_not_return(delivered):
+                if not batch:
+                    self._pop()
+                    await self._set_aside(delivered, ReturnedTooOften(delivered.returns))
+                return batch
             other = meant_for_another(delivered, self._queue)
             if other is not None:
                 self._pop()
@@ -266,12 +302,16 @@ class RabbitMQReceiver:
 
     async def _set_aside(self, delivered: Delivery, error: Exception) -> None:
         emit(logger, logging.ERROR, Event.POISON_MESSAGE, POISON, self._queue, error)
+        marks = NO_MARKS
+        if isinstance(error, ReturnedTooOften):
+            marks = error.marks(self._queue)
+            self._last[delivered.tag] = delivered
         try:
-            await self._move_aside(delivered, NO_MARKS)
+            await self._move_aside(delivered, marks)
         except Exception:
             first = not self._retries
             self._unmoved.add(delivered.tag)
-            self._set_aside_soon(delivered, NO_MARKS, FIRST_PAUSE)
+            self._set_aside_soon(delivered, marks, FIRST_PAUSE)
             if first:
                 raise
         except BaseException:
@@ -310,7 +350,7 @@ class RabbitMQReceiver:
         async with self._opening:
             if self._stopped:
                 return
-            wanted = len(self._held) + limit
+            wanted = len(self._held) + (1 if self._one_by_one else limit)
             if self._channel is not None and wanted <= self._capacity:
                 return
             try:
@@ -326,7 +366,8 @@ class RabbitMQReceiver:
         channel = self._channel
         if channel is None:
             channel = await self._open()
-        more = min(wanted * READ_AHEAD, MOST_UNACKNOWLEDGED) - self._capacity
+        ahead = wanted if self._one_by_one else wanted * READ_AHEAD
+        more = min(ahead, MOST_UNACKNOWLEDGED) - self._capacity
         self._consumers.append(await channel.consume(self._queue, self._delivered, prefetch=more))
         self._capacity += more
 
@@ -339,7 +380,13 @@ class RabbitMQReceiver:
         return channel
 
     def _delivered(self, delivered: Delivery) -> None:
-        """Queue a delivered message; redelivered ones come first, as they did in the queue."""
+        """Queue a delivered message; redelivered ones come first, as they did in the queue.
+
+        As long as they were returned twice and more, perhaps by crashes of their handlers, each `receive` has the
+        broker send one: those that it sends ahead would be returned with it.
+        """
+        if self._one_by_one and not (self._counted and delivered.returns >= SUSPICIOUS):
+            self._one_by_one = False
         if delivered.redelivered:
             self._buffer.insert(self._redelivered, delivered)
             self._redelivered += 1
@@ -363,6 +410,7 @@ class RabbitMQReceiver:
         """Nothing that was received is ours any more: the broker gives it to others."""
         self._channel = None
         self._number += 1
+        self._one_by_one = True
         self._capacity = self._redelivered = 0
         self._consumers.clear()
         self._buffer.clear()
@@ -370,6 +418,7 @@ class RabbitMQReceiver:
         self._acknowledged.clear()
         self._end_retries()
         self._unmoved.clear()
+        self._last.clear()
 
     def _end_retries(self) -> None:
         self._copies.forget()
@@ -394,10 +443,29 @@ class RabbitMQReceiver:
         for consumer in self._consumers:
             await channel.cancel(consumer)
         for tag in self._unmoved:
-            self._give_back(tag)
+            if (delivered := self._last.get(tag)) is None:
+                self._give_back(tag)
+                continue
+            self._held.discard(tag)
+            await self._return(channel, delivered)
         self._unmoved.clear()
         while self._buffer:
-            channel.requeue(self._buffer.popleft().tag)
+            await self._return(channel, self._buffer.popleft())
+
+    async def _return(self, channel: Channel, delivered: Delivery) -> None:
+        """Return a message to the queue, as a copy if the queue would drop it."""
+        if self._must_not_return(delivered):
+            try:
+                await self._copy(delivered)
+            except Exception as error:
+                emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_COPIED, self._queue, error)
+            else:
+                channel.acknowledge(delivered.tag)
+                return
+        channel.requeue(delivered.tag)
+
+    def _must_not_return(self, delivered: Delivery) -> bool:
+        return self._counted and self._is_dropped_next(delivered.returns)
 
     async def _close_when_done(self) -> None:
         channel = self._channel

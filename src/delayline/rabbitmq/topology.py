@@ -6,6 +6,7 @@ See https://docs.particular.net/transports/rabbitmq/routing-topology.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.rabbitmq.amqp.errors import NotFound
@@ -20,7 +21,7 @@ from delayline.rabbitmq.amqp.methods import (
 from delayline.rabbitmq.browsing import count
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Mapping
 
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.connection import BrokerConnection
@@ -40,13 +41,14 @@ class Topology(Protocol):
         """Return the exchange and the routing key that lead to the destination's queue."""
         ...
 
-    async def declare(self, channel: Channel, queue: str, queue_type: str | None) -> None:
+    async def declare(self, channel: Channel, queue: str, queue_type: str | None, arguments: Mapping[str, int]) -> None:
         """Create the queue with its exchange and bindings. Idempotent.
 
         Args:
             channel: An open channel.
             queue: The queue's name.
             queue_type: `quorum` or `classic`; None for a queue that exists, whatever its type.
+            arguments: Further arguments of a new queue.
         """
         ...
 
@@ -75,9 +77,9 @@ class ConventionalTopology:
         """Return the exchange of the destination's name."""
         return destination, ""
 
-    async def declare(self, channel: Channel, queue: str, queue_type: str | None) -> None:
+    async def declare(self, channel: Channel, queue: str, queue_type: str | None, arguments: Mapping[str, int]) -> None:
         """Create the queue, its exchange and their binding."""
-        await channel.call(queue_declaration(queue, queue_type))
+        await channel.call(queue_declaration(queue, queue_type, arguments))
         await channel.call(ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
         await channel.call(QueueBind(queue=queue, exchange=queue))
 
@@ -110,9 +112,9 @@ class DirectTopology:
         """Return the default exchange, and the destination as key."""
         return "", destination
 
-    async def declare(self, channel: Channel, queue: str, queue_type: str | None) -> None:
+    async def declare(self, channel: Channel, queue: str, queue_type: str | None, arguments: Mapping[str, int]) -> None:
         """Create the queue."""
-        await channel.call(queue_declaration(queue, queue_type))
+        await channel.call(queue_declaration(queue, queue_type, arguments))
 
     async def check(self, channel: Channel, destination: str) -> None:
         """No-op: the broker returns messages without a queue."""
@@ -141,11 +143,13 @@ def _event_key(event_type: str) -> str:
     return f"#.{event_type.replace(':', '.').replace('.', '-')}.#"
 
 
-def queue_declaration(queue: str, queue_type: str | None) -> QueueDeclare:
+def queue_declaration(
+    queue: str, queue_type: str | None, arguments: Mapping[str, int] = MappingProxyType({})
+) -> QueueDeclare:
     """Return the declaration of a queue; without a type one that fails unless the queue exists."""
     if queue_type is None:
         return QueueDeclare(queue=queue, passive=True)
-    return QueueDeclare(queue=queue, durable=True, arguments=dict(QUEUE_ARGUMENTS[queue_type]))
+    return QueueDeclare(queue=queue, durable=True, arguments={**QUEUE_ARGUMENTS[queue_type], **arguments})
 
 
 TOPOLOGIES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}

@@ -21,7 +21,9 @@ from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.properties import sent_on
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
 from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
+from delayline.rabbitmq.browsing import QueuePass
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED, DeliveryLimits
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.topology import TOPOLOGIES, queue_declaration
@@ -29,7 +31,7 @@ from delayline.recoverability import FAILURE_HEADERS
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.transaction import Transaction
@@ -88,6 +90,7 @@ class RabbitMQTransport:
         )
         self.topology = TOPOLOGIES[self.address.topology]
         self.connection = BrokerConnection(self.address, name)
+        self.limits = DeliveryLimits(self.address, self.connection)
         self.publisher = Publisher(self.address, connection_name=f"{name} Publish")
         self._bindings = DeliveryBindings(self.address)
         self._error_queue = error_queue
@@ -118,8 +121,11 @@ class RabbitMQTransport:
         try:
             for queue in queues:
                 _check_length(queue)
+            await self.limits.lift(queues)
+            for queue in queues:
                 await self._declare(queue)
                 self._declared.setdefault(queue, set())
+            self.limits.warn(queues)
         finally:
             await self.stop()
 
@@ -165,6 +171,7 @@ class RabbitMQTransport:
 
     async def _disconnect(self) -> None:
         try:
+            await self.limits.stop()
             await self.publisher.close()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STOP_PATIENCE):
@@ -210,12 +217,15 @@ class RabbitMQTransport:
     async def receiver(self, queue: str) -> RabbitMQReceiver:
         """Return a receiver on the queue."""
         await self.count(queue)
+        self.limits.look_later(queue, self._error_queue)
         receiver = RabbitMQReceiver(
             self.connection,
             queue,
             restore=self._restore,
             move_aside=self._move_aside,
             bindings=self._bindings,
+            copy=partial(self._copy, queue),
+            is_dropped_next=partial(self.limits.is_reached, queue),
             counted=queue not in self._classic,
         )
         self._receivers.add(receiver)
@@ -241,15 +251,49 @@ class RabbitMQTransport:
         """Return how many messages are in the queue, without those that a receiver holds."""
         return await self._look(queue, browsing.count)
 
+    @contextlib.asynccontextmanager
+    async def passing(self, queue: str) -> AsyncIterator[QueuePass]:
+        """Look through the queue once: each message is taken, and given back at the end unless it was removed.
+
+        Raises QueueNotFound, BackendUnavailable; BackendUnusable where the queue would soon drop what it gets back.
+        """
+        _check_length(queue)
+        channel = await self.connection.channel()
+        messages = QueuePass(channel, queue, limit_of=self.limits.of, copy=self._copy)
+        try:
+            try:
+                yield messages
+            finally:
+                if channel.closed is None:
+                    await messages.let_go()
+                    if await self.connection.version() >= NACK_IS_NOT_COUNTED:
+                        channel.requeue_all()
+        except NotFound as error:
+            raise QueueNotFound(queue) from error
+        finally:
+            await self.connection.release(channel)
+
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
         """Return messages that no receiver holds, oldest first: each is taken and given back."""
-        return await self._look(queue, partial(browsing.browse, limit=limit, offset=offset))
+        found: list[Message] = []
+        async with self.passing(queue) as messages:
+            for number in range(offset + limit):
+                message = await anext(messages, None)
+                if message is None:
+                    break
+                if number >= offset:
+                    found.append(message)
+        return found
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
         """Remove the oldest copy of the message that no receiver holds; those before it are taken and given back."""
         if transaction is not None:
             raise ConfigurationError("RabbitMQ takes part in no transaction: take without transaction=")
-        return await self._look(queue, partial(browsing.take, message_id=message_id))
+        async with self.passing(queue) as messages:
+            async for message in messages:
+                if message.id == message_id:
+                    return await messages.remove()
+        return False
 
     async def purge(self, queue: str) -> int:
         """Remove every message that no receiver holds."""
@@ -263,9 +307,10 @@ class RabbitMQTransport:
             raise QueueNotFound(queue) from error
 
     async def _declare(self, queue: str) -> None:
-        declare = partial(self.topology.declare, queue=queue)
+        declare = partial(self.topology.declare, queue=queue, arguments=self.limits.argument_of(queue))
         try:
             await self.connection.run(partial(declare, queue_type=self.address.queue_type))
+            self.limits.created(queue)
             if self.address.queue_type == "classic":
                 self._classic.add(queue)
         except PreconditionFailed as different:
@@ -276,6 +321,8 @@ class RabbitMQTransport:
                     f"queue {queue!r} and its exchange are there already, but not as this topology has them: {error}. "
                     "Give RabbitMQTransport the topology= they have, or delete them"
                 ) from error
+            if self.limits.differs(queue, different):
+                return
             text = "Queue %r exists and is no %s queue as this endpoint would create it: using it as it is (%s)"
             emit(logger, logging.WARNING, Event.QUEUE_DIFFERS, text, queue, self.address.queue_type, different)
 
@@ -285,6 +332,8 @@ class RabbitMQTransport:
             await self._look(queue, browsing.count)
             await self.connection.run(lambda channel: channel.call(queue_declaration(queue, self.address.queue_type)))
         except PreconditionFailed as error:
+            if self.limits.differs(queue, error):
+                return ""
             return f"no {self.address.queue_type} queue as this endpoint would create it, and used as it is ({error})"
         return ""
 
@@ -302,14 +351,18 @@ class RabbitMQTransport:
 
         Raises QueueNotFound, BackendUnavailable, InvalidMessage.
         """
-        parked = Publication(
-            Message(POISON_ID, {}, delivered.body),
-            *self.topology.address_of(self._error_queue),
-            properties=sent_on(delivered.encoded_properties, marks, without=FAILURE_HEADERS if marks else ()),
-        )
-        failures = await self.publisher.publish([parked])
+        properties = sent_on(delivered.encoded_properties, marks, without=FAILURE_HEADERS if marks else ())
+        await self._send_on(delivered, self._error_queue, *self.topology.address_of(self._error_queue), properties)
+
+    async def _copy(self, queue: str, delivered: Delivery) -> None:
+        """Send a message to its queue again. Raises QueueNotFound, BackendUnavailable, InvalidMessage."""
+        await self._send_on(delivered, queue, "", queue, sent_on(delivered.encoded_properties, expires=True))
+
+    async def _send_on(self, delivered: Delivery, queue: str, exchange: str, key: str, properties: bytes) -> None:
+        message = Message(POISON_ID, {}, delivered.body)
+        failures = await self.publisher.publish([Publication(message, exchange, key, properties=properties)])
         for error in failures.values():
-            raise QueueNotFound(self._error_queue) if isinstance(error, Unroutable) else error
+            raise QueueNotFound(queue) if isinstance(error, Unroutable) else error
 
 
 def _check_length(name: str) -> None:

@@ -8,28 +8,32 @@ from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.admin import verification
 from delayline.rabbitmq.admin.management_api import ManagementApi
 from delayline.rabbitmq.admin.operations import NOT_CAUGHT
-from delayline.rabbitmq.admin.verification import CATCH_ALL, Check
+from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, check_limits
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.binding_overlap import receivers
+from delayline.rabbitmq.delivery_limits import read
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from delayline.rabbitmq.address import BrokerAddress
 
 WHAT: Final = "delay levels"
 
 
-async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None = None) -> Sequence[Check]:
+async def examine(
+    url: str, *, delay_levels: bool = True, endpoint: str | None = None, queues: Collection[str] = ()
+) -> Sequence[Check]:
     """Check the broker, its exchanges, queues and policies.
 
     Args:
         url: the broker's URL, with its options.
         delay_levels: whether to check the delay levels.
         endpoint: the only endpoint name to check if the management API, which lists all names, does not answer.
+        queues: queues that are received from or moved to.
 
     Returns:
         Findings: subject, whether it is as it should be, and value.
@@ -42,24 +46,39 @@ async def examine(url: str, *, delay_levels: bool = True, endpoint: str | None =
     connection, levels = transport.connection, DelayInfrastructure.named(transport.address.delays)
     await transport.start()
     try:
-        version = Check("RabbitMQ", ok=True, text=".".join(map(str, await connection.version())))
+        version = [Check("RabbitMQ", ok=True, text=".".join(map(str, await connection.version())))]
+        version += await limits_of(transport, queues)
         if not delay_levels:
-            return [version]
+            return version
         await connection.run(lambda channel: channel.call(ExchangeDeclare(exchange=levels.delivery, passive=True)))
         crossing = await receivers(connection, levels, endpoint or "")
     except NotFound:
-        return [version, Check(WHAT, ok=False, text="none. Create them: delayline setup, or delayline rabbitmq create")]
+        return [
+            *version,
+            Check(WHAT, ok=False, text="none. Create them: delayline setup, or delayline rabbitmq create"),
+        ]
     finally:
         await transport.stop()
     try:
-        return [version, *await _closely(transport.address, levels)]
+        return [*version, *await _closely(transport.address, levels)]
     except (BackendUnavailable, BackendUnusable) as error:
         text = f"{levels.delivery!r} is there; not looked at more closely: {error}"
         refused = isinstance(error, BackendUnusable)
         if refused:
             text += f". It may be that {NOT_CAUGHT}"
         there = Check(f"{WHAT}: {CATCH_ALL}" if refused else WHAT, ok=not refused, text=text)
-        return [version, there, _names(endpoint, crossing)] if endpoint else [version, there]
+        return [*version, there, _names(endpoint, crossing)] if endpoint else [*version, there]
+
+
+async def limits_of(transport: RabbitMQTransport, queues: Collection[str]) -> Sequence[Check]:
+    """Return which of these queues drop messages that are returned often; nothing where that cannot be seen."""
+    found = await read(transport.address, transport.connection, queues)
+    limited = [
+        Check(f"queue {name}: delivery limit", ok=False, text=str(one)) for name, one in found.items() if one.drops
+    ]
+    if limited or not all(limit.seen for limit in found.values()):
+        return limited
+    return [check_limits([])] if found else []
 
 
 async def _closely(address: BrokerAddress, levels: DelayInfrastructure) -> Sequence[Check]:

@@ -14,6 +14,7 @@ from delayline.message import Headers, from_wire_time
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, check_destination, parse, remaining
 
 if TYPE_CHECKING:
@@ -57,6 +58,8 @@ async def channel_of(connection: BrokerConnection) -> AsyncIterator[Channel]:
         yield channel
     finally:
         with contextlib.suppress(BackendUnavailable):
+            if channel.closed is None and await connection.version() >= NACK_IS_NOT_COUNTED:
+                channel.requeue_all()
             await channel.close()
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, Self
+from typing import TYPE_CHECKING, Any, Final, ParamSpec, Self, TypeVar, cast
 from urllib.parse import quote
 
 import httpx
@@ -13,7 +14,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.infrastructure import Binding
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 
     from delayline.rabbitmq.address import BrokerAddress, ManagementPlace
 
@@ -47,6 +48,8 @@ class QueueFacts:
     messages: int | None
     ready: int | None
     unacknowledged: int | None
+    policy: str | None = None
+    """The name of the policy that is in force."""
 
     @property
     def undeliverable(self) -> int:
@@ -75,6 +78,25 @@ class Policy:
             return False
 
 
+Arguments = ParamSpec("Arguments")
+Answer = TypeVar("Answer")
+
+
+def _understood(
+    ask: Callable[Arguments, Coroutine[Any, Any, Answer]],
+) -> Callable[Arguments, Coroutine[Any, Any, Answer]]:
+    """Have the method raise BackendUnusable for JSON that is not a management API's, as of another server's."""
+
+    @functools.wraps(ask)
+    async def asked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
+        try:
+            return await ask(*args, **kwargs)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise cast("ManagementApi", args[0]).not_understood() from error
+
+    return asked
+
+
 class ManagementApi:
     """One virtual host, seen through the management API of the first node that answers; use it with `async with`.
 
@@ -83,6 +105,7 @@ class ManagementApi:
 
     def __init__(self, address: BrokerAddress, url: str | None = None) -> None:
         self._address = address if url is None else replace(address, management=url)
+        self.vhost = address.vhost
         self._places = list(self._address.management_places)
         self._vhost = quote(address.vhost, safe="")
         self._http = httpx.AsyncClient(
@@ -100,38 +123,52 @@ class ManagementApi:
         """Close connections. Idempotent."""
         await self._http.aclose()
 
+    @_understood
     async def version(self) -> str:
         """Return the broker's version, as `3.10.8`."""
         return str((await self._get("overview")).get("rabbitmq_version", "unknown"))
 
+    @_understood
     async def feature_flags(self) -> Mapping[str, str]:
         """Return the state of each feature flag: enabled, disabled or unavailable."""
         return {one["name"]: one["state"] for one in await self._get("feature-flags")}
 
+    @_understood
     async def exchanges(self) -> Mapping[str, ExchangeFacts]:
         """Return the virtual host's exchanges by name."""
         found = await self._get(f"exchanges/{self._vhost}", disable_stats="true")
         return {one["name"]: _exchange(one) for one in found}
 
+    @_understood
     async def exchange(self, name: str) -> ExchangeFacts | None:
         """Return one exchange; None if there is no such exchange."""
         path = f"exchanges/{self._vhost}/{quote(name, safe='')}"
         found = await self._get_if_there(path)
         return None if found is None else _exchange(found)
 
+    @_understood
     async def queues(self) -> Mapping[str, QueueFacts]:
         """Return the virtual host's queues by name, with their counts."""
         return {one["name"]: _queue(one) for one in await self._get(f"queues/{self._vhost}", **TOTALS)}
 
+    @_understood
+    async def queue(self, name: str) -> QueueFacts | None:
+        """Return the queue of that name; None if there is none."""
+        found = await self._get_if_there(f"queues/{self._vhost}/{quote(name, safe='')}", **TOTALS)
+        return None if found is None else _queue(found)
+
+    @_understood
     async def bindings(self) -> Sequence[Binding]:
         """Return the virtual host's bindings, without those of the default exchange."""
         return [_binding(one) for one in await self._get(f"bindings/{self._vhost}") if one["source"]]
 
+    @_understood
     async def bindings_from(self, exchange: str) -> Sequence[Binding]:
         """Return the bindings of an exchange to queues and other exchanges; none if there is no such exchange."""
         path = f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"
         return [_binding(one) for one in await self._get_if_there(path) or ()]
 
+    @_understood
     async def policies(self, *, of_operators: bool = False) -> Sequence[Policy]:
         """Return the virtual host's policies, or those that its operators lay over them."""
         kind = "operator-policies" if of_operators else "policies"
@@ -158,15 +195,19 @@ class ManagementApi:
     async def _get(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON has no narrower type
         return self._json(await self._ask("GET", path, params=parameters))
 
-    async def _get_if_there(self, path: str) -> Any:  # noqa: ANN401 - JSON has no narrower type
-        answer = await self._ask("GET", path, missing=True)
+    async def _get_if_there(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON has no narrower type
+        answer = await self._ask("GET", path, missing=True, params=parameters)
         return None if answer.status_code == httpx.codes.NOT_FOUND else self._json(answer)
 
     def _json(self, answer: httpx.Response) -> Any:  # noqa: ANN401 - JSON has no narrower type
         try:
             return answer.json()
         except ValueError:
-            raise BackendUnusable(f"{self._places[0].url} is not a RabbitMQ management API: {HINT}") from None
+            raise self.not_understood() from None
+
+    def not_understood(self) -> BackendUnusable:
+        """Return the error for an answer that is not a management API's."""
+        return BackendUnusable(f"{self._places[0].url} is not a RabbitMQ management API: {HINT}")
 
     async def _ask(self, method: str, path: str, *, missing: bool = False, **content: Any) -> httpx.Response:  # noqa: ANN401 - httpx's
         """Ask the node that answered last, and the others in turn where it is unavailable; each call is idempotent."""
@@ -243,6 +284,7 @@ def _queue(one: Mapping[str, Any]) -> QueueFacts:
         one.get("messages"),
         one.get("messages_ready"),
         one.get("messages_unacknowledged"),
+        one.get("policy") or None,
     )
 
 

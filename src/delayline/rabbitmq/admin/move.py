@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
-from delayline.errors import ConfigurationError, InvalidMessage
+from delayline.errors import BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.rabbitmq.admin.drain import LevelMessage, Unmovable, batches, channel_of, must_have_levels, waiting
+from delayline.rabbitmq.admin.limits import limit_of_levels
 from delayline.rabbitmq.admin.operations import BlockedMessages, overdue
 from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried, content
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.levels import LEVELS, seconds_until
 from delayline.rabbitmq.topology import Routability
 
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 BATCH: Final = 200
 """Messages that are moved at once, and may arrive twice when a move is cut off."""
 SAMPLE: Final = 1000
-"""Messages of each level that a dry run looks at; brokers from version 4 count how often each was looked at."""
+"""Messages of each level that a dry run looks at."""
 Going = tuple["Delivery", LevelMessage]
 
 
@@ -122,11 +124,14 @@ class Move:
     async def run(self) -> Report:
         """Move all messages, highest level first. Idempotent: run it again after an interruption.
 
-        Raises BackendUnusable if either broker has no levels, BackendUnavailable if the connection is lost.
+        Raises BackendUnusable if either broker has no levels, or if a dry run could make messages early;
+        BackendUnavailable if the connection is lost.
         """
         try:
             await self._open()
-            if not self._dry_run:
+            if self._dry_run:
+                await self._must_only_look()
+            else:
                 await self._move_recoverable()
             for level in reversed(range(LEVELS)):
                 await self._drain(level)
@@ -142,6 +147,18 @@ class Move:
         if not self._dry_run:
             await self._publisher.open()
             await self._poison.open()
+
+    async def _must_only_look(self) -> None:
+        """Raise BackendUnusable where the broker may send messages on that a dry run gives back."""
+        version = await self._source.version()
+        if version >= NACK_IS_NOT_COUNTED:
+            return
+        limit = await limit_of_levels(self._ends[0].address, version, self._from)
+        if limit.drops:
+            raise BackendUnusable(
+                f"a dry run takes messages from their levels and returns them, and {limit.fact}: it would come due "
+                f"early. {limit.remedy}"
+            )
 
     async def _drain(self, level: int) -> None:
         """Move the messages of the level, including those that arrive meanwhile."""

@@ -10,12 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, QueueNotFound
+from delayline.rabbitmq.admin import limits
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective
-from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, blocked, catch_all_name
+from delayline.rabbitmq.admin.verification import CATCH_ALL, RETURNS, Check, blocked, catch_all_name, check_limits
 from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare, QueueBind, QueueDeclare
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.delivery_limits import LIMITED_FROM, reason
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
 from delayline.rabbitmq.topology import TOPOLOGIES
@@ -241,6 +243,27 @@ async def catch_undeliverable(address: BrokerAddress, infrastructure: DelayInfra
         reason = str(error) or f"no answer from {address.management_url} in {SETUP_PATIENCE:g} s"
         return Check(CATCH_ALL, ok=True, text=f"{NOT_CAUGHT}: {reason}")
     return Check(CATCH_ALL, ok=True, text=f"due messages without a destination go to the queue {name}")
+
+
+async def lift_limits(address: BrokerAddress, infrastructure: DelayInfrastructure) -> Check:
+    """Have the broker drop nothing that is returned to the queues of the levels and of the catch-all.
+
+    Returns whether it does not, else the remedy. Raises BackendUnavailable where the broker does not answer.
+    """
+    connection = BrokerConnection(address, "delayline limits")
+    try:
+        version = await connection.version()
+    finally:
+        await connection.close()
+    if version < LIMITED_FROM or not infrastructure.quorum:
+        return Check(RETURNS, ok=True, text="such queues have none, unless a policy sets one")
+    try:
+        async with asyncio.timeout(SETUP_PATIENCE), ManagementApi(address) as api:
+            found = await limits.lift_levels(api, version, infrastructure)
+            found += (await limits.lift(api, version, [catch_all_name(infrastructure)])).values()
+    except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError) as error:
+        found = [limits.unseen_levels(address.vhost, version, infrastructure, reason(address, error))]
+    return check_limits(found)
 
 
 async def catch_all_off(infrastructure: DelayInfrastructure, api: ManagementApi) -> bool:

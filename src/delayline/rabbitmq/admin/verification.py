@@ -6,6 +6,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.clock import SystemClock
+from delayline.rabbitmq.admin import limits
 from delayline.rabbitmq.admin.management_api import effective, version_of
 from delayline.rabbitmq.infrastructure import Difference
 from delayline.rabbitmq.levels import crossings
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.rabbitmq.admin.management_api import ExchangeFacts, ManagementApi, Policy, QueueFacts
+    from delayline.rabbitmq.delivery_limits import DeliveryLimit
     from delayline.rabbitmq.infrastructure import Binding, DelayInfrastructure
 
 OLDEST: Final = (3, 10, 0)
@@ -23,11 +25,12 @@ FLAG_IS_GIVEN: Final = (3, 12, 0)
 FLAG: Final = "stream_queue"
 SHOWN: Final = 5
 #: Policy settings that break a level: they cut delays, drop messages, or delete the queue.
-HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "dead-letter-exchange", "delivery-limit")
+HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "dead-letter-exchange")
 LOOKS: Final = 3
 BETWEEN_LOOKS: Final = 1.0
 DESTINATION_START: Final = "#."
 CATCH_ALL: Final = "catch-all"
+RETURNS: Final = "returns"
 
 
 class Check(NamedTuple):
@@ -47,13 +50,28 @@ async def verify(api: ManagementApi, infrastructure: DelayInfrastructure) -> lis
     if infrastructure.quorum:
         checks.append(_flag(await api.version(), await api.feature_flags()))
     queues, bindings = await api.queues(), await api.bindings()
+    version = version_of(await api.version())
+    caught = await limits.read(api, version, [catch_all_name(infrastructure)])
+    limited = [*await limits.read_levels(api, version, infrastructure), *caught.values()]
     return [
         *checks,
         _exchanges(infrastructure, await api.exchanges()),
         _queues(infrastructure, queues),
         _bindings(infrastructure, bindings),
         _policies(infrastructure, await api.policies(), await api.policies(of_operators=True)),
+        check_limits(limited),
     ]
+
+
+def check_limits(limits: Sequence[DeliveryLimit]) -> Check:
+    """Return whether queues drop messages that are returned to them often."""
+    limited = [limit for limit in limits if limit.drops]
+    if not limited:
+        return Check(RETURNS, ok=True, text="no queue drops messages that are returned to it")
+    others = f"; so do {len(limited) - 1} more" if len(limited) > 1 else ""
+    remedies = dict.fromkeys(limit.remedy for limit in limited)
+    text = f"{limited[0].fact}{others}. " + " ".join(list(remedies)[:SHOWN])
+    return Check(RETURNS, ok=False, text=text)
 
 
 async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> list[Check]:

@@ -156,6 +156,11 @@ class Channel:
         self._must_be_open()
         self._connection.write(frame.marshal(commands.Basic.Nack(tag, requeue=True), self.number))
 
+    def requeue_all(self) -> None:
+        """Return every unacknowledged message to its queue. Raises BackendUnavailable."""
+        self._must_be_open()
+        self._connection.write(frame.marshal(commands.Basic.Nack(0, multiple=True, requeue=True), self.number))
+
     @property
     def closing(self) -> bool:
         """Whether this side has begun to close it."""

@@ -19,6 +19,7 @@ from delayline.message import NO_VALUE, Headers, Message, in_utc, to_wire_time
 from delayline.rabbitmq.amqp.wire import (
     DAMAGED_HEADERS,
     ENCLOSED_TYPES,
+    EXPIRATION_FLAG,
     HEADERS_FLAG,
     HEADERS_IN_BODY,
     LONGEST_SHORT_STRING,
@@ -253,7 +254,11 @@ def message_id_in(encoded: bytes) -> str | None:
 
 
 def sent_on(
-    encoded: bytes, marks: Mapping[str, str | int] = MappingProxyType({}), *, without: str | tuple[str, ...] = ()
+    encoded: bytes,
+    marks: Mapping[str, str | int] = MappingProxyType({}),
+    *,
+    without: str | tuple[str, ...] = (),
+    expires: bool = False,
 ) -> bytes:
     """Return the property flags and list of a message that is sent on as it came, for Publication.properties.
 
@@ -264,6 +269,7 @@ def sent_on(
         encoded: The message's property flags and list.
         marks: Headers to add, if the message's own can be parsed.
         without: Prefix, or prefixes, of the names of headers to leave out.
+        expires: Whether it keeps its expiration.
 
     Raises:
         InvalidMessage: The properties cannot be parsed.
@@ -272,7 +278,7 @@ def sent_on(
     added = b"".join(_encoded_mark(name, value) for name, value in marks.items())
     try:
         for flag, start, end in _walk(encoded):
-            if flag in NOT_FOR_ERROR_QUEUE:
+            if flag in NOT_FOR_ERROR_QUEUE and not (expires and flag == EXPIRATION_FLAG):
                 continue
             table = flag == HEADERS_FLAG
             parts[flag] = _fields_that_go_on(encoded, start + 4, end, added, without) if table else encoded[start:end]
