@@ -3,6 +3,7 @@
 DelaylineError
 ├── ConfigurationError (ValueError)      a setting, name or URL that cannot work; the text names the change
 │   ├── UnsupportedTransactionMode       these parts cannot honour that transaction mode
+│   ├── DifferentInput                   a job's name was used for other rows before
 │   └── MissingExtra (ImportError)       an optional dependency is not installed
 ├── InvalidMessage (ValueError)          a message refused at the door: body, header, destination, id
 │   ├── InvalidDueTime                   a delay or instant that cannot be honoured
@@ -41,6 +42,10 @@ class ConfigurationError(DelaylineError, ValueError):
 
 class UnsupportedTransactionMode(ConfigurationError):
     """The transport and the delayed delivery cannot honour the transaction mode together."""
+
+
+class DifferentInput(ConfigurationError):
+    """A bulk job has the name of an earlier one with other rows; nothing was stored."""
 
 
 class MissingExtra(ConfigurationError, ImportError):

@@ -18,8 +18,10 @@ from click.testing import CliRunner
 
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
+from delayline.bulk.fingerprint import Fingerprint
+from delayline.bulk.writer import BulkWriter
 from delayline.cli import main
-from delayline.errors import BackendUnusable, NewerSchema
+from delayline.errors import BackendUnusable, DifferentInput, NewerSchema
 from delayline.migration import journal as migrations
 from delayline.sql.databases import database_at
 from delayline.sql.journal import JOURNAL
@@ -286,6 +288,51 @@ async def test_tables_of_revision_2_are_upgraded_in_place(revision_2: str) -> No
     await store.store(delayed())
     assert [message.id for message in await store.pending()] == ["m"]
     await store.close()
+
+
+async def test_the_names_of_runs_are_taken_apart_in_place(revision_2: str) -> None:
+    # Given the ledger of an older delayline, in which the names of runs begin with their sinks and kinds
+    query = "0b0f5f6e-7f0f-4d8e-9a55-9a2f6c3f7c11"
+    rows = {
+        "cold nightly": (0, 5),
+        "cold weekly": (0, 3),  # no sink of a run "weekly"
+        f"stream  {query}": (7, 20),
+        f"levels stream  {query}": (7, 30),
+        "migration spring 0 4": (987654321, 50),
+        "migration spring 0 5": (0, 0),  # closed
+        "migration of the stream": (0, 9),  # the name of a job
+    }
+    for name, (batch, stored) in rows.items():
+        into = "INSERT INTO delayline_spark_runs (run, batch, stored, duplicates, rejected) VALUES"
+        await change(revision_2, f"{into} ('{name}', {batch}, {stored}, 0, 0)")
+    # When it is upgraded, twice, as after a kill before the version was recorded
+    arguments = ("setup", "--endpoint", "sales", "--url", revision_2)
+    await asyncio.to_thread(run, *arguments)
+    await change(revision_2, "UPDATE delayline_schema SET version = 1, revision = 1 WHERE feature = 'jobs'")
+    await asyncio.to_thread(run, *arguments)
+    # Then every row has its key, and one that may be of two runs is kept under both
+    query_of_key = "SELECT run, sink, kind, batch, stored FROM delayline_spark_runs"
+    with database_at(revision_2).dialect.look() as connection:
+        found = {tuple(row[:3]): tuple(row[3:]) for row in connection.exec_driver_sql(query_of_key)}
+    assert found == {
+        ("nightly", "store", "job"): (0, 7),
+        ("nightly", "cold", "job"): (0, 5),
+        ("cold nightly", "store", "job"): (0, 5),
+        ("cold weekly", "store", "job"): (0, 3),
+        (f"stream  {query}", "store", "stream"): (7, 20),
+        (f"stream  {query}", "levels", "stream"): (7, 30),
+        (f"levels stream  {query}", "store", "job"): (7, 30),
+        ("migration spring 0 4", "store", "migration"): (987654321, 50),
+        ("migration spring 0 5", "store", "migration"): (0, 0),
+        ("migration of the stream", "store", "job"): (0, 9),
+    }
+    # And the store's run is found, but refused for an input with another number of rows
+    writer = BulkWriter(revision_2, "sales.timeouts")
+    await asyncio.to_thread(writer.create)
+    repeated = await asyncio.to_thread(writer.commit, [], run="nightly", fingerprint=Fingerprint(7))
+    assert (repeated.stored, repeated.repeated) == (7, True)
+    with pytest.raises(DifferentInput, match="'nightly' was used for another input: it had 7 rows, and this one has 8"):
+        await asyncio.to_thread(writer.commit, [], run="nightly", fingerprint=Fingerprint(8))
 
 
 async def test_an_upgrade_that_was_killed_after_dropping_the_versions_is_completed(revision_2: str) -> None:

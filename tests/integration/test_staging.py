@@ -15,9 +15,10 @@ import pytest
 from sqlalchemy import text
 
 from delayline import BackendUnavailable, ConfigurationError, DuplicateMessage, TransactionMode
-from delayline.bulk.ledger import Committed
+from delayline.bulk.fingerprint import Fingerprint
+from delayline.bulk.ledger import Committed, RunKind, Sink
 from delayline.bulk.writer import STREAMS, BulkWriter
-from delayline.errors import BackendUnusable
+from delayline.errors import BackendUnusable, DifferentInput
 from delayline.sql import SqlDelayedMessageStore
 from delayline.sql.dialect import OnConflict
 
@@ -208,6 +209,38 @@ def test_a_run_that_is_run_again_does_nothing(url: str, make_job: Callable[..., 
     assert again == Committed(1, rejected=2, repeated=True)
     assert second.committed("nightly") == Committed(1, rejected=2)
     assert ids(url) == ["a"]
+
+
+def test_a_name_is_kept_with_its_input(url: str, make_job: Callable[..., BulkWriter]) -> None:
+    # Given a run that has committed
+    first, again, other = make_job(), make_job(), make_job()
+    first.commit([first.write([rows("a")])], run="nightly", fingerprint=Fingerprint.of(rows("a")))
+    # Then the same rows are taken for a repetition, and others are refused with the name
+    repeated = again.commit([again.write([rows("a")])], run="nightly", fingerprint=Fingerprint.of(rows("a")))
+    assert repeated.repeated
+    with pytest.raises(DifferentInput, match=r"the run 'nightly' .* it had 1 rows, and this one has 2"):
+        other.commit([other.write([rows("b", "c")])], run="nightly", fingerprint=Fingerprint.of(rows("b", "c")))
+    with pytest.raises(DifferentInput, match="the rows of this one have other ids"):
+        other.commit([other.write([rows("b")])], run="nightly", fingerprint=Fingerprint.of(rows("b")))
+    changed = other.write([rows("a", body=b"changed")])
+    seen = Fingerprint.of(rows("a", body=b"changed"))
+    assert other.commit([changed], run="nightly", fingerprint=seen, on_conflict=OnConflict.IGNORE).repeated
+    with pytest.raises(DifferentInput, match="the rows of this one have other contents"):
+        other.commit([changed], run="nightly", fingerprint=seen, on_conflict=OnConflict.REPLACE)
+    # And a sink's and a stream's row are not those of a job with such a name
+    assert other.committed("nightly", sink=Sink.COLD) is None
+    assert other.committed("nightly", kind=RunKind.STREAM) is None
+    assert ids(url) == ["a"]
+
+
+def test_a_streams_batch_is_refused_after_a_later_one(url: str, make_job: Callable[..., BulkWriter]) -> None:
+    """As from a checkpoint that was restored from a backup: its next batches have other rows."""
+    first, second, old = (make_job(STREAMS) for _ in range(3))
+    for batch, job in enumerate((first, second)):
+        job.commit([job.write([rows(f"{batch}")])], run="loader", batch=batch, kind=RunKind.STREAM)
+    with pytest.raises(DifferentInput, match="batch 0 of 'loader' comes after batch 1 was stored"):
+        old.commit([old.write([rows("other")])], run="loader", batch=0, kind=RunKind.STREAM)
+    assert ids(url) == ["0", "1"]
 
 
 def test_of_two_drivers_of_one_run_one_commits(url: str, make_job: Callable[..., BulkWriter]) -> None:

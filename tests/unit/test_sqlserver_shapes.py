@@ -228,6 +228,10 @@ async def test_setup_can_be_planned_without_a_server(url: str, monkeypatch: pyte
     assert version.endswith("DATALENGTH(old.feature) = DATALENGTH(new.feature))")
 
 
+#: Columns of the ledger that revision 2 of the schema did not have.
+LATER_IN_RUNS = {"sink", "kind", "fingerprint"}
+
+
 def test_the_upgrade_from_revision_2_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a catalog that shows the tables of revision 2
     dialect, groups = server(), registered_groups()
@@ -235,17 +239,29 @@ def test_the_upgrade_from_revision_2_compiles(monkeypatch: pytest.MonkeyPatch) -
     tables = {table.name: table for group in groups for table in group.tables(dialect, schema)}
     columns = {name: shown(dialect, table).get_columns() for name, table in tables.items()}
     columns["delayline_schema"] = [in_catalog(dialect, name, "INTEGER") for name in ("version", "revision")]
+    columns["delayline_spark_runs"] = [
+        one for one in columns["delayline_spark_runs"] if one["name"] not in LATER_IN_RUNS
+    ]
     catalog = SimpleNamespace(
         dialect=dialect.sql,
         has_table=lambda *_, **__: True,
         get_table_names=lambda **_: [*columns],
         get_columns=lambda name, **_: columns[name],
+        get_pk_constraint=lambda *_, **__: {"name": "PK__delaylin__C2B5", "constrained_columns": ["run"]},
     )
     monkeypatch.setattr(setup, "inspect", lambda _: catalog)
     connection: Any = SimpleNamespace(execute=lambda _: [("queues", 1, 2)])
     # When
     statements = setup.texts(RequiredTables(dialect, schema, QUEUES).plan(connection), dialect)
-    # Then the table of versions alone is replaced, and every feature gets its row
+    # Then the table of versions alone is replaced, the ledger gets its new key, and every feature gets its row
+    rekeyed = [statement for statement in statements if "delayline_spark_runs" in statement]
+    statements = [statement for statement in statements if statement not in rekeyed]
+    added = [statement.split(" ADD ")[1].split()[0] for statement in rekeyed[:3]]
+    assert added == ["sink", "kind", "fingerprint"]
+    assert rekeyed[0].endswith("COLLATE Latin1_General_100_BIN2 NOT NULL DEFAULT 'store'")
+    table = "ALTER TABLE [dbo].delayline_spark_runs"
+    assert rekeyed[3] == f"{table} DROP CONSTRAINT [PK__delaylin__C2B5]; {table} ADD PRIMARY KEY (run, sink, kind)"
+    assert [statement.split()[0] for statement in rekeyed[4:]] == ["UPDATE", "UPDATE", "INSERT", "INSERT"]
     assert statements[0].strip() == "DROP TABLE [dbo].delayline_schema"
     assert statements[1].startswith("IF object_id(N'[dbo].delayline_schema', N'U') IS NULL\nCREATE TABLE")
     rows = [
@@ -267,6 +283,8 @@ def test_the_upgraded_tables_match_the_current_ones() -> None:
     for group in registered_groups():
         for table in group.tables(dialect, schema) if group.feature not in came_since else ():
             columns = [column for column in table.columns if table.name != "delayline_queues" or column.name == "name"]
+            if table.name == "delayline_spark_runs":
+                columns = [column for column in table.columns if column.name not in LATER_IN_RUNS]
             if len(columns) < len(table.columns):  # they have come since, and are added by an upgrade
                 table = Table(table.name, MetaData(schema=schema), *(column._copy() for column in columns))
             for statement in setup.texts(setup._creation(table), dialect):

@@ -40,6 +40,8 @@ class JobParameters:
     """Destinations that the broker cannot reach, with the reason."""
     refused_ids: Mapping[str, str] = field(default_factory=dict)
     """Ids of messages that the broker has refused, with the reason; saved when the job commits."""
+    fingerprint: str | None = None
+    """Of the input; None where it was not taken."""
 
 
 @dataclass

@@ -14,13 +14,14 @@ import contextlib
 import secrets
 import threading
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import Table, select
 
-from delayline.bulk.ledger import CLOSED, Committed, JobLedger, check_run
+from delayline.bulk.ledger import CLOSED, Committed, JobLedger, RunKey, RunKind, Sink, check_run
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
+    from delayline.bulk.fingerprint import Fingerprint
     from delayline.sql.dialect import Stage
 
 Result = TypeVar("Result")
@@ -134,6 +136,8 @@ class BulkWriter:
         on_conflict: OnConflict = OnConflict.FAIL,
         run: str | None = None,
         batch: int = 0,
+        kind: RunKind = RunKind.JOB,
+        fingerprint: Fingerprint | None = None,
         pre_commit: Callable[[Connection, Table], object] | None = None,
         journal_only: Sequence[Attempt] = (),
         arrival: JournalEvent = JournalEvent.SCHEDULED,
@@ -145,6 +149,8 @@ class BulkWriter:
             on_conflict: For an id that exists.
             run: Name of the job in the ledger; a committed batch of it is not committed again.
             batch: Number of the batch in the run.
+            kind: What the run belongs to.
+            fingerprint: That of the job's input, for the ledger.
             pre_commit: Runs inside the transaction before the move, and may delete staged rows; an exception rolls
                 everything back.
             journal_only: Attempts whose messages are in the cold tier: recorded in the journal, if there is one,
@@ -153,12 +159,14 @@ class BulkWriter:
 
         Raises:
             DuplicateMessage: An id exists already.
+            DifferentInput: The run has committed another input.
             BackendUnavailable: The database has lost staged rows; nothing was stored.
         """
         work = partial(self._work, attempts, on_conflict, journal_only, arrival, pre_commit)
-        move = partial(self._move, work=work, run=run, batch=batch)
-        if run is not None:
-            check_run(run)
+        key = None if run is None else RunKey(check_run(run), kind=kind)
+        contents = on_conflict is OnConflict.REPLACE  # otherwise a row with the id of an earlier one is left out anyway
+        begin = partial(self._runs.begin, batch=batch, fingerprint=fingerprint, contents=contents)
+        move = partial(self._move, work=work, begin=begin, key=key, batch=batch, fingerprint=fingerprint)
         committed: Committed = blocking(self._opened(self._move_and_notify, move, attempts))
         if self.name != STREAMS:
             self.discard()
@@ -170,13 +178,20 @@ class BulkWriter:
         with contextlib.suppress(BackendUnavailable):
             blocking(self._opened(self._database.write, clear if self.name == STREAMS else self._stage.drop))
 
-    def committed(self, run: str, batch: int = 0) -> Committed | None:
-        """Return the result that the run has committed; None if there is none, or none yet for the batch."""
-        return blocking(self._opened(lambda: self._database.read(partial(self._runs.find, run=run, batch=batch))))
+    def committed(
+        self, run: str, batch: int = 0, *, sink: Sink = Sink.STORE, kind: RunKind = RunKind.JOB
+    ) -> Committed | None:
+        """Return the result that the run has committed; None if there is none, or none yet for the batch.
+
+        The ledger must be there: see `create_ledger`.
+        """
+        find = partial(self._runs.find, key=RunKey(run, sink, kind), batch=batch)
+        found: Committed | None = blocking(self._opened(self._database.read, find))
+        return found
 
     def committed_batches(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the attempt that has committed each of these batches; uncommitted batches are left out."""
-        return blocking(self._opened(self._database.read, partial(self._runs.attempts, runs=names)))
+        """Return the attempt that has committed each of a migration's batches; uncommitted ones are left out."""
+        return blocking(self._opened(self._database.write, partial(self._attempts, names=names)))
 
     def close_batches(self, names: Sequence[str]) -> None:
         """Prevent later commits of these batches; committed ones are unaffected."""
@@ -289,8 +304,12 @@ class BulkWriter:
                 if not breaks_a_key(error):
                     raise
                 raise IdTaken from error
-        self._runs.end(connection, name, attempt, Committed(batch.num_rows))
+        self._runs.end(connection, RunKey(name, kind=RunKind.MIGRATION), attempt, Committed(batch.num_rows))
         return attempt
+
+    def _attempts(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
+        self._runs.create(connection)
+        return self._runs.attempts(connection, names)
 
     def _close(self, connection: Connection, names: Sequence[str]) -> None:
         self._runs.create(connection)
@@ -305,14 +324,22 @@ class BulkWriter:
         return committed
 
     def _move(
-        self, connection: Connection, *, work: Callable[[Connection], Committed], run: str | None, batch: int
+        self,
+        connection: Connection,
+        *,
+        work: Callable[[Connection], Committed],
+        begin: Callable[[Connection, RunKey], Committed | None],
+        key: RunKey | None,
+        batch: int,
+        fingerprint: Fingerprint | None,
     ) -> Committed:
-        before = None if run is None else self._runs.begin(connection, run, batch)
+        before = None if key is None else begin(connection, key)
         if before is not None:
             return before
         committed = work(connection)
-        if run is not None:
-            self._runs.end(connection, run, batch, committed)
+        if key is not None:
+            kept = None if fingerprint is None else str(fingerprint)
+            self._runs.end(connection, key, batch, replace(committed, fingerprint=kept))
         return committed
 
     def _work(

@@ -9,8 +9,9 @@ from sqlalchemy import inspect, select
 
 from delayline.bulk.cold_catalog import cold_tables
 from delayline.bulk.dispatchers import dispatcher_tables
-from delayline.bulk.ledger import NONE_YET, runs_table
+from delayline.bulk.ledger import LEDGER, NONE_YET, RunKind, runs_table
 from delayline.dashboard.model import JobRow
+from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,9 +31,11 @@ def schedules(connection: Connection, dialect: Dialect, schema: str | None) -> l
     table = runs_table(schema)
     if not _exists(connection, table):
         return []
+    RequiredTables(dialect, schema, LEDGER).check_upgraded(connection)
     columns = table.c
-    query = select(columns.run, columns.stored, columns.duplicates, columns.rejected, columns.finished, columns.batch)
-    ended = query.where(columns.finished.is_not(None), columns.batch > NONE_YET)
+    ended = select(table).where(
+        columns.finished.is_not(None), columns.batch > NONE_YET, columns.kind != RunKind.MIGRATION.value
+    )
     return [
         JobRow(
             "schedule",
@@ -42,7 +45,7 @@ def schedules(connection: Connection, dialect: Dialect, schema: str | None) -> l
             dialect.from_due(row.finished),
             int(row.stored + row.duplicates + row.rejected),
             int(row.stored),
-            {"duplicates": str(row.duplicates), "rejected": str(row.rejected)},
+            {"sink": row.sink, "duplicates": str(row.duplicates), "rejected": str(row.rejected)},
         )
         for row in connection.execute(ended.order_by(columns.finished.desc()).limit(LISTED))
     ]

@@ -12,7 +12,6 @@ import pyarrow as pa
 
 from delayline.bulk.cold_catalog import ColdFile, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
-from delayline.bulk.ledger import JobLedger
 from delayline.bulk.writer import Attempt, blocking
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.options import FORMAT, StoreOptions
@@ -50,7 +49,6 @@ class ColdTier:
         dialect = self._database.dialect
         table = dialect.timeouts_table(dialect.kept_name(self.store.table), dialect.schema_of(self.store.schema))
         self.catalog = ColdFiles(dialect, table)
-        self.runs = JobLedger(dialect, table.schema)
         self._journal = Journal(table, dialect)
         _ = ColdFolder(path)
 

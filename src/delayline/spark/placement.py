@@ -13,7 +13,6 @@ A job that is run again under the same name skips these; a partition that was in
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import time
 import uuid
@@ -30,12 +29,12 @@ from pyspark.sql.window import Window
 
 from delayline.bulk.cold_catalog import HOUR
 from delayline.bulk.cold_folder import HourWriter
-from delayline.bulk.ledger import Committed, JobLedger
+from delayline.bulk.fingerprint import Fingerprint
+from delayline.bulk.ledger import Committed, JobLedger, RunKey, RunKind, Sink, check_input
 from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
 from delayline.bulk.writer import Attempt, blocking, new_area
 from delayline.clock import SystemClock, from_microseconds, to_microseconds
 from delayline.errors import ConfigurationError, DuplicateMessage
-from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.broker_sink import ANY_SIZE, LONGEST, BrokerSink
 from delayline.spark.cold_tier import (
     NO_ROWS,
@@ -54,7 +53,7 @@ from delayline.sql.databases import database_at
 from delayline.sql.dialect import OnConflict
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from datetime import datetime, timedelta
 
     from pyspark.sql import DataFrame
@@ -78,14 +77,12 @@ PARTITION: Final = "_delayline_partition"
 DUPLICATE: Final = "_delayline_duplicate"
 DUE_HOUR: Final = "_delayline_hour"
 KNOWN_ID: Final = "_delayline_known"
-#: Beginnings of the names under which the runs table keeps the counts of the other sinks.
-COLD: Final = "cold"
-LEVELS: Final = "levels"
 #: The most destinations that the driver looks up before the job; the tasks look up the others.
 MOST_DESTINATIONS: Final = 10_000
 #: The most ids whose refusal by the broker is kept.
 MOST_REFUSED: Final = 1000
 RESULT: Final = "result STRING"
+FINGERPRINT: Final = "fingerprint STRING"
 
 
 class Placed(NamedTuple):
@@ -100,6 +97,11 @@ class Placed(NamedTuple):
     repeated: bool
     now: datetime
     validator: Validator
+
+    @property
+    def rows(self) -> int:
+        """How many rows the input had."""
+        return self.stored + self.cold + self.sent + self.duplicates + self.rejected
 
 
 class PartitionLedger:
@@ -182,15 +184,16 @@ class Placement:
                 "'fail'"
             )
 
-    def run(self, rows: DataFrame, run: str | None, *, batch: int = 0) -> Placed:
+    def run(self, rows: DataFrame, run: str | None, *, batch: int | None = None) -> Placed:
         """Place the rows as one batch of a run. Blocks.
 
         Args:
             rows: the messages, with the columns of `spark.schema`.
             run: the name of the job: resumes an earlier attempt, or returns the counts of one that has committed.
-            batch: the number of a stream's micro-batch; 0 for a job that is none.
+            batch: the number of a stream's micro-batch; None for a job that is none.
 
         Raises:
+            DifferentInput: A job of that name had other rows, or a stream has stored a later batch.
             DelaylineError: Nothing is placed in store and cold tier; a broker keeps the messages that it has confirmed.
         """
         self.check()
@@ -200,14 +203,15 @@ class Placement:
 class _Job:
     """One batch of a run, on the driver."""
 
-    def __init__(self, settings: Placement, run: str | None, batch: int) -> None:
+    def __init__(self, settings: Placement, run: str | None, batch: int | None) -> None:
         target = settings.target
         self._settings = settings
         self._named = run is not None
         self._run = run or uuid.uuid4().hex
-        self._batch = batch
+        self._kind = RunKind.JOB if batch is None else RunKind.STREAM
+        self._batch = batch or 0
         self._store = target.store
-        if self._store is None and run is not None and not run.startswith("stream "):
+        if self._store is None and run is not None and self._kind is RunKind.JOB:
             raise ConfigurationError(
                 f"run={run!r} needs a database that records it: JobTarget('postgresql://...', delay_levels='amqp://...')"
             )
@@ -219,18 +223,36 @@ class _Job:
             self._broker.must_exist()
         self._ledger: PartitionLedger | None = None
         if self._store is not None and self._broker is not None:
-            self._ledger = PartitionLedger(self._store, self._run if batch == 0 else f"{self._run} {batch}")
+            # A tab cannot be in the name of a job.
+            self._ledger = PartitionLedger(self._store, self._run if batch is None else f"{self._run}\t{batch}")
         self._began = time.monotonic()
+
+    @property
+    def _takes_fingerprint(self) -> bool:
+        """Whether the input may differ when it comes again; Spark repeats a batch of a stream with the same rows."""
+        return self._named and self._staging is not None and self._kind is RunKind.JOB
 
     def place(self, rows: DataFrame) -> Placed:
         """Run the tasks and commit their results, unless an earlier attempt has committed."""
         saved = None if self._ledger is None else self._ledger.create()
+        before: Committed | None = None
         if self._staging is not None and self._named:
-            before = self._staging.committed(self._run, self._batch)
-            if before is not None:
-                return self._repeated(before, saved or self._parameters(None))
+            self._staging.create_ledger()
+            before = self._recorded(Sink.STORE)
+        if before is not None:
+            parameters = saved or self._parameters(None)
+            placed = self._repeated(before, parameters)
+            if self._takes_fingerprint:
+                given, contents = self._fingerprint(rows, parameters), self._settings.on_conflict == OnConflict.REPLACE
+                check_input(self._run, before.fingerprint, placed.rows, given, contents=contents)
+            return placed
         parameters = saved or self._parameters(rows)
-        if self._ledger is not None and saved is None:
+        if self._ledger is not None and self._takes_fingerprint:  # before anything is published
+            given = self._fingerprint(rows, parameters)
+            parameters = saved or self._ledger.save(replace(parameters, fingerprint=str(given)))
+            if parameters.fingerprint is not None:
+                check_input(self._run, parameters.fingerprint, given.rows, given, contents=False)
+        elif self._ledger is not None and saved is None:
             parameters = self._ledger.save(parameters)
         with ExitStack() as undo:
             if self._staging is not None:
@@ -258,6 +280,19 @@ class _Job:
             refused = self._broker.refusals([one for one in destinations.column(0).to_pylist() if one])
         return JobParameters(to_microseconds(self._now), to_microseconds(self._now + reach), refused)
 
+    def _fingerprint(self, rows: DataFrame, parameters: JobParameters) -> Fingerprint:
+        """Read the input once, without writing anything."""
+        messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*HIDDEN)
+        take = partial(_fingerprints, since=self._due_since(parameters))
+        found, total = messages.mapInArrow(take, FINGERPRINT).toArrow(), Fingerprint()
+        for text in found.column(0).to_pylist():
+            total = total.plus(Fingerprint.parse(text))
+        return total
+
+    def _due_since(self, parameters: JobParameters) -> int:
+        """Return what due times are counted from in a fingerprint, so that delays are the same in each attempt."""
+        return 0 if self._settings.columns.delay is None else parameters.now
+
     def _validator(self, parameters: JobParameters) -> Validator:
         largest = (ANY_SIZE if self._staging is None else self._staging.largest_message) - HEADER_ALLOWANCE
         if self._broker is None:
@@ -277,6 +312,7 @@ class _Job:
             journaled=self._tier is not None and self._tier.journaled,
             broker=self._broker,
             ledger=self._ledger,
+            due_since=self._due_since(parameters) if self._takes_fingerprint and self._ledger is None else None,
         )
 
     def _arranged(self, rows: DataFrame, parameters: JobParameters) -> DataFrame:
@@ -312,12 +348,15 @@ class _Job:
             raise DuplicateMessage(duplicate)
         published.duplicates += sum(one.duplicates for one in results)
         files, committed = [file for one in results for file in one.files], Committed(0)
+        fingerprint = self._of_tasks(results, parameters) if self._takes_fingerprint else None
         if self._staging is not None:
             committed = self._staging.commit(
                 [one.staged for one in results],
                 on_conflict=OnConflict(self._settings.on_conflict),
                 run=self._run,
                 batch=self._batch,
+                kind=self._kind,
+                fingerprint=fingerprint,
                 pre_commit=partial(self._register, files, published, parameters),
                 journal_only=[one.journal for one in results if one.journal.rows],
             )
@@ -335,6 +374,14 @@ class _Job:
             replace(self._validator(parameters), ids=published.refused),
         )
 
+    @staticmethod
+    def _of_tasks(results: Sequence[_TaskResult], parameters: JobParameters) -> Fingerprint:
+        """Return the fingerprint of the input: taken by the tasks, or before them."""
+        total = Fingerprint() if parameters.fingerprint is None else Fingerprint.parse(parameters.fingerprint)
+        for text in [one.fingerprint for one in results if one.fingerprint is not None]:
+            total = total.plus(Fingerprint.parse(text))
+        return total
+
     def _register(
         self,
         files: list[ColdFile],
@@ -349,20 +396,20 @@ class _Job:
             check_job_duration(self._began)
             self._tier.catalog.register(connection, files)
             duplicates = 0 if self._broker is not None else published.duplicates
-            self._record(connection, COLD, Committed(sum(one.messages for one in files), duplicates))
+            self._record(connection, Sink.COLD, Committed(sum(one.messages for one in files), duplicates))
         if self._ledger is not None:
-            self._record(connection, LEVELS, Committed(published.sent, published.duplicates, published.rejected))
+            self._record(connection, Sink.LEVELS, Committed(published.sent, published.duplicates, published.rejected))
             partitions = self._ledger.partitions(self._database)
             partitions.delete(connection)
-            if self._named and self._batch == 0:
+            if self._named and self._kind is RunKind.JOB:
                 kept = replace(parameters, refused_ids=dict(published.refused))
                 partitions.save_parameters(connection, kept)
 
-    def _record(self, connection: Connection, sink: str, counts: Committed) -> None:
-        dialect = self._database.dialect
+    def _record(self, connection: Connection, sink: Sink, counts: Committed) -> None:
+        dialect, key = self._database.dialect, RunKey(self._run, sink, self._kind)
         runs = JobLedger(dialect, None if self._store is None else dialect.schema_of(self._store.schema))
-        runs.begin(connection, ledger_key(self._run, sink), self._batch)
-        runs.end(connection, ledger_key(self._run, sink), self._batch, counts)
+        runs.begin(connection, key, self._batch)
+        runs.end(connection, key, self._batch, counts)
 
     @property
     def _database(self) -> Database:
@@ -371,8 +418,8 @@ class _Job:
 
     def _repeated(self, before: Committed, parameters: JobParameters) -> Placed:
         """Return the counts of the attempt that has committed."""
-        cold = self._recorded(COLD) if self._tier is not None else Committed(0)
-        sent = self._recorded(LEVELS) if self._broker is not None else Committed(0)
+        cold = (None if self._tier is None else self._recorded(Sink.COLD)) or Committed(0)
+        sent = (None if self._broker is None else self._recorded(Sink.LEVELS)) or Committed(0)
         return Placed(
             self._run,
             before.stored,
@@ -385,15 +432,9 @@ class _Job:
             replace(self._validator(parameters), ids=parameters.refused_ids),
         )
 
-    def _recorded(self, sink: str) -> Committed:
-        found = None if self._staging is None else self._staging.committed(ledger_key(self._run, sink), self._batch)
-        return found or Committed(0)
-
-
-def ledger_key(run: str, sink: str) -> str:
-    """Return the name under which the runs table keeps the counts of another sink than the store."""
-    name = f"{sink} {run}"
-    return name if len(name) <= MAXIMUM_ID_LENGTH else f"{sink} {hashlib.sha256(run.encode()).hexdigest()}"
+    def _recorded(self, sink: Sink) -> Committed | None:
+        assert self._staging is not None  # noqa: S101 - only a job with a store has a ledger
+        return self._staging.committed(self._run, self._batch, sink=sink, kind=self._kind)
 
 
 def _with_duplicates_marked(messages: DataFrame, known: DataFrame | None) -> DataFrame:
@@ -415,6 +456,7 @@ class _Counts:
     duplicates: int = 0
     duplicate_id: str | None = None
     """The first duplicate, for the error."""
+    fingerprint: Fingerprint = Fingerprint()  # noqa: RUF009 - it is immutable
 
 
 class _TaskResult(NamedTuple):
@@ -428,6 +470,8 @@ class _TaskResult(NamedTuple):
     """Duplicates among the rows that are not for the broker."""
     duplicate_id: str | None
     published: PublishReport
+    fingerprint: str | None
+    """Of the task's input; None where it is not taken."""
 
     def to_json(self) -> str:
         files = [file_to_json(one) for one in self.files]
@@ -443,6 +487,7 @@ class _TaskResult(NamedTuple):
             fields["duplicates"],
             fields["duplicate_id"],
             PublishReport(**fields["published"]),
+            fields["fingerprint"],
         )
 
 
@@ -450,6 +495,13 @@ def _results(rows: DataFrame, task: _Task) -> list[_TaskResult]:
     """Run the tasks. Only the results of attempts that Spark counts as finished come back."""
     texts = rows.mapInArrow(task.run, RESULT).toArrow().column(0).to_pylist()
     return [_TaskResult.from_json(text) for text in texts]
+
+
+def _fingerprints(batches: Iterator[pa.RecordBatch], *, since: int) -> Iterator[pa.RecordBatch]:
+    total = Fingerprint()
+    for batch in batches:
+        total = total.plus(Fingerprint.of(batch, since=since))
+    yield pa.RecordBatch.from_arrays([pa.array([str(total)])], names=["fingerprint"])
 
 
 @dataclass(frozen=True)
@@ -465,6 +517,8 @@ class _Task:
     journaled: bool
     broker: BrokerSink | None
     ledger: PartitionLedger | None
+    due_since: int | None
+    """What due times are counted from in the fingerprint of the input; None to take none."""
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the rows to their sinks; yield one row with the result."""
@@ -482,7 +536,8 @@ class _Task:
         published = PublishReport()
         if self.broker is not None:
             published = asyncio.run(self._publish(self.broker, rows.for_broker()))
-        result = _TaskResult(staged, journal, files, counts.duplicates, counts.duplicate_id, published)
+        taken = None if self.due_since is None else str(counts.fingerprint)
+        result = _TaskResult(staged, journal, files, counts.duplicates, counts.duplicate_id, published, taken)
         yield pa.RecordBatch.from_arrays([pa.array([result.to_json()])], names=["result"])
 
     def _for_store(
@@ -522,6 +577,8 @@ class _Task:
 
     def _accepted(self, batch: pa.RecordBatch, counts: _Counts) -> pa.RecordBatch:
         """Return the valid, new rows with the headers of a send; count the others."""
+        if self.due_since is not None:
+            counts.fingerprint = counts.fingerprint.plus(Fingerprint.of(batch, since=self.due_since))
         rows = valid_rows(batch, self.validator.reasons(batch))
         counts.rejected += batch.num_rows - rows.num_rows
         if DUPLICATE in rows.schema.names:

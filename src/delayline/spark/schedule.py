@@ -154,13 +154,21 @@ def schedule(
 ) -> Scheduled:
     """Schedule every valid row as a delayed message, in one transaction. Blocks.
 
+    With a run's name the ledger keeps a fingerprint of the input: the number of its rows, and a sum of hashes of their
+    ids; with `on_conflict="replace"` also of destination, due time or delay, headers and body. It covers rejected rows
+    and duplicates too, and depends neither on the order of the rows nor on the files and tasks that they are in. So a
+    job that is run again needs the same ids, also if its due times are relative to its own start. The tasks take the
+    fingerprint while they write; to repeat a run that has committed, and before a run with a broker, the input is read
+    once more.
+
     Args:
         source: A DataFrame; the path of Parquet, CSV or JSON Lines files; or, with `form="jdbc"`, the name of a table.
         target: Where the messages go.
         columns: Names of the source's columns, if they differ from those of a message.
         on_conflict: For an id that is already stored: `ignore` leaves the row out, `fail` raises DuplicateMessage,
             `replace` overwrites the message (store only).
-        run: Name of the job, which makes it idempotent: a run that has committed is not committed again.
+        run: Name of the job, which makes it idempotent: a run that has committed is not committed again, and its name
+            is refused for other rows. Give each input a name of its own, such as `nightly 2026-05-01`.
         form: `parquet`, `csv`, `jsonl` or `jdbc`; taken from the path's ending if None.
         options: Options of Spark's JDBC source; `passwordEnv` names an environment variable for the password.
         hot_horizon: Messages due later go to the cold tier, if there is one, and never to a broker.
@@ -172,12 +180,14 @@ def schedule(
     Raises:
         ConfigurationError: A column is missing or has a wrong type, an option is wrong, or the Spark job failed.
         DuplicateMessage: With `on_conflict="fail"`, an id is already stored.
+        DifferentInput: A run of this name had other rows. Nothing was stored.
         DelaylineError: The job failed; nothing was stored. A broker keeps the messages that it has confirmed, and a job
             with the same `run` continues after these.
 
     Example:
         ```python
-        done = schedule("reminders.parquet", JobTarget("sqlite:///delayline.db", endpoint="sales"), run="nightly")
+        target = JobTarget("sqlite:///delayline.db", endpoint="sales")
+        done = schedule("2026-05-01.parquet", target, run="nightly 2026-05-01")
         print(done.stored, done.rejected)
         ```
     """

@@ -13,6 +13,8 @@ import pyarrow as pa
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
+from delayline.bulk.fingerprint import Fingerprint
+from delayline.bulk.ledger import RunKind
 from delayline.bulk.writer import STREAMS, Attempt, BulkWriter, new_area
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, invalid_reasons, raise_for_invalid, valid_rows
@@ -20,7 +22,7 @@ from delayline.spark.options import COLUMNS, StoreOptions, choice
 from delayline.sql.dialect import OnConflict
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 INVALID: Final = ("fail", "skip")
 
@@ -31,6 +33,7 @@ class TaskCommit(WriterCommitMessage):
 
     attempt: Attempt
     query: str | None = None
+    fingerprint: Fingerprint = Fingerprint()  # noqa: RUF009 - it is immutable
 
 
 class StagingWriter:
@@ -48,7 +51,9 @@ class StagingWriter:
     def _staging(self) -> BulkWriter:
         return self._store.staging(self._area)
 
-    def _stage(self, batches: Iterator[pa.RecordBatch]) -> Attempt:
+    def _stage(
+        self, batches: Iterator[pa.RecordBatch], *, seen: Callable[[pa.RecordBatch], None] = lambda batch: None
+    ) -> Attempt:
         staging, rejected, sender = self._staging, 0, self._sender
         largest = staging.largest_message - (0 if sender is None else HEADER_ALLOWANCE)
 
@@ -56,6 +61,7 @@ class StagingWriter:
             nonlocal rejected
             for batch in batches:
                 batch = completed(batch)
+                seen(batch)
                 reasons = invalid_reasons(batch, largest=largest)
                 if not self._skips:
                     raise_for_invalid(batch, reasons)
@@ -75,11 +81,27 @@ class BatchWriter(StagingWriter, DataSourceArrowWriter):
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
         """Stage a task's rows."""
-        return TaskCommit(self._stage(iterator))
+        fingerprint = Fingerprint()
+
+        def seen(batch: pa.RecordBatch) -> None:
+            nonlocal fingerprint
+            fingerprint = fingerprint.plus(Fingerprint.of(batch))
+
+        attempt = self._stage(iterator) if self._run is None else self._stage(iterator, seen=seen)
+        return TaskCommit(attempt, fingerprint=fingerprint)
 
     def commit(self, messages: Sequence[WriterCommitMessage | None]) -> None:
-        """Move the staged rows to the store."""
-        self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, run=self._run)
+        """Move the staged rows to the store. Raises DifferentInput if the run has stored other rows before."""
+        given = Fingerprint()
+        for message in messages:
+            if isinstance(message, TaskCommit):
+                given = given.plus(message.fingerprint)
+        self._staging.commit(
+            _attempts(messages),
+            on_conflict=self._on_conflict,
+            run=self._run,
+            fingerprint=None if self._run is None else given,
+        )
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Drop the staging table; a task that still writes fails."""
@@ -103,7 +125,11 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Move the batch to the store, unless it was committed before.
 
-        Each checkpoint numbers its batches from 0, so after the loss of one they are stored again, not skipped.
+        Each checkpoint numbers its batches from 0, so after the loss of one they are stored again, not skipped. Spark
+        repeats the last batch of a checkpoint with the same input; the number of an older one may have other rows.
+
+        Raises:
+            DifferentInput: The batch is older than the last one that was stored.
         """
         queries = {one.query for one in messages if isinstance(one, TaskCommit)}
         if not queries:
@@ -111,7 +137,9 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
         run = f"stream {self._app} {queries.pop()}"
         if len(run) > MAXIMUM_ID_LENGTH:
             run = f"stream {hashlib.sha256(run.encode()).hexdigest()}"
-        self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, run=run, batch=batchId)
+        self._staging.commit(
+            _attempts(messages), on_conflict=self._on_conflict, run=run, batch=batchId, kind=RunKind.STREAM
+        )
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Delete the staged rows of the batch."""

@@ -31,6 +31,7 @@ from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from sqlalchemy import Executable
     from sqlalchemy.types import TypeEngine
 
 
@@ -86,11 +87,18 @@ class ProductTables(Protocol):
         ...
 
 
+def no_statements(schema: str | None) -> Sequence[Executable]:
+    """Return none: to upgrade most tables, their shape alone is changed."""
+    del schema
+    return ()
+
+
 @dataclass(frozen=True, slots=True)
 class TableGroup:
     """Tables that one feature creates and upgrades together.
 
-    To change a column or table, change its declaration and raise `revision`. A new column must be nullable.
+    To change a column or table, change its declaration and raise `revision`. A new column must be nullable, or a part
+    of the primary key with a `server_default`.
     """
 
     feature: str
@@ -100,6 +108,8 @@ class TableGroup:
     revision: int = 1
     usable_from: int = 1
     """The oldest revision whose code can use the tables; raise it only if older code would do harm."""
+    convert_rows: Callable[[str | None], Sequence[Executable]] = no_statements
+    """The statements that convert the rows of older revisions, in a schema; harmless when they run twice."""
 
 
 _groups: dict[str, TableGroup] = {}

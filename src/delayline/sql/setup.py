@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import Float, Inspector, insert, inspect, literal, null, select, update
+from sqlalchemy import DDL, DefaultClause, Float, Inspector, MetaData, insert, inspect, literal, null, select, update
 from sqlalchemy.dialects import mssql
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import CreateIndex, CreateTable, DropTable, ExecutableDDLElement
@@ -50,6 +50,63 @@ class AddColumn(ExecutableDDLElement):
 def _add_column(element: AddColumn, compiler: DDLCompiler, **_: object) -> str:
     table = compiler.preparer.format_table(element.column.table)
     return f"ALTER TABLE {table} ADD {compiler.get_column_specification(element.column)}"
+
+
+class ReplaceKey(ExecutableDDLElement):
+    """Make the declared columns of a table its primary key, in place of others.
+
+    Args:
+        table: The declaration; the table has all of its columns.
+        name: The name of the present key's constraint.
+    """
+
+    def __init__(self, table: Table, name: str | None) -> None:
+        self.table = table
+        self.name = name
+
+    def rebuild(self) -> list[Executable]:
+        """Return statements that do the same where a key cannot be altered: they copy the table, in one transaction."""
+        new = self.table.to_metadata(MetaData(), name=f"{self.table.name}_new")
+        names = [column.name for column in self.table.columns]
+        copied = insert(new).from_select(names, select(self.table))
+        renamed = DDL(f"ALTER TABLE {new.name} RENAME TO {self.table.name}")  # type: ignore[no-untyped-call]
+        return [CreateTable(new), copied, DropTable(self.table), renamed]
+
+
+@compiles(ReplaceKey)
+def _replace_key(element: ReplaceKey, compiler: DDLCompiler, **_: object) -> str:
+    return (
+        f"{_of_key(element, compiler)} DROP CONSTRAINT {_named_key(element, compiler)}, {_new_key(element, compiler)}"
+    )
+
+
+@compiles(ReplaceKey, "mysql", "mariadb")
+def _replace_key_mysql(element: ReplaceKey, compiler: DDLCompiler, **_: object) -> str:
+    return f"{_of_key(element, compiler)} DROP PRIMARY KEY, {_new_key(element, compiler)}"
+
+
+@compiles(ReplaceKey, "mssql")
+def _replace_key_mssql(element: ReplaceKey, compiler: DDLCompiler, **_: object) -> str:
+    table = _of_key(element, compiler)
+    return f"{table} DROP CONSTRAINT {_named_key(element, compiler)}; {table} {_new_key(element, compiler)}"
+
+
+@compiles(ReplaceKey, "sqlite")
+def _replace_key_sqlite(element: ReplaceKey, compiler: DDLCompiler, **_: object) -> str:
+    return ";\n".join(str(step.compile(dialect=compiler.dialect)).strip() for step in element.rebuild())  # type: ignore[attr-defined]
+
+
+def _of_key(element: ReplaceKey, compiler: DDLCompiler) -> str:
+    return f"ALTER TABLE {compiler.preparer.format_table(element.table)}"
+
+
+def _named_key(element: ReplaceKey, compiler: DDLCompiler) -> str:
+    return compiler.preparer.quote(element.name or "")
+
+
+def _new_key(element: ReplaceKey, compiler: DDLCompiler) -> str:
+    columns = ", ".join(map(compiler.preparer.format_column, element.table.primary_key.columns))
+    return f"ADD PRIMARY KEY ({columns})"
 
 
 class RequiredTables:
@@ -97,9 +154,13 @@ class RequiredTables:
         for table in self._tables(groups):
             if _has_table(inspector, table):
                 steps += map(AddColumn, _missing(inspector, table, self._dialect))
+                steps += _rekeying(inspector, table)
             else:
                 steps += _creation(table)
         for group in groups:
+            there = any(_has_table(inspector, table) for table in self._tables([group]))
+            if there and (group.feature not in found or found[group.feature].revision < group.revision):
+                steps += group.convert_rows(self._schema)
             if group.feature not in found:
                 steps.append(_version_row(versions, group.feature, group.usable_from, group.revision))
             elif found[group.feature].revision < group.revision:
@@ -233,13 +294,27 @@ def _missing(inspector: Inspector, table: Table, dialect: Dialect) -> list[Colum
             fault = _fault(inspector, column, there)
         else:
             missing.append(column)
-            fault = None if column.nullable else "is missing"
+            addable = column.nullable or (column.primary_key and _has_default(column))
+            fault = None if addable else "is missing"
         if fault is not None:
             raise BackendUnusable(
                 f"table {table.fullname!r} has another shape than delayline's: column {column.name!r} {fault}. "
                 "Use another table_name, schema or database"
             )
     return missing
+
+
+def _rekeying(inspector: Inspector, table: Table) -> list[Executable]:
+    """Return the replacement of a primary key that lacks a column; one that came later has a default."""
+    wanted = table.primary_key.columns
+    if not any(map(_has_default, wanted)):
+        return []
+    key = inspector.get_pk_constraint(table.name, schema=table.schema)
+    return [] if set(wanted.keys()) <= set(key["constrained_columns"]) else [ReplaceKey(table, key["name"])]
+
+
+def _has_default(column: Column[Any]) -> bool:
+    return isinstance(column.server_default, DefaultClause)  # and not an Identity
 
 
 def _named(name: str, found: Sequence[Mapping[str, Any]], *, folds_case: bool) -> Mapping[str, Any] | None:

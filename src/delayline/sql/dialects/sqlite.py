@@ -54,6 +54,7 @@ from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.notifications import Listeners
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
+from delayline.sql.setup import ReplaceKey
 from delayline.sql.statements import EXPIRY_MARKER, MARKER, QueueStatements
 
 if TYPE_CHECKING:
@@ -742,7 +743,8 @@ class Sqlite:
 
     def make(self, connection: Connection, step: Executable) -> None:
         """Run the statement."""
-        connection.execute(step)
+        for statement in step.rebuild() if isinstance(step, ReplaceKey) else [step]:
+            connection.execute(statement)
 
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
         """Return none."""

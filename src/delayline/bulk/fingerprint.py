@@ -1,0 +1,65 @@
+"""Fingerprints of a job's input: equal for the same rows, in whatever order and however they are divided into tasks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+COLUMNS: Final = ("id", "destination", "due", "headers", "body")
+MODULUS: Final = 1 << 64
+#: In place of the hash of a null.
+NULL: Final = 0x9E3779B97F4A7C15
+FACTOR: Final = 0x100000001B3
+
+
+class Fingerprint(NamedTuple):
+    """The number of rows, the sum of the hashes of their ids, and that of all columns; as text `rows-ids-contents`."""
+
+    rows: int = 0
+    ids: int = 0
+    contents: int = 0
+
+    @classmethod
+    def of(cls, batch: pa.RecordBatch, *, since: int = 0) -> Self:
+        """Return the fingerprint of some rows, from their id, destination, due time, headers and body.
+
+        Args:
+            batch: Rows with these columns, valid or not.
+            since: Microseconds since 1970 that due times are counted from: for delays, the time that they began.
+        """
+        import pyarrow.compute as pc
+        from pandas.util import hash_array  # type: ignore[import-untyped]
+        from pyarrow import int64, timestamp
+
+        rows: Any = None
+        ids = 0
+        for name in COLUMNS:
+            column = batch.column(name)
+            values: Any
+            if name == "due":
+                times = column.cast(timestamp("us", "UTC"), safe=False).cast(int64())
+                values = pc.fill_null(times, since).to_numpy(zero_copy_only=False) - since
+            else:
+                values = pc.fill_null(column, b"" if name == "body" else "").to_numpy(zero_copy_only=False)
+            hashes = hash_array(values, categorize=False)
+            hashes[column.is_null().to_numpy(zero_copy_only=False)] = NULL
+            rows = hashes if rows is None else rows * FACTOR ^ hashes
+            if name == "id":
+                ids = int(hashes.sum(dtype="uint64"))
+        return cls(batch.num_rows, ids, int(hash_array(rows).sum(dtype="uint64")))
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Return the fingerprint with this text."""
+        rows, ids, contents = text.split("-")
+        return cls(int(rows), int(ids, 16), int(contents, 16))
+
+    def plus(self, other: Fingerprint) -> Self:
+        """Return the fingerprint of both inputs together."""
+        sums = ((mine + theirs) % MODULUS for mine, theirs in zip(self[1:], other[1:], strict=True))
+        return type(self)(self.rows + other.rows, *sums)
+
+    def __str__(self) -> str:
+        return f"{self.rows}-{self.ids:016x}-{self.contents:016x}"
