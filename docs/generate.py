@@ -294,7 +294,7 @@ EVENT_MEANING: Final = {
     Event.DISPATCHED: "Due messages were sent to their destinations.",
     Event.DISPATCH_FAILED: "A due message, or a whole batch, could not be sent.",
     Event.REMOVED: "Messages that were sent are out of the store.",
-    Event.REMOVE_FAILED: "Messages that were sent could not be removed; nothing else is sent until they are.",
+    Event.REMOVE_FAILED: "Messages that were sent could not be removed; if no others can be, nothing else is sent.",
     Event.ALREADY_REMOVED: "A message was gone from the store when it was to be removed: a possible duplicate.",
     Event.BACKED_OFF: "A message that could not be sent waits for its next attempt.",
     Event.NOTIFY_FAILED: "A notification to other processes failed; it is sent when the server is back.",

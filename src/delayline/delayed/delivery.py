@@ -15,6 +15,7 @@ from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
 from delayline.delayed.one_at_a_time import batches_of
 from delayline.delayed.poller import Mover, Poller, scope_between
 from delayline.delayed.recovery import Recovery
+from delayline.delayed.set_aside import SetAside
 from delayline.delayed.store import (
     StoreResult,
     SupportsBatches,
@@ -352,14 +353,18 @@ class StoredDelivery:
             self._signalled.signal(due)
 
     def _new_poller(self) -> Poller:
-        host, batches = self.host, batches_of(self.store, self.host.clock)
-        scope = scope_between(self.store, host.transport)
+        host, store, scope = self.host, self.store, scope_between(self.store, self.host.transport)
+        aside, failure_rate = SetAside(), self._failure_rate()
+        batches = batches_of(
+            store, host.clock, aside, failure_rate=failure_rate, in_transactions=scope.begin is not None
+        )
         recovery = Recovery(
             batches,
             host,
             number_of_retries=self.number_of_retries,
             scope=scope,
-            failure_rate=self._failure_rate(),
+            failure_rate=failure_rate,
+            aside=aside,
         )
         return Poller(
             batches,
@@ -370,7 +375,8 @@ class StoredDelivery:
                 scope=scope,
                 recovery=recovery,
                 batch_bytes=self.batch_bytes,
-                prefetches=isinstance(self.store, SupportsBatches),
+                aside=aside,
+                prefetches=isinstance(store, SupportsBatches),
             ),
             forwarding=self._forwarding(scope),
             fetch_breaker=self._breaker("DelayedMessageFetch", "Failed to fetch due delayed messages from the storage"),

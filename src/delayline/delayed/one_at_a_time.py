@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Protocol
 
+from delayline.delayed.set_aside import Reason, SetAside
 from delayline.delayed.store import SupportsBatches
 from delayline.errors import BackendUnavailable
 from delayline.events import Event, emit
-from delayline.recoverability import LONGEST_BACK_OFF
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
+    from delayline.circuit_breaker import FailureRate
     from delayline.clock import Clock
     from delayline.delayed.store import DelayedMessageStore
     from delayline.message import DelayedMessage
@@ -54,19 +55,42 @@ class PolledStore(Protocol):
 class OneAtATime:
     """Adapts a store with the six verbs to `PolledStore`.
 
-    A message that backs off stays locked and is counted as failed at the end of its back-off: the six verbs cannot
-    store a later due time. After a crash in between its last attempt is not counted; the message is not lost.
+    The six verbs cannot store a later due time, so a message that backs off is set aside. Fetched without a transaction
+    it stays locked, and its failure is counted at the end, as counting unlocks it: after a crash in between its last
+    attempt is not counted; the message is not lost. Fetched in a transaction it is counted at once.
+
+    Args:
+        store: The store.
+        clock: Decides when back-offs end.
+        aside: What the poller sets aside.
+        failure_rate: Counts attempts to count that have failed.
+        in_transactions: Whether messages are fetched in transactions, whose end unlocks them.
     """
 
-    def __init__(self, store: DelayedMessageStore, clock: Clock) -> None:
+    def __init__(
+        self,
+        store: DelayedMessageStore,
+        clock: Clock,
+        aside: SetAside | None = None,
+        *,
+        failure_rate: FailureRate | None = None,
+        in_transactions: bool = False,
+    ) -> None:
         self._store = store
         self._clock = clock
+        self._aside = SetAside() if aside is None else aside
+        self._failure_rate = failure_rate
+        self._in_transactions = in_transactions
         self._released: list[DelayedMessage] = []
-        self._backing_off: list[tuple[datetime, DelayedMessage]] = []
+        #: Messages whose transaction has ended, to be counted at once, and when to send them again.
+        self._failed: list[tuple[DelayedMessage, datetime]] = []
 
     async def next_due(self) -> datetime | None:
         """Return the store's next due time, or the end of the first back-off if that is earlier."""
-        times = [at for at, _ in self._backing_off] + [message.due for message in self._released]
+        if self._failed:
+            return self._clock.now()
+        first_end = self._aside.first_end
+        times = [*(message.due for message in self._released), *([] if first_end is None else [first_end])]
         stored = await self._store.next_due()
         return min([*times, stored] if stored is not None else times, default=None)
 
@@ -78,12 +102,13 @@ class OneAtATime:
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
     ) -> Sequence[DelayedMessage]:
         del limit, max_bytes
-        await self._end_back_off()
+        if transaction is None:
+            await self.end_back_offs()
         if self._released:
             return [self._released.pop(0)]
-        backing_off = {message.id for _, message in self._backing_off}
+        backing_off = {aside.message.id for aside in self._aside.of(Reason.UNCOUNTED)}
         while (message := await self._store.fetch_next_due(at, transaction)) is not None:
-            if message.id not in backing_off:
+            if transaction is not None or message.id not in backing_off:
                 return [message]
             backing_off.discard(message.id)  # its lease ran out and we have it again: fetch the next one
         return []
@@ -103,17 +128,36 @@ class OneAtATime:
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
         self._released += messages
 
-    def _back_off(self, messages: Sequence[DelayedMessage], at: datetime) -> None:
-        self._backing_off += [(at, message) for message in messages]
-        self._backing_off.sort(key=lambda entry: entry[0])
+    async def end_back_offs(self) -> None:
+        """Count the failures whose time has come. No transaction of the caller's may lock one of the messages."""
+        failed, self._failed = self._failed, []
+        while failed:
+            message, until = failed[0]
+            try:
+                counted = await self._count(message)
+            except BackendUnavailable:
+                self._failed += failed
+                raise
+            if counted:
+                self._aside.add(message, Reason.BACKS_OFF, until)
+            else:
+                self._aside.add_failed(message, Reason.UNCOUNTED, self._clock.now())
+            del failed[0]
+        for aside in sorted(self._aside.of(Reason.UNCOUNTED), key=lambda aside: aside.until):
+            if aside.until > self._clock.now():
+                break
+            await aside.end_lock()
+            if await self._count(aside.message):
+                self._aside.forget([aside.message])
+            else:
+                self._aside.add_failed(aside.message, Reason.UNCOUNTED, self._clock.now())
 
-    async def _end_back_off(self) -> None:
-        while self._backing_off and self._backing_off[0][0] <= self._clock.now():
-            _, message = self._backing_off[0]
-            counted = await self._count(message)
-            del self._backing_off[0]
-            if not counted:
-                self._back_off([message], self._clock.now() + LONGEST_BACK_OFF)
+    def _back_off(self, messages: Sequence[DelayedMessage], at: datetime) -> None:
+        for message in messages:
+            if self._in_transactions:
+                self._failed.append((message, at))
+            else:
+                self._aside.add(message, Reason.UNCOUNTED, at)
 
     async def _count(self, message: DelayedMessage) -> bool:
         """Count a failed attempt; return False if that fails for this message, which must not delay the others."""
@@ -133,10 +177,21 @@ class OneAtATime:
                 exception=error,
                 message=message,
             )
+            if self._failure_rate is not None:
+                self._failure_rate.failure(error)
             return False
         return True
 
 
-def batches_of(store: DelayedMessageStore, clock: Clock) -> PolledStore:
+def batches_of(
+    store: DelayedMessageStore,
+    clock: Clock,
+    aside: SetAside | None = None,
+    *,
+    failure_rate: FailureRate | None = None,
+    in_transactions: bool = False,
+) -> PolledStore:
     """Return the store itself if it supports batches, else an adapter that moves one message at a time."""
-    return store if isinstance(store, SupportsBatches) else OneAtATime(store, clock)
+    if isinstance(store, SupportsBatches):
+        return store
+    return OneAtATime(store, clock, aside, failure_rate=failure_rate, in_transactions=in_transactions)

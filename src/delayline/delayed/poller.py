@@ -20,7 +20,8 @@
       +---- woken by the time, by a notification of an earlier message, or by stop()
 
 One bad message delays no other: a batch that fails as a whole is moved again message by message, and the message that
-fails then is counted and backs off alone (`recovery`).
+fails then is counted and backs off alone (`recovery`). A message that was sent and cannot be removed is set aside once
+another one could be (`set_aside`).
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.circuit_breaker import first_of, is_cancelled
 from delayline.clock import EPOCH
-from delayline.delayed.store import Forwarded, SupportsBatches, SupportsTransactions
-from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, StorageFull
+from delayline.delayed.one_at_a_time import OneAtATime
+from delayline.delayed.set_aside import Reason, SetAside
+from delayline.delayed.store import Forwarded, SupportsTransactions
+from delayline.errors import BackendUnavailable, BackendUnusable, CorruptHeaders, DispatchFailed, StorageFull
 from delayline.events import Event, emit
 from delayline.message import Headers
 from delayline.observer import UNKNOWN
@@ -45,16 +48,16 @@ from delayline.transaction import is_unusable, savepoint, share_transactions
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
-    from datetime import datetime
     from types import TracebackType
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
     from delayline.delayed.recovery import Failures, Recovery
-    from delayline.delayed.store import DelayedMessageStore, SupportsForwarding
+    from delayline.delayed.set_aside import AsideMessage
+    from delayline.delayed.store import SupportsForwarding
     from delayline.message import DelayedMessage, Message
     from delayline.transaction import Transaction
     from delayline.transport import Transport
@@ -71,6 +74,12 @@ RESTS: Final = 4
 MOVES_WITHIN: Final = timedelta(milliseconds=6)
 #: Pause while all due messages are locked by other processes; without one the poller would query in a tight loop.
 LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
+#: The pauses grow to this while messages are set aside: the store does not tell when the next other one is due.
+LOCKED_HERE: Final = timedelta(milliseconds=400)
+#: How long removing may fail with the back end's own errors until one message is sent to see whether others can be.
+DOUBT: Final = timedelta(seconds=10)
+#: Errors by which a back end says that the fault is not a message's.
+OF_BACK_END: Final = (BackendUnavailable, BackendUnusable)
 
 
 class Poller:
@@ -120,6 +129,10 @@ class Poller:
         self._known: Forwarded | None = None
         #: The end of the rest after the last move in the database.
         self._rests_until = EPOCH
+        #: How long it pauses while all due messages are set aside.
+        self._looks_after = LOCKED_ELSEWHERE
+        #: Since when messages that were sent cannot be removed, and no others could be.
+        self._in_doubt_since: datetime | None = None
 
     def start(self) -> None:
         """Start polling on the running event loop."""
@@ -153,9 +166,13 @@ class Poller:
             except Exception as error:
                 await self._fetch_failed(error)
         await self._return_prefetched()
-        await self._remove_sent()
+        try:
+            await self._mover.close(self._clock.now())
+        except Exception as error:
+            self._remove_failed(error)
 
     async def _poll(self) -> None:
+        await self._mover.end_set_aside(self._clock.now())
         if not await self._remove_sent():
             return
         if self._mover.has_prefetched and await self._dispatch_due(self._clock.now()):
@@ -165,14 +182,16 @@ class Poller:
         due = await self._store.next_due() if known is None else known.next_due
         now = self._clock.now()
         if due is not None and due <= now:
-            if await self._dispatch_due(now) == 0 and known is None:
-                await self._sleep_until(now + LOCKED_ELSEWHERE)
+            if await self._dispatch_due(now):
+                self._looks_after = LOCKED_ELSEWHERE
+            elif known is None or self._mover.set_aside_until is not None:
+                await self._sleep_while_locked(now)
             return
         self._singles_left = 0
         self._fetch_breaker.success()
         if self._observer is not None:
             self._observer.polled(0, None)
-        latest = now + self._maximum_sleep
+        latest = min(now + self._maximum_sleep, self._mover.set_aside_until or LATEST)
         if due is None or due > latest:
             await self._sleep_until(latest)
         elif await self._sleep_until(due):
@@ -190,9 +209,9 @@ class Poller:
         except Exception as error:
             if not batch.messages:
                 raise
-            if self._mover.unremoved:
+            if batch.unremoved:
                 self._report_dispatched(batch)
-            batch = Batch(batch.messages, kept=batch.kept)
+            batch = Batch(batch.messages, kept=batch.kept, unremoved=batch.unremoved)
             await self._batch_failed(batch, error)
         self._fetch_breaker.success()
         if batch.sent:
@@ -204,7 +223,7 @@ class Poller:
             await self._return_prefetched()
         await self._release(batch.kept)
         if batch.backend_error is not None:
-            await self._pause(self._dispatch_breaker.failure(batch.backend_error))
+            await self._back_end_failed(batch.backend_error)
         return len(batch.messages)
 
     async def _forward_in_database(self, now: datetime) -> int:
@@ -249,10 +268,12 @@ class Poller:
 
     async def _batch_failed(self, batch: Batch, error: Exception) -> None:
         """Blame the back end, the only message, or, for a batch of several, find the message by moving them singly."""
-        if self._mover.unremoved:
+        if batch.unremoved:
             self._singles_left = max(0, self._singles_left - len(batch.messages))
             self._remove_failed(error)
             batch.backend_error = error
+            if not isinstance(error, OF_BACK_END):
+                batch.backend_error = await self._find_unremovable()
         elif isinstance(error, BackendUnavailable):
             self._outage(error, len(batch.messages))
             batch.kept, batch.backend_error = list(batch.messages), error
@@ -263,24 +284,45 @@ class Poller:
             self._singles_left = max(0, self._singles_left - 1)
             await self._mover.recover(batch, error)
 
-    async def _remove_sent(self) -> bool:
-        """Remove the messages sent before, and return whether that worked.
-
-        Until it does nothing else is sent: an unremoved message is still due, and would be sent again in each round.
-        """
-        if not self._mover.unremoved:
-            return True
+    async def _find_unremovable(self) -> Exception | None:
+        """Remove the messages that were sent one by one, and return the error that none of them could be."""
         try:
-            await self._mover.remove_sent()
+            await self._mover.remove_sent(self._clock.now())
         except Exception as error:
-            self._remove_failed(error)
-            await self._pause(self._dispatch_breaker.failure(error))
-            return False
+            return error
         self._dispatch_breaker.success()
+        self._dispatch_breaker.over()
+        return None
+
+    async def _remove_sent(self) -> bool:
+        """Remove the messages sent before, and return whether others may be sent.
+
+        An unremoved message is still due: while the back end cannot remove, each message sent would be sent again, in
+        the end. So after errors that may be the message's one other is sent; it shows whose fault it is.
+        """
+        in_doubt, now = self._mover.in_doubt, self._clock.now()
+        if not in_doubt:
+            self._in_doubt_since = None
+            return True
+        since = self._in_doubt_since = self._in_doubt_since or now
+        if all(aside.until <= now for aside in in_doubt) and (error := await self._find_unremovable()) is not None:
+            self._remove_failed(error)
+            await self._back_end_failed(error)
+            self._singles_left = max(1, self._singles_left)
+            return not isinstance(error, OF_BACK_END) or now - since >= DOUBT
+        if self._mover.in_doubt:
+            self._singles_left = max(1, self._singles_left)
         return True
 
+    async def _back_end_failed(self, error: Exception) -> None:
+        """Count a failure that may be the back end's, and pause, unless it may be that of one message alone."""
+        if len(self._mover.in_doubt) == 1 and not isinstance(error, OF_BACK_END):
+            self._dispatch_breaker.note(error)
+        else:
+            await self._pause(self._dispatch_breaker.failure(error))
+
     def _remove_failed(self, error: Exception) -> None:
-        sent = tuple(self._mover.unremoved)
+        sent = tuple(aside.message for aside in self._mover.in_doubt)
         text = "Failed to remove %d dispatched messages: %s"
         self._dispatch_breaker.log_failure(
             logger, logging.ERROR, Event.REMOVE_FAILED, text, len(sent), error, exception=error, messages=sent
@@ -327,6 +369,18 @@ class Poller:
             self._rests_until = EPOCH
             await self._clock.sleep(rest.total_seconds())
 
+    async def _sleep_while_locked(self, now: datetime) -> None:
+        """Sleep although messages are due: they are locked elsewhere, or set aside."""
+        until = self._mover.set_aside_until
+        if until is None:
+            await self._sleep_until(now + LOCKED_ELSEWHERE)
+            return
+        look_again = min(until, now + self._looks_after)
+        if await self._sleep_until(look_again):
+            self._known, self._looks_after = Forwarded(0, look_again), min(2 * self._looks_after, LOCKED_HERE)
+        else:
+            self._looks_after = LOCKED_ELSEWHERE
+
     async def _sleep_until(self, wake_at: datetime) -> bool:
         """Sleep, and return whether nothing has ended the sleep before its time."""
         self._wakes_at = wake_at
@@ -348,6 +402,12 @@ class Poller:
 
 #: How long a prefetched batch may be used: a store's lock may be a lease, and a transport may block for minutes.
 FRESH: Final = timedelta(seconds=5)
+#: The most transactions kept open to lock messages that are set aside ...
+MOST_LOCKED: Final = 8
+#: ... and how long each stays open at most, once there are so many.
+LOCKED_FOR: Final = timedelta(seconds=1)
+#: Later than any end of a sleep.
+LATEST: Final = datetime.max.replace(tzinfo=UTC)
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,16 +428,7 @@ class BatchScope:
         return transaction if self.shared else None
 
 
-def scope_between(store: DelayedMessageStore, transport: Transport) -> BatchScope:
-    """Return the strongest scope that the store and the transport support together.
-
-    A store with the six verbs alone cannot count a failure in a transaction, so its own transactions are not used.
-    """
-    scope = scope_of(store, transport)
-    return scope if scope.shared or isinstance(store, SupportsBatches) else BatchScope(None, shared=False)
-
-
-def scope_of(storage: object, transport: Transport) -> BatchScope:
+def scope_between(storage: object, transport: Transport) -> BatchScope:
     """Return the strongest scope that the storage's transactions, where it has some, make possible."""
     if isinstance(storage, SupportsTransactions):
         if share_transactions(storage, transport):
@@ -400,6 +451,8 @@ class Batch:
     """Messages that stay in the store unchanged."""
     backend_error: Exception | None = None
     """The back end's fault because of which messages were kept; the poller pauses after it."""
+    unremoved: bool = False
+    """Whether messages were sent outside a transaction, and not removed."""
 
 
 class FetchedBatch:
@@ -439,10 +492,11 @@ class _Undo(Exception):
 class Mover:
     """Moves batches from a store to their destinations.
 
-    Messages that were sent, but may not have been removed, are remembered. Until they are removed no other batch is
-    moved: a store that answers again would return them as due, and each round would send them once more.
+    Messages that were sent, but may not have been removed, are set aside: a store that answers again would return them
+    as due, and each round would send them once more.
 
     Args:
+        aside: What is set aside; the store and the recovery may know it too.
         prefetches: Fetch the next batch while a full one is sent and removed. Used only where the two share no
             transaction: a batch is then confirmed before it is removed, and before the next one is sent.
     """
@@ -455,6 +509,7 @@ class Mover:
         scope: BatchScope,
         recovery: Recovery,
         batch_bytes: int,
+        aside: SetAside | None = None,
         prefetches: bool = False,
     ) -> None:
         self._store = store
@@ -463,14 +518,21 @@ class Mover:
         self._recovery = recovery
         self._batch_bytes = batch_bytes
         self._prefetches = prefetches and not scope.shared
+        self._aside = SetAside() if aside is None else aside
         self._prefetch: asyncio.Task[FetchedBatch] | None = None
-        self._unremoved: list[DelayedMessage] = []
+        #: What a batch has sent outside a transaction, until it is removed.
+        self._sent: list[DelayedMessage] = []
         self._unreleased: list[DelayedMessage] = []
 
     @property
-    def unremoved(self) -> Sequence[DelayedMessage]:
-        """Messages that were sent outside a transaction and still have to be removed."""
-        return self._unremoved
+    def in_doubt(self) -> Sequence[AsideMessage]:
+        """Messages that were sent and could not be removed, and no others could be since."""
+        return self._aside.of(Reason.IN_DOUBT)
+
+    @property
+    def set_aside_until(self) -> datetime | None:
+        """When the first message that is set aside is tried again; None for never."""
+        return self._aside.first_end
 
     @property
     def has_prefetched(self) -> bool:
@@ -480,15 +542,15 @@ class Mover:
     async def move(self, batch: Batch, now: datetime, limit: int) -> None:
         """Fetch up to `limit` messages and move them; messages that fail alone are recovered.
 
-        An error that leaves `batch` empty comes from the fetch. After any other, only `unremoved` has taken effect.
+        An error that leaves `batch` empty comes from the fetch. After any other nothing has taken effect, or, if
+        `batch.unremoved`, sending alone: the messages are then `in_doubt`.
         """
-        async with await self._next(now, limit) as fetched:
+        async with self._removing(batch, now), await self._next(now, limit) as fetched:
             batch.messages = fetched.messages
             if batch.messages:
                 if self._prefetches and limit > 1 and len(batch.messages) == limit:
                     self._prefetch = asyncio.create_task(self._fetch(now, limit), name="delayline prefetch")
                 await self._forward(batch, fetched.transaction)
-        self._unremoved = []
 
     async def return_prefetched(self) -> None:
         """Return a prefetched batch to the store, or, if it has no transaction, leave that to the next `release`."""
@@ -500,20 +562,44 @@ class Mover:
         """Recover a batch of one message, whose failure has rolled its transaction back."""
         (message,) = batch.messages
         try:
-            async with self._scope.open() as transaction:
+            async with self._removing(batch, self._recovery.now), self._scope.open() as transaction:
                 await self._finish(batch, [(message, error)], transaction)
-            self._unremoved = []
         except Exception as failure:
-            if self._unremoved:
+            if batch.unremoved:
                 batch.backend_error = failure
             else:
                 batch.sent.clear()
                 await self._recovery.keep(batch, message, failure, None)
 
-    async def remove_sent(self) -> None:
-        """Remove the messages in `unremoved`."""
-        await self._remove(self._unremoved, None)
-        self._unremoved = []
+    async def remove_sent(self, now: datetime) -> None:
+        """Remove the messages `in_doubt`, if not together then one by one. Raises the error if none can be removed."""
+        in_doubt = self.in_doubt
+        for aside in in_doubt:
+            await aside.end_lock()
+        sent = [aside.message for aside in in_doubt]
+        failures = await self._remove_each(sent)
+        failed = {message.id for message, _ in failures}
+        for message in sent:
+            if message.id in failed:
+                self._aside.add_failed(message, Reason.IN_DOUBT, now)
+        self._removed([message for message in sent if message.id not in failed], now)
+        if failures and self.in_doubt:
+            raise failures[0][1]
+
+    async def end_set_aside(self, now: datetime) -> None:
+        """Send the messages whose time has come as any others, and remove those that were sent."""
+        for aside in self._aside.of(Reason.BACKS_OFF, Reason.UNREMOVABLE):
+            if aside.ended or aside.until > now:
+                continue
+            await aside.end_lock()
+            if aside.sent and self._scope.begin is None:
+                await self._remove_unremovable(aside, now)
+                continue
+            aside.ended = True  # for a sent one too: unlocked, its id may be another message's until it is fetched
+            if self._scope.begin is None:
+                self._unreleased.append(aside.message)
+        if self._unreleased:
+            await self.release(())
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
         """Unlock messages that stay unchanged, also those for which that failed before."""
@@ -522,6 +608,66 @@ class Mover:
         if self._unreleased:
             await self._store.release_many(self._unreleased)
             self._unreleased = []
+
+    async def close(self, now: datetime) -> None:
+        """Remove the messages that were sent, once more, and unlock those that are set aside."""
+        for aside in self._aside.locked():
+            await aside.end_lock()
+        if self.in_doubt:
+            await self.remove_sent(now)
+        for aside in self._aside.of(Reason.UNREMOVABLE) if self._scope.begin is None else ():
+            await self._remove_unremovable(aside, now)
+        if isinstance(self._store, OneAtATime):
+            await self._store.end_back_offs()
+
+    @contextlib.asynccontextmanager
+    async def _removing(self, batch: Batch, now: datetime) -> AsyncIterator[None]:
+        """Set the messages of the batch aside that were sent inside, and not removed."""
+        self._sent = []
+        try:
+            yield
+        except Exception:
+            batch.unremoved = bool(self._sent)
+            for message in self._sent:
+                self._aside.add_failed(message, Reason.IN_DOUBT, now)
+            raise
+        self._removed(batch.sent, now)
+
+    def _removed(self, messages: Sequence[DelayedMessage], now: datetime) -> None:
+        for aside in self._aside.removed(messages, now):
+            text = "Delayed message %s was sent and cannot be removed, though others can: it is left alone until %s"
+            message, until = aside.message, aside.until
+            emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, message.id, until, messages=(message,))
+
+    async def _remove_each(self, sent: Sequence[DelayedMessage]) -> list[tuple[DelayedMessage, Exception]]:
+        """Remove messages together, or else one by one, and return the failures; an outage ends it."""
+        try:
+            await self._remove(sent, None)
+        except Exception as error:
+            if len(sent) == 1:
+                return [(sent[0], error)]
+        else:
+            return []
+        failures: list[tuple[DelayedMessage, Exception]] = []
+        for position, message in enumerate(sent):
+            try:
+                await self._remove([message], None)
+            except Exception as error:
+                failures.append((message, error))
+                if position == 1 and len(failures) > 1 and isinstance(error, OF_BACK_END):
+                    return [(each, error) for each in sent]
+        return failures
+
+    async def _remove_unremovable(self, aside: AsideMessage, now: datetime) -> None:
+        message = aside.message
+        try:
+            await self._remove([message], None)
+        except Exception as error:
+            until = self._aside.add_failed(message, Reason.UNREMOVABLE, now).until
+            text = "Delayed message %s was sent and cannot be removed, it is left alone until %s: %s"
+            emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, message.id, until, error, messages=(message,))
+        else:
+            self._removed([message], now)
 
     async def _take_prefetched(self) -> FetchedBatch | None:
         """Wait for the prefetch and return its batch; raises its error. A cancellation leaves it for the next call."""
@@ -547,27 +693,70 @@ class Mover:
         self._unreleased += fetched.messages if self._scope.begin is None else ()
 
     async def _fetch(self, now: datetime, limit: int) -> FetchedBatch:
-        async with contextlib.AsyncExitStack() as stack:
-            transaction = await stack.enter_async_context(self._scope.open())
-            due = await self._store.fetch_due(now, limit, max_bytes=self._batch_bytes, transaction=transaction)
-            if due:
-                emit(logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(due), messages=due)
-            return FetchedBatch(due, now, transaction, stack.pop_all())
+        """Fetch messages that are not set aside. Those that are and had to be fetched too stay locked as they can."""
+        if isinstance(self._store, OneAtATime):
+            await self._store.end_back_offs()
+        seen: set[str] = set()
+        ready: Sequence[DelayedMessage]
+        while True:
+            async with contextlib.AsyncExitStack() as stack:
+                transaction = await stack.enter_async_context(self._scope.open())
+                due = await self._fetch_due(now, limit, transaction)
+                waiting = [aside for message in due if (aside := self._aside.find(message)) and not aside.ended]
+                left = {aside.message.id for aside in waiting}
+                ready = [message for message in due if message.id not in left][:limit]
+                if ready or not left - seen or (transaction is not None and not self._may_lock(waiting, now)):
+                    if ready:
+                        emit(
+                            logger, logging.DEBUG, Event.FETCHED, "fetched %d due messages", len(ready), messages=ready
+                        )
+                    return FetchedBatch(ready, now, transaction, stack.pop_all())
+                seen |= left
+                if transaction is not None:
+                    waiting[0].unlock = FetchedBatch(due, now, transaction, stack.pop_all()).undo
+                    waiting[0].locked_at = now
+
+    async def _fetch_due(self, now: datetime, limit: int, transaction: Transaction | None) -> Sequence[DelayedMessage]:
+        most_bytes = self._batch_bytes
+        if transaction is not None:  # what is set aside is not locked
+            aside = [aside.message.message for aside in self._aside.waiting]
+            limit += len(aside)
+            most_bytes += sum(len(message.encoded_headers) + len(message.body) for message in aside)
+        return await self._store.fetch_due(now, limit, max_bytes=most_bytes, transaction=transaction)
+
+    def _may_lock(self, waiting: Sequence[AsideMessage], now: datetime) -> bool:
+        """Return whether a transaction may be kept open to lock a message that is set aside, alone.
+
+        A store that returns one message at a time returns no other before that. If too many are locked so already,
+        their times come soon.
+        """
+        if not isinstance(self._store, OneAtATime):
+            return False
+        locked = self._aside.locked()
+        if len(locked) < MOST_LOCKED:
+            return True
+        for aside in locked:
+            aside.until = min(aside.until, (aside.locked_at or now) + LOCKED_FOR)
+        return False
 
     async def _forward(self, batch: Batch, transaction: Transaction | None) -> None:
-        operations = [TransportOperation(_as_sent(message.message), message.destination) for message in batch.messages]
-        unsent = await self._dispatch(operations, self._scope.of_dispatch(transaction))
-        failures = [(batch.messages[position], error) for position, error in unsent.items()]
-        batch.sent += [message for position, message in enumerate(batch.messages) if position not in unsent]
+        before = [message for message in batch.messages if (aside := self._aside.find(message)) and aside.sent]
+        sent_before = {message.id for message in before}
+        fresh = [message for message in batch.messages if message.id not in sent_before]
+        operations = [TransportOperation(_as_sent(message.message), message.destination) for message in fresh]
+        unsent = await self._dispatch(operations, self._scope.of_dispatch(transaction)) if operations else {}
+        failures = [(fresh[position], error) for position, error in unsent.items()]
+        batch.sent += [message for position, message in enumerate(fresh) if position not in unsent]
         batch.dispatched = len(batch.sent)
         if sent := tuple(batch.sent):
             text = "dispatched %d messages"
             emit(logger, logging.DEBUG, Event.DISPATCHED, text, len(sent), messages=sent, count=len(sent))
+        batch.sent += before
         await self._finish(batch, failures, transaction)
 
     async def _finish(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
         if not self._scope.shared:
-            self._unremoved = batch.sent
+            self._sent = batch.sent
         await self._recovery.recover(batch, failures, transaction)
         await self._remove(batch.sent, transaction)
 

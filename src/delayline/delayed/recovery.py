@@ -6,6 +6,7 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING
 
+from delayline.delayed.set_aside import Reason, SetAside
 from delayline.delayed.store import SupportsJournal
 from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
@@ -41,13 +42,20 @@ class Recovery:
         number_of_retries: int,
         scope: BatchScope,
         failure_rate: FailureRate,
+        aside: SetAside | None = None,
     ) -> None:
         self._store = store
         self._host = host
         self._number_of_retries = number_of_retries
         self._scope = scope
         self._failure_rate = failure_rate
+        self._aside = SetAside() if aside is None else aside
         self._observer = host.observers.all
+
+    @property
+    def now(self) -> datetime:
+        """The present time of the endpoint's clock."""
+        return self._host.clock.now()
 
     async def recover(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
         """Count each failed attempt, or move its message to the error queue and add it to `batch.sent`.
@@ -99,8 +107,11 @@ class Recovery:
                 raise
             text = "Failed to count a failed attempt to forward delayed message %s: %s"
             self._log_recovery_failure(text, message.id, failure, message=message, failure=failure)
-            batch.kept.append(message)
-            batch.backend_error = failure
+            if isinstance(failure, BackendUnavailable):
+                batch.kept.append(message)
+                batch.backend_error = failure
+            else:
+                self._aside.add_failed(message, Reason.BACKS_OFF, self.now)
             return
         _after_commit(transaction, partial(self._log_backed_off, message, until))
         self._report(Action.BACKED_OFF, message, error, transaction)

@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, Final
 from delayline.checks import whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, first_of
 from delayline.delayed.host import Satellite, satellite_queues
-from delayline.delayed.poller import MAXIMUM_SLEEP, Mover, Poller, scope_of
+from delayline.delayed.poller import MAXIMUM_SLEEP, Mover, Poller, scope_between
 from delayline.delayed.recovery import Recovery
+from delayline.delayed.set_aside import SetAside
 from delayline.delayed.store import (
     SupportsClock,
     SupportsNotifications,
@@ -280,7 +281,7 @@ class TimeoutManagerDelivery:
             stopping=self._stopping,
             waits=self.concurrency // 2,
         )
-        dispatching = DispatchingSatellite(host, self.persister, scope_of(self.persister, host.transport))
+        dispatching = DispatchingSatellite(host, self.persister, scope_between(self.persister, host.transport))
         return [
             Satellite(self.timeouts_queue, storing, mode, self.concurrency),
             Satellite(self.dispatcher_queue, dispatching, mode, self.concurrency),
@@ -289,7 +290,7 @@ class TimeoutManagerDelivery:
     def _expired(self) -> DirectTimeoutStore | TimeoutRequestStore:
         """Return the store to poll: direct if one transaction can cover queues and timeouts."""
         persister, queue, clock = self.persister, self.dispatcher_queue, self.host.clock
-        if scope_of(persister, self.host.transport).shared and isinstance(persister, SupportsTimeoutLocks):
+        if scope_between(persister, self.host.transport).shared and isinstance(persister, SupportsTimeoutLocks):
             return DirectTimeoutStore(persister, queue, clock)
         return TimeoutRequestStore(persister, queue, clock)
 
@@ -297,7 +298,7 @@ class TimeoutManagerDelivery:
         self, expired: DirectTimeoutStore | TimeoutRequestStore, fetching: RepeatedFailuresOverTime
     ) -> Poller:
         host = self.host
-        scope = scope_of(self.persister, host.transport)
+        scope = scope_between(self.persister, host.transport)
         rate = FailureRate(
             "TimeoutFailureHandling",
             maximum_per_second=1,
@@ -306,12 +307,13 @@ class TimeoutManagerDelivery:
             observer=host.observers.all,
         )
         self._closers.append(rate.close)
-        recovery = Recovery(expired, host, number_of_retries=ATTEMPTS - 1, scope=scope, failure_rate=rate)
+        aside = SetAside()
+        recovery = Recovery(expired, host, number_of_retries=ATTEMPTS - 1, scope=scope, failure_rate=rate, aside=aside)
         between_looks = self.time_to_wait_before_triggering_critical_error / LOOKS_BEFORE_CRITICAL_ERROR
         return Poller(
             expired,
             host,
-            mover=Mover(expired, host.transport, scope=scope, recovery=recovery, batch_bytes=BATCH_BYTES),
+            mover=Mover(expired, host.transport, scope=scope, recovery=recovery, batch_bytes=BATCH_BYTES, aside=aside),
             forwarding=expired
             if isinstance(expired, DirectTimeoutStore) and expired.forwards_to(host.transport)
             else None,
