@@ -34,6 +34,7 @@ from delayline.errors import (
     DuplicateMessage,
     InvalidMessage,
     NotStarted,
+    UnsupportedTransactionMode,
 )
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
@@ -51,6 +52,7 @@ from delayline.transaction import (
     TransactionMode,
     guarantee,
     strongest_mode,
+    weaker_mode,
 )
 from delayline.transport import (
     SupportsCancelledDispatch,
@@ -184,9 +186,8 @@ class Endpoint:
         )
         self.error_queue = _error_queue(error_queue, name)
         self.send_only = send_only
-        self.transaction_mode = _mode(transaction_mode, transport, delayed_delivery)
-        self.guarantee: Guarantee = guarantee(transport, delayed_delivery, self.transaction_mode)
-        self.handler_rows: HandlerRows = handler_rows(transport, delayed_delivery, self.transaction_mode)
+        self._chooses_mode = transaction_mode is None
+        self._use_mode(_mode(transaction_mode, transport, delayed_delivery))
         self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
         self.concurrency = whole_number("concurrency", concurrency, at_least=1)
         self.transaction_connections = (
@@ -217,6 +218,11 @@ class Endpoint:
         self.draining = draining
         self._deliveries = self._bind(None if disable_timeout_manager else draining)
         self._reset()
+
+    def _use_mode(self, mode: TransactionMode) -> None:
+        self.transaction_mode = mode
+        self.guarantee: Guarantee = guarantee(self.transport, self.delayed_delivery, mode)
+        self.handler_rows: HandlerRows = handler_rows(self.transport, self.delayed_delivery, mode)
 
     def _reset(self) -> None:
         self._observer: Observer | None = None
@@ -817,7 +823,7 @@ class Endpoint:
         await self._check_rights()
         for delivery in self._deliveries:
             self._running.push_async_callback(delivery.stop)
-            await delivery.start()
+            await self._start_delivery(delivery)
         if self._handlers:
             transactions = HandlerTransactions(self.transport, self.transaction_mode, self.transaction_connections)
             self._running.push_async_callback(transactions.close)
@@ -850,6 +856,19 @@ class Endpoint:
             self.guarantee,
         )
         self._started = True
+
+    async def _start_delivery(self, delivery: DelayedDelivery) -> None:
+        """Start it; in a weaker mode if its store refuses the default one, which the store alone knows."""
+        while True:
+            try:
+                return await delivery.start()
+            except UnsupportedTransactionMode:
+                weaker = weaker_mode(self.transaction_mode)
+                if weaker is None or not self._chooses_mode:
+                    raise
+                self._use_mode(weaker)
+                self._host = replace(self._host, mode=weaker)
+                delivery.bind(self._host)
 
     async def _check_rights(self) -> None:
         """Raise BackendUnusable with every right that is missing, before the first use of one."""

@@ -33,7 +33,7 @@ from delayline.delayed.store import (
 )
 from delayline.external import ExternalTransaction, SupportsExternalTransactions
 from delayline.message import DelayedMessage
-from delayline.transaction import SupportsSavepoints, Transaction
+from delayline.transaction import SupportsHighestMode, SupportsSavepoints, Transaction
 from delayline.transport import (
     HandlerSlots,
     QueueLimits,
@@ -81,6 +81,7 @@ __all__ = [
     "SupportsForwardedCounts",
     "SupportsForwarding",
     "SupportsHandlerSlots",
+    "SupportsHighestMode",
     "SupportsJournal",
     "SupportsLookup",
     "SupportsManagement",

@@ -172,6 +172,16 @@ class TransactionParticipant(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsHighestMode(Protocol):
+    """Capability of a delayed message store or a delayed delivery: it says which transaction modes it supports."""
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """The strongest mode it can honour; all weaker ones are supported too. Known before it is opened."""
+        ...
+
+
 class TransportParticipant(TransactionParticipant, Protocol):
     """The properties of a transport that `guarantee` depends on."""
 
@@ -207,6 +217,11 @@ def guarantee(
             f"{type(transport).__name__} supports transaction modes up to {highest.name}, not {mode.name}. "
             f"Use transaction_mode=TransactionMode.{highest.name} or a transport on a SQL database."
         )
+    if delivery is not None and mode > (highest := _highest_of(delivery)):
+        raise UnsupportedTransactionMode(
+            f"the delayed message store supports transaction modes up to {highest.name}, not {mode.name}. "
+            f"Use transaction_mode=TransactionMode.{highest.name}, or leave it out."
+        )
     shared = delivery is None or share_transactions(transport, delivery)
     if mode is TransactionMode.TRANSACTION_SCOPE:
         if not shared:
@@ -227,4 +242,15 @@ def strongest_mode(transport: TransportParticipant, delivery: TransactionPartici
     """Return the strongest mode this pair can honour: an endpoint's default."""
     shared = delivery is None or share_transactions(transport, delivery)
     limit = TransactionMode.TRANSACTION_SCOPE if shared else TransactionMode.SENDS_ATOMIC_WITH_RECEIVE
-    return min(transport.highest_transaction_mode, limit)
+    return min(transport.highest_transaction_mode, limit, _highest_of(delivery))
+
+
+def weaker_mode(refused: TransactionMode) -> TransactionMode | None:
+    """Return the mode to try when a store has refused one: the next weaker, but not the one that may lose messages."""
+    return TransactionMode(refused - 1) if refused > TransactionMode.RECEIVE_ONLY else None
+
+
+def _highest_of(delivery: object) -> TransactionMode:
+    if isinstance(delivery, SupportsHighestMode):
+        return delivery.highest_transaction_mode
+    return TransactionMode.TRANSACTION_SCOPE

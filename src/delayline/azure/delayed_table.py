@@ -113,6 +113,11 @@ class AzureDelayedTable(SingleMessageVerbs):
         self._watch: asyncio.Task[None] | None = None
         self._sweep: asyncio.Task[None] | None = None
 
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """A table shares no transaction with queues."""
+        return TransactionMode.SENDS_ATOMIC_WITH_RECEIVE
+
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create the table and the container."""
         await self._account.open()

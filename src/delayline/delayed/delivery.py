@@ -34,6 +34,7 @@ from delayline.events import Event, emit
 from delayline.external import SupportsExternalTransactions
 from delayline.grouping import ABANDONED, Grouping
 from delayline.message import DelayedMessage
+from delayline.transaction import SupportsHighestMode, TransactionMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Hashable, Sequence
@@ -205,6 +206,13 @@ class StoredDelivery:
     def transaction_domain(self) -> Hashable | None:
         """The store's domain, or None for a store without transactions."""
         return self.store.transaction_domain if isinstance(self.store, SupportsTransactions) else None
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        """The strongest mode that the store says it supports; the strongest of all if it says nothing."""
+        if isinstance(self.store, SupportsHighestMode):
+            return self.store.highest_transaction_mode
+        return TransactionMode.TRANSACTION_SCOPE
 
     @property
     def clock(self) -> Clock | None:

@@ -34,6 +34,7 @@ from delayline.timeouts.persister import (
     TimeoutPersister,
     TimeoutsChunk,
 )
+from delayline.transaction import SupportsHighestMode, TransactionMode
 
 if TYPE_CHECKING:
     import uuid
@@ -42,7 +43,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.message import DelayedMessage
-    from delayline.transaction import Transaction, TransactionMode
+    from delayline.transaction import Transaction
 
 
 class FaultyStore(Faulty):
@@ -123,6 +124,14 @@ class _Transactions(Faulty):
 
     def transaction(self) -> Transaction:
         return self.faults.apply_to(self._inner.transaction())
+
+
+class _HighestMode(Faulty):
+    _inner: SupportsHighestMode
+
+    @property
+    def highest_transaction_mode(self) -> TransactionMode:
+        return self._inner.highest_transaction_mode
 
 
 class _Batches(Faulty):
@@ -222,6 +231,7 @@ class _Closable(Faulty):
 CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     (SupportsSetup, _Infrastructure),
     (SupportsTransactions, _Transactions),
+    (SupportsHighestMode, _HighestMode),
     (SupportsBatches, _Batches),
     (SupportsManagement, _Management),
     (SupportsDueForecast, _Forecasts),

@@ -40,7 +40,7 @@ from delayline.testing.conformance.messages import (
     delayed,
     same,
 )
-from delayline.transaction import SupportsSavepoints, TransactionMode
+from delayline.transaction import SupportsHighestMode, SupportsSavepoints, TransactionMode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -339,7 +339,9 @@ class StoreVerbs(StoreFixtures):
             await store.initialize(ENDPOINT, mode)
         except UnsupportedTransactionMode:
             assert mode > TransactionMode.NONE, "the weakest mode asks nothing of a store"
-            if mode is not TransactionMode.TRANSACTION_SCOPE or isinstance(store, SupportsTransactions):
+            if isinstance(store, SupportsHighestMode):
+                assert mode > store.highest_transaction_mode
+            elif mode is not TransactionMode.TRANSACTION_SCOPE or isinstance(store, SupportsTransactions):
                 raise
             pytest.skip(f"not claimed: {mode.name}")
         await store.store(delayed())
