@@ -24,6 +24,7 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
+from delayline.delayed.store import Outcome
 from delayline.errors import BackendUnusable
 from delayline.events import Event
 from delayline.spi import TransportOperation
@@ -458,3 +459,28 @@ async def test_an_old_server_is_refused(
     else:
         with pytest.raises(BackendUnusable, match=r"version 10\.5\.9-MariaDB; delayline needs 10.6 or newer"):
             Mariadb(make_url(mariadb_url)).check()
+
+
+async def test_ids_that_the_collation_takes_for_the_same_are_different_messages(mariadb_url: str) -> None:
+    """Given a table whose ids ignore case, as those of .NET may be, and a pending message, then another id is no copy
+    of it."""
+    store = await opened(mariadb_url)
+    table = store._statements.table.name
+    with database_at(mariadb_url).dialect.connect() as connection:  # type: ignore[attr-defined]
+        run(
+            connection, f"ALTER TABLE `{table}` MODIFY id VARCHAR(250) CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci"
+        )
+    try:
+        await store.store(delayed("conf", b"ours"))
+        # When one with another case is replaced, looked for, cancelled or rescheduled
+        with pytest.raises(InvalidMessage, match=r"message 'CONF' cannot wait beside 'conf'.*another id"):
+            await store.store_or_replace(delayed("CONF", b"another"), replace=True)
+        assert await store.find("CONF", body_limit=10) is None
+        assert await store.cancel("CONF") is Outcome.NOT_PENDING
+        assert await store.reschedule("CONF", PAST) is Outcome.NOT_PENDING
+        # Then the pending one is as it was
+        found = await store.find("conf", body_limit=10)
+        assert found is not None
+        assert (found.message.message.body, found.message.due) == (b"ours", delayed("conf").due)
+    finally:
+        await store.close()

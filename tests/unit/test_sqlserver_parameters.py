@@ -60,20 +60,33 @@ class Binary:
     """Replaces the driver's binary part and records its arguments."""
 
     def __init__(self) -> None:
+        self.statements: list[str] = []
         self.batches: list[list[tuple[int, int]]] = []
         self.values: list[list[Any]] = []
         self.singles: list[tuple[list[Any], list[tuple[int, ...]]]] = []
         self.failing: list[tuple[str, str]] = []
         self.handles = 0
 
-    def many(self, _: object, __: str, columns: Loose, kinds: Loose, *___: object) -> int:
+    def many(self, _: object, sql: str, columns: Loose, kinds: Loose, *__: object) -> int:
+        self.statements.append(sql)
+        for kind in kinds:
+            refuse_beyond_the_type(kind.paramSQLType, kind.columnSize)
         self.batches.append([(kind.paramSQLType, kind.columnSize) for kind in kinds])
         self.values.append(columns)
         return -1 if self.failing else 0
 
-    def once(self, _: object, __: str, values: list[Any], sizes: Loose, *___: object) -> int:
+    def once(self, _: object, sql: str, values: list[Any], sizes: Loose, *__: object) -> int:
+        self.statements.append(sql)
+        for kind, _, size, _ in sizes:
+            refuse_beyond_the_type(kind, size)
         self.singles.append((list(values), list(sizes)))
         return -1 if self.failing else 0
+
+
+def refuse_beyond_the_type(kind: int, size: int) -> None:
+    """Refuse a size as the driver does: beyond these it is that of a stream, 0."""
+    if size > {WVARCHAR: 4000, VARBINARY: 8000}.get(kind, size):
+        raise ValueError("Invalid precision or scale value; [Microsoft]Invalid precision value")
 
 
 @pytest.fixture
@@ -204,7 +217,8 @@ def test_every_batch_declares_text_as_nvarchar(binary: Binary) -> None:
             for column, (kind, size) in zip(columns, kinds, strict=True):
                 assert kind == expected(column[0]), name
                 if kind == WVARCHAR:
-                    assert all(len(value.encode("utf-16-le")) // 2 <= size for value in column), name
+                    longest = max(len(value.encode("utf-16-le")) // 2 for value in column)
+                    assert longest <= size or size == 0, name
             tried += 1
     assert tried > 20
 
@@ -225,6 +239,32 @@ def test_a_batch_with_a_long_body_goes_row_by_row_and_counts_all_rows(binary: Bi
     assert one.rowcount == 3
     assert [[kind for kind, *_ in sizes] for _, sizes in binary.singles] == [[WVARCHAR, VARBINARY]] * 3
     assert not binary.batches
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 3, 256, 257, 700, 4000, 4001, 8000, 8001, 300_000])
+def test_values_of_any_length_have_few_declarations_that_the_driver_takes(binary: Binary, length: int) -> None:
+    cursor().execute("INSERT INTO t VALUES (?, ?)", ("Ж" * length, b"x" * length))
+    [[_, sizes]] = binary.singles
+    (text, _, text_size, _), (content, _, content_size, _) = sizes
+    assert (text, content) == (WVARCHAR, VARBINARY)
+    assert text_size == (256 if length <= 256 else 4000 if length <= 4000 else 0)
+    assert content_size == (8000 if length <= 8000 else 0)
+
+
+def test_rows_behind_an_error_that_ends_the_transaction_are_not_inserted(binary: Binary) -> None:
+    """Given a batch, which the driver sends at once, then each of its statements is refused outside a transaction."""
+    import mssql_python
+
+    cursor().executemany("INSERT INTO t VALUES (?)", [(b"a",), (b"b",)])
+    [sent] = binary.statements
+    guard, ended = "IF @@TRANCOUNT = 0 RAISERROR(N'{}', 16, 1) ELSE ", "delayline: the transaction has ended"
+    assert sent == guard.format(ended) + "INSERT INTO t VALUES (?)"  # noqa: S608
+    # And that refusal is an outage, not the message's fault
+    error = mssql_python.ProgrammingError("42000", f"[Microsoft][ODBC Driver 18 for SQL Server][SQL Server]{ended}")
+    assert isinstance(server().translated(error), BackendUnavailable)
+    # But a single row, which may commit by itself
+    cursor().executemany("INSERT INTO t VALUES (?)", [(b"a",)])
+    assert binary.statements[-1] == "INSERT INTO t VALUES (?)"
 
 
 def test_tables_of_streams_are_declared_too(binary: Binary) -> None:
@@ -421,4 +461,5 @@ def test_a_timeout_is_added_with_the_same_declarations(binary: Binary, monkeypat
     timeout = Timeout("1" * 32, Message("m", {}, b"x"), "счёт", AT.replace(tzinfo=UTC))
     own.add(SimpleNamespace(connection=SimpleNamespace(cursor=cursor)), timeout)  # type: ignore[arg-type]
     text = WVARCHAR
-    assert [kind for kind, _ in binary.batches[-1]] == [text, text, text, VARBINARY, TIMESTAMP, text, text]
+    [*_, (_, sizes)] = binary.singles
+    assert [kind for kind, *_ in sizes] == [text, text, text, VARBINARY, TIMESTAMP, text, text]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from sqlalchemy import select
 from sqlalchemy.engine import make_url
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import ConfigurationError
+from delayline.migration.journal import MigrationJournal
 from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
+from delayline.sql.due_forecast import _count
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
@@ -19,6 +23,8 @@ from delayline.sql.setup import texts
 from delayline.sql.statements import QueueStatements, StoreStatements
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sqlalchemy import Executable
 
 NAME = "[dbo].[sales.timeouts]"
@@ -129,7 +135,8 @@ def test_a_schema_with_a_dot_is_one_name() -> None:
 def test_a_claim_has_the_documents_hints() -> None:
     due = plain(Statements().locks.due.sql)
     assert due.startswith("SELECT TOP (?) Id, COALESCE(DATALENGTH(Headers), 0) + COALESCE(DATALENGTH(State), 0)")
-    assert "FROM {0} WITH (READPAST, UPDLOCK, ROWLOCK) WHERE Time <= CAST(? AS DATETIME) AND NOT (EXISTS" in due
+    claim = "FROM {0} WITH (READPAST, UPDLOCK, ROWLOCK, READCOMMITTEDLOCK)"
+    assert f"{claim} WHERE Time <= CAST(? AS DATETIME) AND NOT (EXISTS" in due
     assert due.endswith(" ORDER BY Time, Id")
 
 
@@ -138,7 +145,7 @@ def test_the_verbs_are_the_documents() -> None:
     keys = "WHERE Id IN (@keys)"
     assert plain(store.delete.sql) == f"DELETE FROM {{0}} {keys}"  # noqa: S608
     assert plain(store.count_failure.sql) == f"UPDATE {{0}} SET RetryCount=(RetryCount + 1) {keys}"  # noqa: S608
-    assert plain(store.next_due.sql) == "SELECT min(Time) AS min_1 FROM {0} WITH (READPAST, READCOMMITTEDLOCK)"
+    assert plain(store.next_due.sql) == "SELECT min(Time) AS min_1 FROM {0} WITH (NOLOCK)"
     columns = "(Id, Destination, State, Time, Headers, RetryCount)"
     assert plain(store.insert.sql) == (
         f"INSERT INTO {{0}} {columns} SELECT * FROM (VALUES (?, ?, ?, CAST(? AS DATETIME), ?, ?)) AS new {columns} "  # noqa: S608
@@ -156,18 +163,70 @@ def test_moving_keeps_the_order_and_takes_a_missing_body_for_an_empty_one() -> N
     assert "coalesce(State, 0x)" in move
     assert move.endswith("WHERE Id IN (@keys) ORDER BY Time, Id")
     heads = plain(forwarding._heads.sql)
-    assert "WITH (READPAST, UPDLOCK, ROWLOCK)" in heads
+    assert "WITH (READPAST, UPDLOCK, ROWLOCK, READCOMMITTEDLOCK)" in heads
     assert "dbo.delayline_queues.name = (Destination COLLATE Latin1_General_100_BIN2)" in heads
     assert "charindex('NServiceBus.Timeouts.Properties.', CAST(Headers AS VARCHAR(max))" in heads
 
 
 @pytest.mark.parametrize("url", ["mssql://sa@host/db", "mssql+pymssql://sa@host/db"])
-def test_readers_do_not_wait_and_claims_skip_locked_rows(url: str) -> None:
+def test_locked_messages_are_passed_over_and_locked_rows_of_other_tables_are_waited_for(url: str) -> None:
+    messages = ("delayline_messages]", "delayline_messages", "sales.timeouts]", "TimeoutData]")
     for name, statement in Statements(url).all().items():
-        if statement.sql.startswith("SELECT") and " FROM " in statement.sql.replace("\n", " "):
-            hinted = "WITH (READPAST" in statement.sql or "WITH (READCOMMITTEDLOCK)" in statement.sql
-            assert hinted, f"{name}: {statement.sql}"
-            assert "FOR UPDATE" not in statement.sql
+        assert "FOR UPDATE" not in statement.sql
+        if not statement.sql.startswith("SELECT"):
+            assert "READPAST" not in statement.sql, f"{name}: a row that is locked would stay as it is"
+            continue
+        tables = re.findall(r"FROM (\S+)(?: WITH \(([A-Z, ]+)\))?", statement.sql)
+        for table, hints in tables:
+            if table.endswith(messages):
+                assert hints, f"{name} would wait for a message that is being moved: {statement.sql}"
+            else:
+                assert "READPAST" not in hints, f"{name}: a locked row would be taken for a missing one"
+
+
+def test_a_lock_is_waited_for_unless_locked_rows_are_to_be_skipped() -> None:
+    runs = MigrationJournal(dialect(), dialect().schema_of(None)).runs
+    query = select(runs.c.state).where(runs.c.run == "r")
+    hints = {
+        query: "",
+        query.with_for_update(): " WITH (UPDLOCK, ROWLOCK)",
+        query.with_for_update(skip_locked=True): " WITH (READPAST, UPDLOCK, ROWLOCK, READCOMMITTEDLOCK)",
+    }
+    for statement, expected in hints.items():
+        text = str(statement.compile(dialect=dialect().sql)).replace("\n", "")
+        assert f"delayline_migrations{expected} WHERE" in text
+
+
+def test_counts_and_forecasts_do_not_wait_for_messages_that_are_moved() -> None:
+    store = Statements().store
+    counted = str(store.by_due(60_000_000).compile(dialect=dialect().sql))
+    assert counted.count("WITH (READPAST, READCOMMITTEDLOCK)") == 1
+    forecast = _count(store, 3, by_destination=True).sql
+    assert forecast.count("FROM [dbo].[sales.timeouts] WITH (READPAST, READCOMMITTEDLOCK)") == 4
+
+
+def test_marks_of_the_forecast_are_the_drivers() -> None:
+    """`?` is a syntax error with pymssql."""
+    for url, mark in (("mssql://sa@host/db", "?"), ("mssql+pymssql://sa@host/db", "%s")):
+        asked: list[tuple[str, Sequence[object]]] = []
+
+        class Cursor:
+            description = ()
+
+            def execute(self, sql: str, parameters: Sequence[object] = (), asked: list[Any] = asked) -> None:
+                asked.append((sql, parameters))
+
+            def fetchall(self) -> list[tuple[int]]:
+                return []
+
+            def close(self) -> None: ...
+
+        connection: Any = SimpleNamespace(connection=SimpleNamespace(cursor=Cursor))
+        server = SqlServer(make_url(url))
+        with pytest.raises(ValueError, match="unpack"):  # this server knows no rows
+            server.estimate_due(connection, server.timeouts_table("t", None), [])
+        for sql, parameters in asked:
+            assert sql.count(mark) == len(parameters) > 0
 
 
 @pytest.mark.parametrize("url", ["mssql://sa@host/db", "mssql+pymssql://sa@host/db"])

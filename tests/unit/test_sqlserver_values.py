@@ -149,8 +149,8 @@ ERRORS = [
         4060,
         "OperationalError",
         'Cannot open database "d" requested by the login. The login failed.',
-        BackendUnusable,
-        "d",
+        BackendUnavailable,
+        "On Azure this may pass; else create it",
     ),
     (18456, "OperationalError", "Login failed for user 'sa'.", BackendUnusable, "user and the password"),
     (
@@ -159,6 +159,28 @@ ERRORS = [
         "Failed to update 'd' because the database is read-only.",
         BackendUnavailable,
         "primary",
+    ),
+    *(
+        (number, "ProgrammingError", text, BackendUnavailable, "cannot do that now")
+        for number, text in {
+            233: "A connection was established, but then an error occurred during the login process.",
+            601: "Could not continue scan with NOLOCK due to data movement.",
+            10928: "Resource ID : 1. The request limit for the database is 90 and has been reached.",
+            10929: "Resource ID : 1. The maximum limit for the database is 90; the server is too busy.",
+            40197: "The service has encountered an error processing your request. Please try again.",
+            40501: "The service is currently busy. Retry the request after 10 seconds.",
+            40613: "Database 'd' on server 's' is not currently available.",
+            49918: "Cannot process request. Not enough resources to process request.",
+            49919: "Cannot process create or update request. Too many operations in progress.",
+            49920: "Cannot process request. The service is busy processing multiple requests for subscription.",
+        }.items()
+    ),
+    (
+        334,
+        "ProgrammingError",
+        "The target table 't' of the DML statement cannot have any enabled triggers if it contains OUTPUT.",
+        BackendUnusable,
+        "Remove it",
     ),
     (
         2760,

@@ -33,7 +33,7 @@ from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
 from delayline.sql.server_database import ServerDatabase
-from delayline.sql.statements import store_channel
+from delayline.sql.statements import DIRTY, WAITING, store_channel
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -250,7 +250,7 @@ class LockStatements:
             .limit(bindparam("number"))
         )
         due = due.with_for_update(skip_locked=True)
-        next_due = select(func.min(columns.due), dialect.in_seconds(0))
+        next_due = select(func.min(columns.due), dialect.in_seconds(0)).with_hint(table, *DIRTY)
         one = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
         read = statements.waiting.where(by_ids).order_by(*in_order(table))
         self.due = Prepared(due, sql, ["until", "number"])
@@ -258,7 +258,7 @@ class LockStatements:
         self.next_due = Prepared(next_due, sql, [])
         self.next_due_since = Prepared(next_due.where(since), sql, ["since"])
         self.one = Prepared(one, sql, ["key"])
-        exists = select(columns.id).where(by_id).with_hint(table, "WITH (READCOMMITTEDLOCK)", "mssql")  # waits
+        exists = select(columns.id).where(by_id).with_hint(table, *WAITING)
         self.exists = Prepared(exists, sql, ["key"])
         self.read = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
 
@@ -501,10 +501,11 @@ class ServerRowClaims:
         return query, None if query.since is None else self._database.dialect.to_due(query.since)
 
     def _if_free(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
-        if self._locks.one.one(connection, message_id) is not None:
+        # The column's collation may take another id for the same.
+        if self._locks.one.one(connection, message_id) == message_id:
             work(connection)
             return Outcome.DONE
-        exists = self._locks.exists.one(connection, message_id) is not None
+        exists = self._locks.exists.one(connection, message_id) == message_id
         return Outcome.DISPATCHING if exists else Outcome.NOT_PENDING
 
 

@@ -138,6 +138,10 @@ def versions_table(schema: str | None = None) -> Table:
     )
 
 
+#: Key in the `info` of tables of messages: whoever reads them may pass over rows that others have locked.
+HOLDS_MESSAGES: Final = "delayline holds messages"
+
+
 class QueueTables:
     """The transport's tables: a registry of queue names, and one table with the messages of all queues."""
 
@@ -192,6 +196,7 @@ def _queued_table(metadata: MetaData) -> Table:
         Column("body", CONTENT, nullable=False),
         Column("expires", DUE),  # since version 2
         Index("delayline_messages_order", "queue", "seq"),
+        info={HOLDS_MESSAGES: True},
         sqlite_autoincrement=True,  # a number that was claimed once is never given to another row
     )
 

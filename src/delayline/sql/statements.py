@@ -36,6 +36,11 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
 
+#: Hints of a query on SQL Server, whose queries for messages pass over locked rows: wait for them ...
+WAITING: Final = ("WITH (READCOMMITTEDLOCK)", "mssql")
+#: ... or count them as they are: the next due time needs no certainty, and must not wait for a user's transaction.
+DIRTY: Final = ("WITH (NOLOCK)", "mssql")
+
 Values = tuple[Any, ...]
 PUT: Final = ["queue", "id", "headers", "body"]
 INSERTED: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
@@ -93,7 +98,7 @@ class StoreStatements:
         )
         due = self.waiting.where(is_due).order_by(*in_order(table)).limit(bindparam("number"))
         self.due = Prepared(due, sql, ["until", "number"])
-        self.next_due = Prepared(select(func.min(columns.due)), sql, [])
+        self.next_due = Prepared(select(func.min(columns.due)).with_hint(table, *DIRTY), sql, [])
         self.delete = Prepared(delete(table).where(by_ids), sql, ["keys"])
         self.move = Prepared(update(table).where(by_ids).values(due=bindparam("at")), sql, ["at", "keys"])
         self.count_failure = Prepared(failed, sql, ["keys"])

@@ -6,6 +6,8 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from sqlalchemy import select
+
 from delayline.checks import time_span
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.delayed.store import (
@@ -17,7 +19,7 @@ from delayline.delayed.store import (
     StoreResult,
     checked_edges,
 )
-from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
+from delayline.errors import BackendUnavailable, ConfigurationError, InvalidMessage, NotStarted
 from delayline.message import in_utc
 from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
@@ -204,9 +206,21 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
             if stored or outcome is Outcome.DONE:
                 await self._notify(message.due)
                 return StoreResult.STORED if stored else StoreResult.REPLACED
+            await self._refuse_collating_alike(message.id)
         raise BackendUnavailable(
             f"message {message.id!r} was stored and removed by others {ATTEMPTS} times while it was sent: send it again"
         )
+
+    async def _refuse_collating_alike(self, message_id: str) -> None:
+        """Raise InvalidMessage if another pending message has an id that the column's collation takes for this one."""
+        columns = self._statements.table.c
+        query = select(columns.id).where(columns.id == message_id)
+        for (other,) in await self._database.read(lambda connection: connection.execute(query).all()):
+            if other != message_id:
+                raise InvalidMessage(
+                    f"message {message_id!r} cannot wait beside {other!r}, whose id the collation of "
+                    f"{self._database.dialect} takes for the same: give it another id"
+                )
 
     def _inserted(self, row: tuple[Any, ...], connection: Connection) -> bool:
         """Insert the row; return False if its id has been inserted meanwhile."""
@@ -361,7 +375,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         query = statements.found(body_limit).where(dialect.one_of(statements.table.c.id, "keys"))
         prepared = Prepared(query, dialect.sql, ["keys"])
         rows = await self._database.read(lambda connection: prepared.rows(connection, [message_id]))
-        return self._found(rows[0]) if rows else None
+        return next((self._found(row) for row in rows if row[0] == message_id), None)  # not one that collates alike
 
     async def due_between(
         self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0

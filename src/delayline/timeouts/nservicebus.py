@@ -14,7 +14,7 @@ from sqlalchemy import Column, Index, MetaData, String, Table
 from sqlalchemy.sql import quoted_name
 
 from delayline.message import TimeoutHeaders, from_wire_time
-from delayline.sql.schema import CONTENT
+from delayline.sql.schema import CONTENT, HOLDS_MESSAGES
 
 if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect
@@ -53,6 +53,7 @@ def timeout_table(prefix: str, schema: str | None, dialect: Dialect) -> Table:
         Column("PersistenceVersion", String(MAXIMUM_VERSION_LENGTH), nullable=shape.nullable),
         Index(saga_index, "SagaId"),
         Index(time_index, "Time"),
+        info={HOLDS_MESSAGES: True},
         mysql_default_charset="ascii",
         mariadb_default_charset="ascii",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
 from datetime import timedelta
 from functools import partial
@@ -36,7 +37,7 @@ from delayline.sql.deadlines import long_work
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import EVERY_RIGHT, QUEUES
 from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import check_size, queue_channel, store_channel
+from delayline.sql.statements import WAITING, check_size, queue_channel, store_channel
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.nservicebus import PERSISTENCE_VERSION, TimeoutTimes, table_prefix, timeout_table
 from delayline.timeouts.persister import (
@@ -90,7 +91,7 @@ class TimeoutStatements:
         self._asks_first = not dialect.timeout_shape.inserts_new
         new = insert(table) if self._asks_first else dialect.insert_new(table, "Id")
         self._insert = Prepared(new, sql, COLUMNS)
-        self._exists = Prepared(select(columns.Id).where(of_id), sql, ["key"])
+        self._exists = Prepared(select(columns.Id).where(of_id).with_hint(table, *WAITING), sql, ["key"])
         self._peek = Prepared(look, sql, ["key"])
         self._lock = Prepared(look.with_for_update(), sql, ["key"])
         self._delete = Prepared(delete(table).where(of_id), sql, ["key"])
@@ -109,10 +110,7 @@ class TimeoutStatements:
         self._count = Prepared(select(func.count(), func.min(columns.Time), func.max(columns.Time)), sql, [])
         lock_row = select(leases.c.until).where(ours, leases.c.id == bindparam("lock"))
         self._lock_row = Prepared(lock_row.with_for_update(), sql, ["store", "lock"])
-        waiting = lock_row.with_hint(
-            leases, "WITH (READCOMMITTEDLOCK)", "mssql"
-        )  # otherwise SQL Server skips a locked row
-        self._has_lock_row = Prepared(waiting, sql, ["store", "lock"])
+        self._has_lock_row = Prepared(lock_row, sql, ["store", "lock"])
         self._add_lock_row = Prepared(dialect.insert_new(leases, "id"), sql, ["store", "id", "until"])
         leased = select(leases.c.id, leases.c.until).where(ours, leases.c.id != bindparam("lock"))
         self._leased = Prepared(leased, sql, ["store", "lock"])
@@ -143,7 +141,9 @@ class TimeoutStatements:
         self._dialect.insert_rows(connection, self._insert, [row])
 
     def peek(self, connection: Connection, timeout_id: str, *, locking: bool) -> Timeout | None:
-        """Return the timeout, locked if `locking`."""
+        """Return the timeout, locked if `locking`; None for an id that a column of GUIDs could not be compared with."""
+        if not _is_guid(timeout_id):
+            return None
         rows = (self._lock if locking else self._peek).rows(connection, timeout_id)
         return self._timeout(rows[0]) if rows else None
 
@@ -162,6 +162,8 @@ class TimeoutStatements:
 
     def remove(self, connection: Connection, timeout_id: str) -> bool:
         """Delete the timeout and its lease."""
+        if not _is_guid(timeout_id):
+            return False
         deleted = self._delete.change(connection, timeout_id)
         self._free.change_each(connection, self._name, keys=[timeout_id])
         return deleted == 1
@@ -527,6 +529,8 @@ def _forget_missing_indexes(connection: Connection, table: Table) -> None:
 
 
 MICROSECOND: Final = timedelta(microseconds=1)
+#: What means something in a pattern of LIKE; `[` on SQL Server only.
+LIKE_SIGNS: Final = re.compile(r"[%_/\[]")
 
 
 class TimeoutManagement:
@@ -541,7 +545,7 @@ class TimeoutManagement:
         self._headers = cast(headers, Text) if dialect.timeout_shape.json_headers else type_coerce(headers, Text)
         of_id = columns.Id == bindparam("key")
         free = select(columns.Id).where(of_id).with_for_update(skip_locked=True)
-        exists = select(columns.Id).where(of_id).with_hint(self._table, "WITH (READCOMMITTEDLOCK)", "mssql")
+        exists = select(columns.Id).where(of_id).with_hint(self._table, *WAITING)
         self._free = Prepared(free, sql, ["key"])
         self._exists = Prepared(exists, sql, ["key"])
         self._move = Prepared(update(self._table).where(of_id).values(Time=bindparam("at")), sql, ["at", "key"])
@@ -599,7 +603,8 @@ class TimeoutManagement:
     def _keys_of(self, connection: Connection, message_id: str) -> list[str]:
         """Return the ids of timeouts whose own id or message id is `message_id`."""
         words = {json.dumps(message_id), json.dumps(message_id, ensure_ascii=False)}
-        query = select(self._table.c.Id).where(or_(*(self._headers.contains(word, autoescape=True) for word in words)))
+        patterns = [f"%{escaped}%" for escaped in (LIKE_SIGNS.sub(r"/\g<0>", word) for word in words)]
+        query = select(self._table.c.Id).where(or_(*(self._headers.like(text, escape="/") for text in patterns)))
         keys = {str(key).lower() for key in connection.execute(query).scalars()}
         keys |= {str(uuid.UUID(message_id))} if _is_guid(message_id) else set()
         found = self._statements.read(connection, sorted(keys))

@@ -48,6 +48,7 @@ from delayline.sql.dialects.server import LEASE, LockedForwarding, ServerDialect
 from delayline.sql.dialects.sqlserver_errors import (
     ALREADY_THERE,
     DUPLICATE_KEY,
+    NO_SUCH_OBJECT,
     READ_ONLY,
     ROLLED_BACK,
     number_of,
@@ -65,7 +66,7 @@ from delayline.sql.dialects.sqlserver_sql import (
 )
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import BINARY, CONTENT, must_fit, untyped
+from delayline.sql.schema import BINARY, CONTENT, HOLDS_MESSAGES, must_fit, untyped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -312,6 +313,7 @@ class SqlServer(ServerDialect):
             Column("Headers", CONTENT, key="headers", nullable=False),
             Column("RetryCount", Integer, key="retry_count", nullable=False, server_default=text_of_sql("(0)")),
             Index("Index_Time", "due"),
+            info={HOLDS_MESSAGES: True},
         )
 
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
@@ -388,8 +390,16 @@ class SqlServer(ServerDialect):
     def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
         """Return estimates from the histogram of the index of due times."""
         name = self.sql.identifier_preparer.format_table(table)
-        steps = run(connection, HISTOGRAM, name, "Index_Time")
-        [(rows,)] = run(connection, ROWS, name)
+        try:
+            steps = run(connection, HISTOGRAM.format(mark=self._mark), name, "Index_Time")
+        except self.errors as error:
+            if number_of(error) != NO_SUCH_OBJECT:
+                raise
+            raise BackendUnusable(
+                f"a forecast of so many messages needs SQL Server 2016 SP1 CU2 or newer: {self} has no histograms "
+                f"({text_of(error)})"
+            ) from error
+        [(rows,)] = run(connection, ROWS.format(mark=self._mark), name)
         below = [_rows_before(edge, steps) for edge in edges]
         counted = sum(between + equal for _, between, equal in steps)
         scale = float(rows or 0) / counted if counted else 0.0
@@ -465,11 +475,11 @@ class SqlServer(ServerDialect):
 HISTOGRAM: Final = """
 SELECT CAST(step.range_high_key AS datetime), step.range_rows, step.equal_rows
 FROM sys.stats AS kept CROSS APPLY sys.dm_db_stats_histogram(kept.object_id, kept.stats_id) AS step
-WHERE kept.object_id = OBJECT_ID(?) AND kept.name = ?
+WHERE kept.object_id = OBJECT_ID({mark}) AND kept.name = {mark}
 ORDER BY step.step_number
 """
 #: How many rows a table has, as its partitions have counted them.
-ROWS: Final = "SELECT SUM(rows) FROM sys.partitions WHERE object_id = OBJECT_ID(?) AND index_id IN (0, 1)"
+ROWS: Final = "SELECT SUM(rows) FROM sys.partitions WHERE object_id = OBJECT_ID({mark}) AND index_id IN (0, 1)"
 
 
 def _rows_before(edge: datetime, steps: Sequence[tuple[datetime, float, float]]) -> float:

@@ -17,7 +17,10 @@ ALREADY_THERE: Final = frozenset({2714, 1913})
 #: After these errors the server has rolled the transaction back.
 ROLLED_BACK: Final = frozenset({1205, 3903, 3930, 3998})
 LOST: Final = 20003
+ENDED: Final = "delayline: the transaction has ended"
+"""The text of the error of ours for a statement whose transaction an earlier error has ended."""
 READ_ONLY: Final = 3906
+NO_SUCH_OBJECT: Final = 208
 
 #: Prefixes or parts of error texts, the most specific first.
 SIGNS: Final = {
@@ -45,8 +48,18 @@ SIGNS: Final = {
     "because the database is read-only": READ_ONLY,
     "The current transaction cannot be committed": 3930,
     "has no corresponding BEGIN TRANSACTION": 3903,
+    ENDED: 3903,
     "insufficient memory": 701,
     "is not currently available": 40613,
+    "The service has encountered an error processing your request": 40197,
+    "The service is currently busy": 40501,
+    "Resource ID": 10928,
+    "Cannot process request. Not enough resources": 49918,
+    "Cannot process create or update request": 49919,
+    "The service is busy processing multiple requests": 49920,
+    "but then an error occurred during the": 233,
+    "Could not continue scan with NOLOCK": 601,
+    "cannot have any enabled triggers": 334,
     "cannot obtain a LOCK resource": 1204,
     "You can only specify the READPAST lock": 650,
 }
@@ -76,6 +89,32 @@ SAME: Final = (
 FULL: Final = "{place} has no space left: {cause}"
 LATER: Final = "{place} cannot do that now: {cause}"
 
+#: Errors that pass by themselves, most of them Azure's: the service scales, moves a database or limits its use.
+#: https://learn.microsoft.com/azure/azure-sql/database/troubleshoot-common-errors-issues
+TRANSIENT: Final = frozenset(
+    {
+        233,
+        615,
+        3960,
+        4221,
+        6005,
+        8645,
+        10053,
+        10054,
+        10060,
+        10928,
+        10929,
+        40143,
+        40197,
+        40501,
+        40540,
+        40613,
+        42108,
+        42109,
+    }
+    | {49918, 49919, 49920}
+)
+
 TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
     206: (BackendUnusable, SHAPE),
     207: (BackendUnusable, SHAPE),
@@ -102,7 +141,10 @@ TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
     READ_ONLY: (BackendUnavailable, "{place} is read-only, a secondary perhaps: {cause}. Name the primary in the URL"),
     3930: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
     3998: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
-    4060: (BackendUnusable, "{place} cannot be opened: {cause}. Create it, or let this user in"),
+    4060: (
+        BackendUnavailable,
+        "{place} cannot be opened: {cause}. On Azure this may pass; else create it, or let this user in",
+    ),
     8152: (InvalidMessage, LONG),
     9002: (StorageFull, FULL),
     18456: (BackendUnusable, LOGIN),
@@ -110,7 +152,12 @@ TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
     18470: (BackendUnusable, LOGIN),
     18488: (BackendUnusable, LOGIN),
     40544: (StorageFull, FULL),
-    40613: (BackendUnavailable, LATER),
+    334: (
+        BackendUnusable,
+        "{place} has a trigger on a table of delayline's, whose statements return what they delete: {cause}. Remove it",
+    ),
+    601: (BackendUnavailable, LATER),
+    **dict.fromkeys(TRANSIENT, (BackendUnavailable, LATER)),
 }
 KNOWN: Final = TRANSLATIONS.keys() | DUPLICATE_KEY | ALREADY_THERE | ROLLED_BACK
 #: The heading of pymssql's errors; "General SQL Server error" follows if the server sent a text itself.

@@ -15,6 +15,8 @@ import mssql_python
 from mssql_python import ddbc_bindings
 from mssql_python.cursor import Cursor
 
+from delayline.sql.dialects.sqlserver_errors import ENDED
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
@@ -23,11 +25,16 @@ if TYPE_CHECKING:
 
 #: ODBC's numbers of the types.
 WVARCHAR, VARBINARY, BIT, BIGINT, DOUBLE, TIMESTAMP, DATETIMEOFFSET = -9, -3, -7, -5, 8, 93, -155
-#: Few sizes mean few query plans; the first fits ids and destinations, the second is the longest that is not a stream.
+#: Few sizes mean few query plans: the server makes one for each. The first fits ids and destinations, the last of each
+#: is the longest that the type has; beyond it the size is that of a stream, `max` on the server.
 TEXT_SIZES: Final = (256, 4000)
-LONGEST_BYTES: Final = 8000
+BYTES_SIZES: Final = (8000,)
+STREAM: Final = 0
 #: Becomes NULL of every type but varbinary, and no binary column of delayline's is ever NULL.
 NULL: Final = (WVARCHAR, 1, 0)
+#: The driver sends all rows of a batch at once, and the server goes on behind one whose error has ended the
+#: transaction: there each statement would commit by itself.
+WITHIN_TRANSACTION: Final = f"IF @@TRANCOUNT = 0 RAISERROR(N'{ENDED}', 16, 1) ELSE "
 NUMBER: Final = re.compile(r"\((-?[0-9]+)\)$")
 
 
@@ -42,9 +49,9 @@ def declared(values: Iterable[object]) -> Declared:
     match kept[0]:
         case str():
             longest = max(len(value.encode("utf-16-le", "surrogatepass")) // 2 for value in kept)  # type: ignore[attr-defined]
-            return WVARCHAR, next((size for size in TEXT_SIZES if size >= longest), longest), 0
+            return WVARCHAR, _size(longest, TEXT_SIZES), 0
         case bytes() | bytearray() | memoryview():
-            return VARBINARY, max(1, *map(len, kept)), 0  # type: ignore[arg-type]
+            return VARBINARY, _size(max(map(len, kept)), BYTES_SIZES), 0  # type: ignore[arg-type]
         case bool():
             return BIT, 1, 0
         case int():
@@ -55,6 +62,10 @@ def declared(values: Iterable[object]) -> Declared:
             return (TIMESTAMP, 26, 6) if instant.tzinfo is None else (DATETIMEOFFSET, 34, 7)
         case other:
             raise TypeError(f"a parameter of the type {type(other).__name__} has no declaration for SQL Server")
+
+
+def _size(longest: int, sizes: Sequence[int]) -> int:
+    return next((size for size in sizes if size >= longest), STREAM)
 
 
 class DeclaringCursor(Cursor):
@@ -73,10 +84,11 @@ class DeclaringCursor(Cursor):
             raise
 
     def executemany(self, operation: str, seq_of_parameters: Any) -> None:  # noqa: ANN401
-        """Run the statement for each row; `rowcount` is that of all of them."""
+        """Run the statement for each row, in an open transaction; `rowcount` is that of all of them."""
         rows = [tuple(row) for row in seq_of_parameters]
         declarations = [declared(column) for column in zip(*rows, strict=True)]
-        if any(map(_is_streamed, declarations)):  # the driver would do the same, but count the last row only
+        # The driver sends streams row by row too, but counts the last row only; a single row may commit by itself.
+        if len(rows) == 1 or any(map(_is_streamed, declarations)):
             total = 0
             for row in rows:
                 self.execute(operation, row)
@@ -85,7 +97,7 @@ class DeclaringCursor(Cursor):
             return
         self.setinputsizes([*declarations])
         try:
-            super().executemany(operation, rows)
+            super().executemany(WITHIN_TRANSACTION + operation, rows)
         except mssql_python.Error as error:
             self._number(error)
             raise
@@ -124,7 +136,7 @@ class DeclaringConnection(mssql_python.Connection):
 
 def _is_streamed(declaration: Declared) -> bool:
     kind, size, _ = declaration
-    return size > {WVARCHAR: TEXT_SIZES[-1], VARBINARY: LONGEST_BYTES}.get(kind, size)
+    return kind in {WVARCHAR, VARBINARY} and size == STREAM
 
 
 def _given(parameters: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,26 +5,28 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import Select, String, Table, TypeDecorator, cast
+from sqlalchemy import SelectBase, String, Table, TypeDecorator, cast
 from sqlalchemy.dialects import mssql
 from sqlalchemy.dialects.mssql.base import MSDDLCompiler, MSSQLCompiler
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from delayline.errors import InvalidDueTime
-from delayline.sql.schema import BINARY
+from delayline.sql.schema import BINARY, HOLDS_MESSAGES
 
 if TYPE_CHECKING:
-    from sqlalchemy import BindParameter, Column, ColumnElement, FromClause, Index, Insert
+    from sqlalchemy import BindParameter, Column, ColumnElement, FromClause, Index, Insert, Select
     from sqlalchemy.schema import CreateIndex, CreateTable
     from sqlalchemy.sql.selectable import GenerativeSelect
 
-#: NServiceBus' hints for claiming rows: skip locked rows, and lock the rows that are read.
-CLAIM: Final = "WITH (READPAST, UPDLOCK, ROWLOCK)"
-#: Reads do not wait for locks; databases with snapshot isolation need the second hint beside the first.
+#: NServiceBus' hints for claiming rows: skip locked rows, and lock the rows that are read. Databases with snapshot
+#: isolation, as on Azure, take READPAST beside the last hint only.
+CLAIM: Final = "WITH (READPAST, UPDLOCK, ROWLOCK, READCOMMITTEDLOCK)"
+#: Hints for locking rows, after waiting for those that are locked.
+LOCK: Final = "WITH (UPDLOCK, ROWLOCK)"
+#: Hints for reading messages: locked ones are being moved or handled, and are passed over.
 LOOK: Final = "WITH (READPAST, READCOMMITTEDLOCK)"
 #: The option of an insert that leaves a row with the same key as it is; it names the key's columns.
 NEW: Final = "delayline_new"
-SYSTEM: Final = frozenset({"sys", "information_schema"})
 
 EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
 LATEST: Final = datetime(9999, 12, 31, 23, 59, 59, 997_000, tzinfo=UTC)
@@ -67,22 +69,25 @@ class DueTime(TypeDecorator[datetime]):
 
 
 class HintedSql(MSSQLCompiler):
-    """Locks by hints: FOR UPDATE SKIP LOCKED claims rows, any other query passes locked rows over."""
+    """Locks by hints: FOR UPDATE locks rows, with SKIP LOCKED those that are free; reading messages skips locked ones.
+
+    Other tables are read without a hint: there a missing row means that there is none.
+    """
 
     def visit_select(self, select_stmt: Select[Any], *arguments: Any, **options: Any) -> str:  # noqa: ANN401
         """Add the hints, unless the query has some."""
-        claiming = select_stmt._for_update_arg is not None
-        if claiming or (self._is_outermost() and not select_stmt._hints):
-            for table in select_stmt.get_final_froms():
-                if isinstance(table, Table) and str(table.schema).lower() not in SYSTEM:
-                    select_stmt = select_stmt.with_hint(table, CLAIM if claiming else LOOK)
+        for table in () if select_stmt._hints else select_stmt.get_final_froms():
+            if isinstance(table, Table) and (hints := self._hints_for(table, select_stmt)):
+                select_stmt = select_stmt.with_hint(table, hints)
         parent: Any = super()
         return str(parent.visit_select(select_stmt, *arguments, **options))
 
-    def _is_outermost(self) -> bool:
-        """Return whether the query is nested at most in queries that read from no table themselves."""
-        around = [entry["selectable"] for entry in self.stack]
-        return all(isinstance(one, Select) and not one.get_final_froms() for one in around)
+    def _hints_for(self, table: Table, query: Select[Any]) -> str | None:
+        locking = query._for_update_arg
+        if locking is not None:
+            return CLAIM if locking.skip_locked else LOCK
+        only_reads = isinstance(self.statement, SelectBase)
+        return LOOK if only_reads and HOLDS_MESSAGES in table.info else None
 
     def get_select_precolumns(self, select: Select[Any], **options: Any) -> str:  # noqa: ANN401
         """Write a limit as TOP, which takes a parameter in parentheses."""
