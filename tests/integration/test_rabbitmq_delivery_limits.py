@@ -213,6 +213,37 @@ class TestLifted:
         await receiving
         await transport.stop()
 
+    async def test_of_hostile_names(self, rabbitmq4: RabbitmqServer) -> None:
+        """Given names that URLs, shells, JSON and regular expressions take for something else."""
+        vhost = "a b/ü%2F'\"$?"
+        place = quote(vhost, safe="")
+        rabbitmq4.api("PUT", f"vhosts/{place}")
+        rabbitmq4.api("PUT", f"permissions/{place}/guest", json={"configure": ".*", "write": ".*", "read": ".*"})
+        url = f"amqp://guest:guest@127.0.0.1:{rabbitmq4.port}/{place}?management={rabbitmq4.management_url}"
+        names = [
+            "Größe 🚚",
+            "a/b%2Fc?d#e&f",
+            "x'y\"z`$(id)",
+            "^.*$",
+            "\\E[",
+            "(?i",
+            "a\tb",
+            "ä" * 127 + "z",
+            "no",
+            "nose",
+        ]
+        transport = RabbitMQTransport(url, topology="direct")
+        await transport.setup_infrastructure(names)
+        await transport.start()
+        for name in names:
+            limit = await transport.limits.of(name)
+            assert limit.seen
+            assert not limit.drops, limit
+        await transport.stop()
+        found = rabbitmq4.api("GET", f"queues/{place}", params=TOTALS).json()
+        assert {one["name"]: one["policy"] for one in found} == {name: f"nsb.{name}.delivery-limit" for name in names}
+        rabbitmq4.api("DELETE", f"vhosts/{place}")
+
     async def test_not_of_classic_queues(self, rabbitmq4: RabbitmqServer, rabbitmq4_url: str) -> None:
         url = with_api(rabbitmq4, rabbitmq4_url)
         transport = RabbitMQTransport(url, queue_type="classic")
@@ -323,11 +354,13 @@ class TestNamed:
             assert not policies(rabbitmq, url)
             assert (await transport.limits.of("below")).returns == 0
         set_policy(rabbitmq, url, "theirs", "^shop$", "operator-policies", definition={"delivery-limit": 3})
+        set_policy(rabbitmq, url, "mine", "^err", definition={"delivery-limit": 9})
         assert (await transport.limits.of("shop")).returns == 3
         await transport.stop()
         code, text = await run("doctor", "--endpoint", "shop", "--url", url)
         assert code == 1
         assert "by operator policy 'theirs'" in text
+        assert "more than 9 times, by policy 'mine'" in text
 
 
 async def nothing(message: Message, context: MessageContext) -> None: ...
@@ -574,7 +607,6 @@ class TestReceived:
             handled.append(message.id)
 
         await transport.start()
-        await transport.limits.of("old")
         async with receiving:
             await eventually_counted(rabbitmq4, rabbitmq4_url, "failed", 2)
             await eventually_async(lambda: handled == ["m3"])
@@ -583,6 +615,24 @@ class TestReceived:
             assert code == 0, text
             await eventually_async(lambda: sorted(handled) == ["m1", "m2", "m3"])
         await transport.stop()
+
+    @pytest.mark.parametrize("sets", ["policies", "operator-policies"])
+    async def test_also_of_a_queue_that_takes_nothing_back(
+        self, rabbitmq4: RabbitmqServer, rabbitmq4_url: str, limited: RabbitMQTransport, sets: str
+    ) -> None:
+        """Given a limit of 0, or one that is set while the endpoint runs, then messages are handled as ever."""
+        transport = RabbitMQTransport(with_api(rabbitmq4, rabbitmq4_url) + "&topology=direct", error_queue="failed")
+        await transport.start()
+        receiver = await transport.receiver("old")
+        set_policy(rabbitmq4, rabbitmq4_url, "theirs", "^old$", sets, definition={"delivery-limit": 0})
+        await sent(limited, "old", "m1", "m2")
+        found = await received(receiver, 2)
+        assert sorted(ids(found)) == ["m1", "m2"]
+        for one in found:
+            assert await receiver.acknowledge(one)
+        await receiver.stop()
+        await transport.stop()
+        assert await limited.count("failed") == 0
 
     async def test_and_stays_without_an_error_queue(
         self, rabbitmq4: RabbitmqServer, rabbitmq4_url: str, limited: RabbitMQTransport
@@ -593,7 +643,6 @@ class TestReceived:
         await returned(limited, "old", 2)
         transport = RabbitMQTransport(with_api(rabbitmq4, rabbitmq4_url) + "&topology=direct", error_queue="gone")
         await transport.start()
-        await transport.limits.of("old")
         # When a receiver is started and stopped, again and again
         for _ in range(4):
             receiver = await transport.receiver("old")

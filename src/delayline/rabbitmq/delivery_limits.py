@@ -42,6 +42,8 @@ PATIENCE: Final = 5.0
 """Seconds that the management API may take."""
 KNOWN_FOR: Final = 60.0
 """Seconds after which the limit of a queue is read again."""
+UNSEEN_FOR: Final = 600.0
+"""Seconds after which a management API that showed nothing is asked again, which may take the patience above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +172,26 @@ class DeliveryLimits:
         if self._looks:
             await asyncio.wait(self._looks)
 
-    def is_reached(self, queue: str, returns: int) -> bool:
-        """Return whether the queue would drop a message that was returned so often at its next return."""
-        limit = self._of(queue)
-        if limit is None or limit.returns is None:
+    async def is_reached(self, queue: str, returns: int) -> bool:
+        """Return whether the queue would drop a message that was returned so often at its next return.
+
+        False for one that was never returned: a limit of 0 is no reason not to handle it.
+        """
+        if not returns:
+            return False
+        try:
+            limit = await self.of(queue)
+        except (BackendUnavailable, BackendUnusable, QueueNotFound):
+            return False
+        if limit.returns is None:
             return False
         return returns >= limit.returns if limit.seen else returns == limit.returns
 
     async def of(self, queue: str) -> DeliveryLimit:
-        """Return the limit of a queue, read again after a minute. Raises BackendUnavailable; QueueNotFound."""
+        """Return the limit of a queue, read again after a minute. Raises BackendUnavailable; QueueNotFound.
+
+        Policies change while processes run.
+        """
         known = self._known.get(queue)
         if known is None or known[1] < asyncio.get_running_loop().time():
             found = await read(self._address, self._connection, [queue])
@@ -200,7 +213,8 @@ class DeliveryLimits:
         return None if known is None else known[0]
 
     def _note(self, limit: DeliveryLimit) -> None:
-        self._known[limit.queue] = limit, asyncio.get_running_loop().time() + KNOWN_FOR
+        known_for = KNOWN_FOR if limit.seen else UNSEEN_FOR
+        self._known[limit.queue] = limit, asyncio.get_running_loop().time() + known_for
 
 
 def reason(address: BrokerAddress, error: Exception) -> str:

@@ -102,7 +102,7 @@ class RabbitMQReceiver:
         move_aside: Callable[[Delivery, Mapping[str, str]], Awaitable[None]],
         bindings: DeliveryBindings,
         copy: Callable[[Delivery], Awaitable[None]],
-        is_dropped_next: Callable[[int], bool],
+        is_dropped_next: Callable[[int], Awaitable[bool]],
         counted: bool = True,
     ) -> None:
         self._connection = connection
@@ -253,11 +253,13 @@ class RabbitMQReceiver:
         batch: list[ReceivedMessage] = []
         while self._buffer and len(batch) < limit:
             delivered = self._buffer[0]
-            if self._must_not_return(delivered):
-                if not batch:
+            if delivered.redelivered and await self._must_not_return(delivered):
+                if not batch and self._is_next(delivered):
                     self._pop()
                     await self._set_aside(delivered, ReturnedTooOften(delivered.returns))
                 return batch
+            if not self._is_next(delivered):
+                continue
             other = meant_for_another(delivered, self._queue)
             if other is not None:
                 self._pop()
@@ -276,6 +278,10 @@ class RabbitMQReceiver:
             returns = delivered.returns if self._counted else int(delivered.redelivered)
             batch.append(ReceivedMessage(message, tag, returns))
         return batch
+
+    def _is_next(self, delivered: Delivery) -> bool:
+        """Return False if another message has come before it meanwhile, or the channel was lost."""
+        return bool(self._buffer) and self._buffer[0] is delivered
 
     def _drop_copy(self, copy: Delivery, other: str) -> None:
         """Drop a delayed message that the other endpoint has got as well."""
@@ -454,7 +460,7 @@ class RabbitMQReceiver:
 
     async def _return(self, channel: Channel, delivered: Delivery) -> None:
         """Return a message to the queue, as a copy if the queue would drop it."""
-        if self._must_not_return(delivered):
+        if await self._must_not_return(delivered):
             try:
                 await self._copy(delivered)
             except Exception as error:
@@ -464,8 +470,8 @@ class RabbitMQReceiver:
                 return
         channel.requeue(delivered.tag)
 
-    def _must_not_return(self, delivered: Delivery) -> bool:
-        return self._counted and self._is_dropped_next(delivered.returns)
+    async def _must_not_return(self, delivered: Delivery) -> bool:
+        return self._counted and await self._is_dropped_next(delivered.returns)
 
     async def _close_when_done(self) -> None:
         channel = self._channel

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, QueueNotFound
 from delayline.rabbitmq.admin import limits
-from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective
+from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective, version_of
 from delayline.rabbitmq.admin.verification import CATCH_ALL, RETURNS, Check, blocked, catch_all_name, check_limits
 from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare, QueueBind, QueueDeclare
@@ -220,6 +220,7 @@ async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructu
         await channel.call(QueueDeclare(queue=name, durable=True, arguments={"x-queue-type": "quorum"}))
         await channel.call(QueueBind(queue=name, exchange=name))
 
+    await limits.lift(api, version_of(await api.version()), [name])
     try:
         await connection.run(declare)
     finally:
