@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 from delayline.testing.faults import Fault, Faults, Faulty
@@ -13,16 +14,17 @@ from delayline.transport import (
     SupportsQualifiedQueues,
     SupportsQueueLookup,
     SupportsQueueManagement,
+    SupportsQueuePass,
     SupportsTransportTransactions,
     Transport,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import AsyncIterator, Hashable, Sequence
 
     from delayline.message import Message
     from delayline.transaction import Transaction, TransactionMode
-    from delayline.transport import TransportOperation
+    from delayline.transport import QueuePass, TransportOperation
 
 
 class _PrefetchReceiver(Receiver, SupportsPrefetch, Protocol): ...
@@ -154,6 +156,19 @@ class _Queues(Faulty):
         return await self.faults.call("purge", lambda: self._inner.purge(queue), queue)
 
 
+class _Passes(Faulty):
+    _inner: SupportsQueuePass
+
+    @contextlib.asynccontextmanager
+    async def passing(self, queue: str) -> AsyncIterator[QueuePass]:
+        await self.faults.call("passing", _nothing, queue)
+        async with self._inner.passing(queue) as messages:
+            yield messages
+
+
+async def _nothing() -> None: ...
+
+
 class _Finds(Faulty):
     _inner: SupportsQueueLookup
 
@@ -174,6 +189,7 @@ class _Names(Faulty):
 _CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     (SupportsTransportTransactions, _Transactions),
     (SupportsQueueManagement, _Queues),
+    (SupportsQueuePass, _Passes),
     (SupportsQualifiedQueues, _Names),
     (SupportsQueueLookup, _Finds),
 )

@@ -27,6 +27,7 @@ from delayline.transport import (
     Receiver,
     SupportsPrefetch,
     SupportsQueueManagement,
+    SupportsQueuePass,
     SupportsTransportTransactions,
     Transport,
     TransportOperation,
@@ -456,6 +457,28 @@ class TransportManagement(TransportFixtures):
         await receiver.release(second)
         await receiver.acknowledge(first)
         assert [message.id for message in await managed.browse("billing", 9)] == ["m1", "m2", "m3"]
+
+    async def test_a_pass_removes_what_it_is_told_to(self, managed: ManagedTransport) -> None:
+        """Each message once, oldest first; those that are removed are gone at once, and all others stay."""
+        if not isinstance(managed, SupportsQueuePass):
+            pytest.skip("not claimed: SupportsQueuePass")
+        await managed.dispatch([operation("billing", f"m{number}") for number in range(5)])
+        seen = []
+        async with managed.passing("billing") as messages:
+            async for message in messages:
+                seen.append(message.id)
+                if message.id in {"m1", "m4"}:
+                    assert await messages.remove() is True
+        assert seen == ["m0", "m1", "m2", "m3", "m4"]
+        assert await messages.remove() is False
+        async with managed.passing("billing") as messages:  # one that ends early
+            async for _ in messages:
+                break
+        found = ids(await received(await managed.receiver("billing"), 3))
+        assert sorted(found) == ["m0", "m2", "m3"]
+        with pytest.raises(QueueNotFound):
+            async with managed.passing("missing") as messages:
+                await anext(messages)
 
     async def test_take_removes_one_copy(self, managed: ManagedTransport) -> None:
         """One at a time, and False when none is left."""
