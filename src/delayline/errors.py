@@ -16,7 +16,8 @@ DelaylineError
 ├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
 ├── TransactionAborted (RuntimeError)    a statement of the transaction has failed before: roll it back
 ├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
-│   └── StorageFull                      no space left where messages are kept
+│   ├── StorageFull                      no space left where messages are kept
+│   └── TransactionConflict              a transaction was undone in favour of another: repeat it
 ├── BackendUnusable (RuntimeError)       the database or broker will never work as it is; trying again will not help
 │   └── NewerSchema                      written by a newer delayline
 ├── QueueNotFound (LookupError)          the destination queue does not exist
@@ -106,6 +107,10 @@ class TransactionAborted(DelaylineError, RuntimeError):
 
 class BackendUnavailable(DelaylineError, ConnectionError):
     """The database or broker does not answer now; nothing was lost and trying again may help."""
+
+
+class TransactionConflict(BackendUnavailable):
+    """The database has undone a transaction in favour of another one, by a deadlock or a conflict: repeat it."""
 
 
 class StorageFull(BackendUnavailable):

@@ -53,7 +53,7 @@ from delayline.recoverability import (
     is_outage,
     may_fit_smaller,
 )
-from delayline.transaction import TransactionMode
+from delayline.transaction import TransactionMode, again_after_conflicts
 from delayline.transport import (
     SupportsFlush,
     SupportsPrefetch,
@@ -838,9 +838,12 @@ class Pipeline:
         return now, later
 
     async def _complete_group(self, group: Sequence[_Completion]) -> Sequence[bool]:
-        """Remove the messages from the queue, and dispatch the sends of those that were there, in one transaction."""
+        """Remove the messages from the queue and dispatch the sends of those that were there, together."""
         if not any(one.now or one.later for one in group):
             return await self._acknowledge(group, None)
+        return await again_after_conflicts(partial(self._complete_in_transaction, group))
+
+    async def _complete_in_transaction(self, group: Sequence[_Completion]) -> Sequence[bool]:
         async with self._transaction() as transaction:
             removed = await self._acknowledge(group, transaction)
             sends = [one for one, was_there in zip(group, removed, strict=True) if was_there]

@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 from contextvars import ContextVar
 from enum import IntEnum, StrEnum
-from typing import TYPE_CHECKING, Any, Final, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar, runtime_checkable
 
-from delayline.errors import BackendUnavailable, UnsupportedTransactionMode
+from delayline.errors import BackendUnavailable, TransactionConflict, UnsupportedTransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Hashable, Iterator
+    from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
     from contextlib import AbstractAsyncContextManager
     from types import TracebackType
 
 
+Result = TypeVar("Result")
+CONFLICTS: Final = 5  # in a row; after that the caller decides
 #: The task that waits for the one at work, so that a transaction of the former is not waited for by the latter.
 WAITING_TASK: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("delayline_waiting_task", default=None)
 
@@ -161,6 +163,19 @@ def is_unusable(transaction: Transaction | None, error: Exception) -> bool:
     if transaction is None:
         return False
     return isinstance(error, BackendUnavailable | SavepointLost) or not isinstance(transaction, SupportsSavepoints)
+
+
+async def again_after_conflicts(work: Callable[[], Awaitable[Result]]) -> Result:
+    """Return the result of work that is undone as a whole when it fails; repeated after each TransactionConflict.
+
+    Raises the last of several conflicts in a row, for the caller to decide.
+    """
+    for _ in range(CONFLICTS):
+        try:
+            return await work()
+        except TransactionConflict:
+            continue
+    return await work()
 
 
 class TransactionParticipant(Protocol):

@@ -30,7 +30,7 @@ from psycopg.pq import ExecStatus, Format
 from psycopg.types.array import ListBinaryDumper
 
 from delayline.clock import to_microseconds
-from delayline.errors import NotStarted
+from delayline.errors import NotStarted, TransactionConflict
 from delayline.sql.prepared import StatementResult
 from delayline.sql.statements import INSERTED, PUT
 from delayline.sql.workers import WorkResult
@@ -204,7 +204,11 @@ MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the serve
 #: The types in which values are sent: varchar, timestamptz, bytea, bigint, bigint[].
 OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 20, list: 1016}
 #: Errors of statements that had no effect and are repeated on a worker thread.
-ELSEWHERE: Final = (psycopg.errors.InsufficientPrivilege, psycopg.errors.DeadlockDetected)
+ELSEWHERE: Final = (
+    psycopg.errors.InsufficientPrivilege,
+    psycopg.errors.DeadlockDetected,
+    psycopg.errors.SerializationFailure,
+)
 NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
 NUMBER: Final = struct.Struct(">q")
 #: Is called with the result of a statement before the connection is free for others.
@@ -275,7 +279,10 @@ class LoopStatements:
             or not session.trusted
             or statement.sql not in self._names
         ):
-            return await self._run_slowly(statement, values, then)
+            try:
+                return await self._run_slowly(statement, values, then)
+            except TransactionConflict:  # the other route repeats it
+                return None
         if self._watches(loop):
             self._then = then
             return await self._run(loop, self._names[statement.sql], encoded)
