@@ -53,8 +53,8 @@ class Database(ABC):
         self._users = 0
         self._server_timeouts: list[float] = []
         self._opening = threading.Lock()
-        self.writable_since = 0
-        """The oldest generation of connections that are used: for earlier ones the server has become read-only."""
+        self.usable_since = 0
+        """The oldest generation of connections that are used; earlier ones are outdated, as by a failover."""
 
     def limit_waits(self, server_timeout: float) -> None:
         """Wait so many seconds for an answer, or the earlier limit if that is shorter."""

@@ -176,15 +176,15 @@ MADE: Final = "delayline made"  # the key in the pool's `info`: for which genera
 
 
 def _replace_after_failovers(engine: Engine, database: Database) -> None:
-    """Replace the Engine's connections too when the server takes no writes on older ones any more."""
+    """Replace the Engine's connections too when older ones are outdated."""
 
     def made(driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
         del driver
-        record.info[MADE] = database.writable_since
+        record.info[MADE] = database.usable_since
 
     def used(driver: object, record: Any, proxy: object) -> None:  # noqa: ANN401 - SQLAlchemy's
         del driver, proxy
-        if record.info.get(MADE, 0) < database.writable_since:
+        if record.info.get(MADE, 0) < database.usable_since:
             raise DisconnectionError
 
     event.listen(engine, "connect", made)

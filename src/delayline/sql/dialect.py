@@ -789,8 +789,11 @@ class ServerErrors(Protocol):
         """Return whether the error means that the connection is of no use any more."""
         ...
 
-    def refuses_writes(self, error: Exception) -> bool:
-        """Return whether the server takes no writes on this connection, though it may on another: after a failover."""
+    def outdates_sessions(self, error: Exception) -> bool:
+        """Return whether open sessions are of no use any more, though a new one may be; the statement had no effect.
+
+        So after a failover that leaves them open, read-only, and where tables have changed under prepared statements.
+        """
         ...
 
     def is_deadlock(self, error: Exception) -> bool:

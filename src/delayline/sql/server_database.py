@@ -150,9 +150,9 @@ class Session:
                 translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
             self._database.lost(self._generation)
             self.close()
-        elif self._dialect.refuses_writes(error):  # which has had no effect
+        elif self._dialect.outdates_sessions(error):  # which has had no effect
             self.answered()
-            self._database.demoted(self._generation)
+            self._database.outdate(self._generation)
             self.close()
         else:
             self.answered()
@@ -236,7 +236,7 @@ class Session:
 
     def _trusted(self) -> Connection:
         generation = self._database.generation
-        if self._connection is not None and self._generation < self._database.writable_since:
+        if self._connection is not None and self._generation < self._database.usable_since:
             self.close()
         if self._connection is not None and not self.trusted:
             if self._watch is not None:
@@ -249,7 +249,7 @@ class Session:
                     self.answered()
                     self._pinged = self._used
                     if not writes:
-                        self._database.demoted(self._generation)
+                        self._database.outdate(self._generation)
                         generation = self._database.generation
                         self.close()
             except self._dialect.errors:
@@ -382,7 +382,7 @@ class ServerDatabase(Database):
         self._idle: list[Session] = []
         self._closes_at = 0.0
         self._generation = 0
-        self.writable_since = 0
+        self.usable_since = 0
         self.silent = False
         self._silent_until = 0.0
         self._notifications: ServerNotifications | None = None
@@ -538,11 +538,11 @@ class ServerDatabase(Database):
         if generation == self._generation:  # otherwise another one has found it before
             self._generation += 1
 
-    def demoted(self, generation: int) -> None:
-        """Replace every connection of this generation: for one of them the server takes no writes any more."""
+    def outdate(self, generation: int) -> None:
+        """Replace every connection of this generation: one of them has answered, and is of no use any more."""
         self.lost(generation)
-        if generation >= self.writable_since:
-            self.writable_since = self._generation
+        if generation >= self.usable_since:
+            self.usable_since = self._generation
             while self._idle:
                 with contextlib.suppress(IndexError):  # taken meanwhile
                     self.discard(self._idle.pop())

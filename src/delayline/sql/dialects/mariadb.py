@@ -24,6 +24,7 @@ from delayline.errors import (
     InvalidMessage,
     MissingExtra,
     StorageFull,
+    TransactionConflict,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql.dialect import TableIdentity, TimeoutShape
@@ -51,6 +52,8 @@ DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2
 ROLLED_BACK: Final = {1213, 1614}
 #: The server, or the session, takes no writes: a primary that has become a replica.
 NO_WRITES: Final = (1290, 1792, 1836)
+#: A node of a cluster that is not a part of it now; others may be reached by a new connection.
+APART: Final = (1047, 3100)
 DENIED: Final = frozenset({1142, 1143})
 NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 
@@ -68,6 +71,11 @@ TEXT: Final = "{place} cannot keep this text: {cause}"
 FULL: Final = "{place} has no space left: {cause}"
 SHORT: Final = "{place} is short of resources: {cause}. Raise its limits, or connect less often"
 READ_ONLY: Final = "{place} is read-only, a replica perhaps: {cause}. Name the primary in the URL"
+STATEMENT_LOG: Final = (
+    "{place} writes statements to its binary log, which it refuses to do for transactions that read what is committed: "
+    "{cause}. Set binlog_format to MIXED or ROW"
+)
+REFUSES: Final = "{place} does not do that now: {cause}"
 NOT_REACHED: Final = "cannot reach {place}: {cause}. Check that the server runs and answers there"
 
 TRANSLATIONS: Final[dict[tuple[int, ...], tuple[type[Exception], str]]] = {
@@ -84,14 +92,24 @@ TRANSLATIONS: Final[dict[tuple[int, ...], tuple[type[Exception], str]]] = {
     (1037, 1038, 1040, 1041, 1129, 1135, 1203, 1206, 1226): (UNAVAILABLE, SHORT),
     (1684,): (UNAVAILABLE, "another process is setting up {place}: {cause}"),
     (1205, 3572): (UNAVAILABLE, "{place} did not get a lock in time: {cause}"),
-    (1020, 1213, 1305, 1613, 1614): (UNAVAILABLE, "{place} gave this transaction up in favour of another: {cause}"),
+    (1020, 1213, 1614): (TransactionConflict, "{place} gave this transaction up in favour of another: {cause}"),
+    (1305, 1613): (UNAVAILABLE, "{place} has ended this transaction: {cause}"),
     NO_WRITES: (UNAVAILABLE, READ_ONLY),
+    APART: (UNAVAILABLE, "{place} is a node that is not a part of its cluster now: {cause}"),
+    (1197, 1467, 1594, 1595, 1596, 1598, 1637, 1785): (UNAVAILABLE, "{place} cannot write that now: {cause}"),
+    (1665,): (UNUSABLE, STATEMENT_LOG),
     (1317, 1969, 3024): (UNAVAILABLE, "{place} has ended the statement: {cause}"),
     (1053, 1927, 2006, 2013, 2014, 2055, 4031, 0): (UNAVAILABLE, LOST),
     (1152, 1158, 1159, 1160, 1161): (UNAVAILABLE, LOST),
     (1005, 1026, 1030, 1180, 1181): (UNAVAILABLE, "{place} cannot read or write its files: {cause}. Check its disk"),
 }
 BY_NUMBER: Final = {number: meaning for numbers, meaning in TRANSLATIONS.items() for number in numbers}
+
+
+#: Classes of errors that no message causes by its contents ...
+OF_SERVERS: Final = frozenset({"OperationalError", "InternalError", "NotSupportedError", "InterfaceError"})
+#: ... but for these: a trigger's refusal, a constraint's, and those of values that do not fit.
+OF_ROWS: Final = frozenset({1048, 1062, 1169, 1216, 1217, 1364, 1365, 1451, 1452, 1557, 1586, 1644, 1690, 3819, 4025})
 
 
 def number_of(error: BaseException) -> int | None:
@@ -121,6 +139,11 @@ def translated(error: Exception, place: str) -> Exception:
     if number in BY_NUMBER:
         kind, text = BY_NUMBER[number]
         return kind(text.format(place=place, cause=cause, missing=_missing(cause)))
+    kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
+    if number not in OF_ROWS and kinds & OF_SERVERS:
+        return BackendUnavailable(REFUSES.format(place=place, cause=cause))
+    if number is not None and "ProgrammingError" in kinds:
+        return BackendUnusable(REFUSES.format(place=place, cause=cause))
     return error
 
 
@@ -152,8 +175,11 @@ CONNECT_ARGS: Final = {
 }
 SESSION: Final = (
     "SET SESSION time_zone = '+00:00', default_storage_engine = 'InnoDB', wait_timeout = 2147483, "
-    "innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}"
+    "innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}, "
+    "sql_safe_updates = 0, sql_big_selects = 1, sql_select_limit = DEFAULT"
 )
+#: Both are there in each version, or none.
+BINARY_LOG: Final = "SHOW VARIABLES WHERE Variable_name IN ('log_bin', 'binlog_format')"
 TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
 SETUP_LOCK: Final = "delayline setup"
 
@@ -285,12 +311,15 @@ class Mariadb(ServerDialect):
         with self.connect() as connection:
             watch_of(connection).begin(self.server_timeout)
             text, packet = run(connection, "SELECT VERSION(), @@max_allowed_packet")[0]
+            log = dict(run(connection, BINARY_LOG))
         if ("mariadb" in text.lower()) != (self.product == "MariaDB"):
             raise BackendUnusable(f"{self} is version {text}, which is MariaDB: write mariadb:// in its URL")
         version = tuple(int(part) for part in re.findall(r"\d+", text)[:3])
         if version < self.oldest:
             oldest = ".".join(map(str, self.oldest))
             raise BackendUnusable(f"{self} is version {text}; delayline needs {oldest} or newer")
+        if log == {"log_bin": "ON", "binlog_format": "STATEMENT"}:
+            raise BackendUnusable(STATEMENT_LOG.format(place=self, cause="binlog_format=STATEMENT"))
         self._room = int(packet)
 
     @contextlib.contextmanager
@@ -465,9 +494,9 @@ class Mariadb(ServerDialect):
         """Return whether the server has gone, or this connection to it."""
         return is_disconnect(error)
 
-    def refuses_writes(self, error: Exception) -> bool:
-        """Return whether the server is read-only."""
-        return number_of(error) in NO_WRITES
+    def outdates_sessions(self, error: Exception) -> bool:
+        """Return whether the server is read-only, or not a part of its cluster."""
+        return number_of(error) in (*NO_WRITES, *APART)
 
     def ping(self, connection: Connection) -> bool:
         """Ask whether the server has become read-only: administrators may write to one that is."""

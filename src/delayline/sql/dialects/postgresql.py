@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
@@ -23,6 +24,7 @@ from delayline.errors import (
     InvalidMessage,
     StorageFull,
     TransactionAborted,
+    TransactionConflict,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders
 from delayline.sql.dialect import Moved, Page, TableIdentity, TimeoutShape, conflict_columns
@@ -53,14 +55,23 @@ PART: Final = 250  # rows of a large insert that go to the server at once
 #: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read
 #: and sort all that is due for each batch instead; and planning a small batch takes as long as moving it. A table
 #: without an index then looks so dear that its statements would be compiled, for 25 ms each.
-SETTINGS: Final = (
-    "timezone=UTC",
-    "enable_seqscan=off",
-    "enable_bitmapscan=off",
-    "jit=off",
-    "plan_cache_mode=force_generic_plan",
-)
-OPTIONS: Final = " ".join(f"-c {setting}" for setting in SETTINGS)
+SETTINGS: Final = {
+    "timezone": "UTC",
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "jit": "off",
+    "plan_cache_mode": "force_generic_plan",
+    "default_transaction_isolation": "read committed",
+    "quote_all_identifiers": "off",  # which changes the names of types that the server tells
+    "datestyle": "ISO",
+}
+#: Claims last as long as their session, however long that is idle.
+SINCE_14: Final = {"idle_session_timeout": "0"}
+SET: Final = "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS setting (name, value)"
+#: Is refused by poolers in transaction mode, whose other clients would get a session with these settings.
+OPTIONS: Final = "-c jit=off"
+#: Names of settings in the options of a URL.
+NAMED: Final = re.compile(r"(?:-c\s*|--)([\w.-]+)=")
 FOR_SCANS: Final = (
     "SET LOCAL enable_seqscan = on",
     "SET LOCAL enable_bitmapscan = on",
@@ -68,13 +79,15 @@ FOR_SCANS: Final = (
     "SET LOCAL jit = off",
     "SET LOCAL work_mem = '64MB'",  # a million rows are sorted in one pass then
 )
+PREPARE_THRESHOLD: Final = 2  # times that a statement runs before the server prepares it
 #: A machine that is gone is noticed by the system, also where nothing is asked of it.
 CONNECT_ARGS: Final = {
     "application_name": "delayline",
+    "client_encoding": "UTF8",
     "keepalives_idle": 10,
     "keepalives_interval": 5,
     "keepalives_count": 3,
-    "prepare_threshold": 2,
+    "prepare_threshold": PREPARE_THRESHOLD,
 }
 
 
@@ -84,6 +97,17 @@ SELECT current_database(), to_regclass(%s)::oid::text, d.oid::text, c.system_ide
   extract(epoch FROM pg_postmaster_start_time())::text
 FROM pg_database AS d, pg_control_system() AS c WHERE d.datname = current_database()
 """
+
+
+FINDINGS: Final = """
+SELECT current_setting('server_version'), current_setting('synchronous_commit'), now(),
+  (SELECT reset_val FROM pg_settings WHERE name = 'default_transaction_isolation')
+"""
+USUAL: Final = SETTINGS["default_transaction_isolation"]
+OF_OTHERS: Final = (
+    f": delayline's own transactions are {USUAL} all the same; yours, as in context.transaction(), may be given up in "
+    "favour of others and have to be repeated"
+)
 
 
 class Postgresql(ServerDialect):
@@ -104,45 +128,34 @@ class Postgresql(ServerDialect):
     def __init__(self, url: URL) -> None:
         self.pgbouncer = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
         url, arguments = url.difference_update_query(["pgbouncer"]), CONNECT_ARGS
+        self._given: frozenset[str] = frozenset()
         if self.pgbouncer:
             arguments = {**CONNECT_ARGS, "prepare_threshold": None}
         else:
             theirs = url.query.get("options", ())
-            every = (
-                (OPTIONS, theirs) if isinstance(theirs, str) else (OPTIONS, *theirs)
-            )  # of two settings the last one wins
-            url = url.set(query={**url.query, "options": " ".join(every)})
+            options = theirs if isinstance(theirs, str) else " ".join(theirs)
+            self._given = frozenset(name.lower().replace("-", "_") for name in NAMED.findall(options))
+            url = url.set(query={**url.query, "options": f"{OPTIONS} {options}".strip()})
         super().__init__(url, connect_args=arguments, paramstyle="format", use_native_hstore=False)
         from delayline.sql.dialects.postgresql_binary import Copies
 
         self._copies = Copies()
 
     def limit_connect(self, arguments: dict[str, Any]) -> None:
-        """Limit connecting, waits for locks and unacknowledged bytes."""
+        """Limit connecting, and unacknowledged bytes."""
         arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout)))
         arguments.setdefault("tcp_user_timeout", round(self.server_timeout * 1000))
-        if self.pgbouncer:  # which refuses options, and gives the session to another client after the transaction
-            return
-        limit = (
-            f"-c lock_timeout={max(1, round(self.lock_timeout * 1000))}"  # in front: of two settings the last one wins
-        )
-        arguments["options"] = f"{limit} {arguments.get('options', '')}"
 
     def adopt(self, driver: Any) -> object:  # noqa: ANN401 - psycopg is an extra
-        """Return the connection in autocommit, with the settings that are options of delayline's own connections."""
+        """Return the connection in autocommit; `connect` does the rest."""
         from psycopg import Connection as Driver
 
         if not isinstance(driver, Driver):
             raise self.not_a_connection(driver, "psycopg.Connection objects, as of postgresql+psycopg:// Engines")
         driver.rollback()
         driver.autocommit = True
-        if self.pgbouncer:
-            driver.prepare_threshold = None
-            return driver
-        driver.prepare_threshold = 2
-        limit = f"lock_timeout={max(1, round(self.lock_timeout * 1000))}"
-        for setting in (limit, *SETTINGS):
-            driver.execute("SELECT set_config(%s, %s, false)", setting.split("="))
+        driver.prepare_threshold = None if self.pgbouncer else PREPARE_THRESHOLD
+        driver.execute("SET client_encoding TO UTF8")
         return driver
 
     def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - psycopg is an extra
@@ -159,12 +172,27 @@ class Postgresql(ServerDialect):
         return (*super().errors, UnicodeEncodeError)
 
     def connect(self) -> Connection:
-        """Return a new connection in autocommit."""
+        """Return a new connection in autocommit, with the settings that statements need."""
         from delayline.sql.dialects.postgresql_binary import use_binary
 
-        connection = super().connect()
-        use_binary(_driver(connection))
+        connection = self.engine.connect()
+        try:
+            use_binary(_driver(connection))
+            if not self.pgbouncer:  # which gives the session to another client after each transaction
+                self._set_up_session(connection)
+        except BaseException:
+            connection.close()
+            raise
+        watch_of(connection).end()
         return connection
+
+    def _set_up_session(self, connection: Connection) -> None:
+        """Make the settings, but for those that the URL has made."""
+        settings = {"lock_timeout": str(max(1, round(self.lock_timeout * 1000))), **SETTINGS}
+        if _driver(connection).info.server_version >= 14_00_00:
+            settings |= SINCE_14
+        ours = {name: value for name, value in settings.items() if name not in self._given}
+        run(connection, SET, list(ours), list(ours.values()))
 
     def check(self) -> None:
         """Connect once. Raises BackendUnusable for a version that is too old."""
@@ -191,13 +219,12 @@ class Postgresql(ServerDialect):
 
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the version, how durable a commit is, and how far this machine's clock is off."""
-        version, durable, now = run(
-            connection, "SELECT current_setting('server_version'), current_setting('synchronous_commit'), now()"
-        )[0]
+        version, durable, now, isolation = run(connection, FINDINGS)[0]
         off = (datetime.now(UTC) - now).total_seconds()
         return [
             ("server", True, f"PostgreSQL {version}"),
             ("synchronous_commit", durable != "off", f"{durable}"),
+            ("default_transaction_isolation", True, isolation + ("" if isolation == USUAL else OF_OTHERS)),
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
 
@@ -297,6 +324,10 @@ class Postgresql(ServerDialect):
             self.insert_rows(connection, insert, rows)
         return len(rows) <= PART
 
+    def begin(self, connection: Connection) -> None:
+        """Begin a transaction that reads what is committed, whatever the server's default is."""
+        run(connection, f"{self.BEGIN} ISOLATION LEVEL {USUAL}" if self.pgbouncer else self.BEGIN)
+
     def commit(self, connection: Connection) -> None:
         """Commit; durable on return. Raises TransactionAborted where the server would roll back without an error."""
         if _driver(connection).info.transaction_status == INERROR:
@@ -348,9 +379,9 @@ class Postgresql(ServerDialect):
         state = _state(error)
         return state.startswith(("08", "57P")) or (not state and _is_operational(error))
 
-    def refuses_writes(self, error: Exception) -> bool:
-        """Return whether the session is read-only."""
-        return _state(error) == READ_ONLY
+    def outdates_sessions(self, error: Exception) -> bool:
+        """Return whether the session is read-only, or its prepared statements are for tables of another shape."""
+        return _state(error) in {READ_ONLY, UNSUPPORTED}
 
     def ping(self, connection: Connection) -> bool:
         """Ask whether the session is read-only."""
@@ -364,13 +395,15 @@ class Postgresql(ServerDialect):
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
         state, cause = _state(error), str(cause_of(error)).strip()
         if state == DENIED:
-            refusal = cause.partition("\n")[0]  # behind it is a part of the statement
+            refusal = _brief(cause)
             return BackendUnusable(f"{self}: {refusal}. {self._remedy(refusal)}")
+        if state == UNIQUE and (table := _numbered_again(error)):
+            return BackendUnavailable(BEHIND.format(place=self, table=table, cause=_brief(cause)))
         for prefix, (kind, text) in TRANSLATIONS.items():
             if state.startswith(prefix):
-                return kind(text.format(place=self, cause=cause))
+                return kind(text.format(place=self, cause=_brief(cause) if kind is InvalidMessage else cause))
         if "unsupported startup parameter" in cause:
-            return BackendUnusable(BEHIND_PGBOUNCER.format(place=self, cause=cause))
+            return BackendUnusable(REFUSES_OPTIONS.format(place=self, cause=cause))
         if _is_operational(error):
             return self._not_reached(cause)
         if "invalid connection option" in cause or "invalid URI" in cause:
@@ -412,6 +445,11 @@ def _driver(connection: Connection) -> Any:  # noqa: ANN401 - psycopg is an extr
     return connection.connection.driver_connection
 
 
+def _brief(cause: str) -> str:
+    """Return the server's text without its details and a part of the statement, which are in further lines."""
+    return cause.partition("\n")[0]
+
+
 def _state(error: BaseException) -> str:
     cause = cause_of(error)
     return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")  # psycopg2 has the latter
@@ -422,6 +460,17 @@ def _is_operational(error: BaseException) -> bool:
     return bool(names & {"OperationalError", "InterfaceError"})
 
 
+def _numbered_again(error: BaseException) -> str | None:
+    """Return the table for a row number that exists already; None for other keys."""
+    diagnosis: Any = getattr(cause_of(error), "diag", None)
+    is_number = "(seq)=(" in str(getattr(diagnosis, "message_detail", None))  # around it the server's language
+    return str(diagnosis.table_name) if is_number else None
+
+
+BEHIND: Final = (
+    "the numbers that {place} gives to rows of {table!r} begin again, behind rows that are there, as after a "
+    "replication's cutover: {cause}. Run `delayline setup` as the tables' owner"
+)
 INERROR: Final = 3  # psycopg.pq.TransactionStatus.INERROR
 
 
@@ -438,6 +487,9 @@ ABORTED: Final = (
 )
 GIVEN_UP: Final = {"40001", "40P01"}
 READ_ONLY: Final = "25006"
+#: Of a prepared statement too, when a table that it reads has changed.
+UNSUPPORTED: Final = "0A000"
+UNIQUE: Final = "23505"
 #: Texts of libpq before a connection is established, when there is no SQLSTATE.
 UNUSABLE: Final = {
     "authentication failed": "Check the user and the password",
@@ -453,25 +505,36 @@ BEHIND_PGBOUNCER: Final = (
     "{place} shares its sessions between clients, as PgBouncer does in transaction mode: {cause}. Add ?pgbouncer=true "
     "to the URL of endpoints that only send; for others name the server itself"
 )
+REFUSES_OPTIONS: Final = (
+    "{place} is behind a pooler that refuses options: {cause}. If it is PgBouncer in session mode, set "
+    "ignore_startup_parameters = options in its settings. In transaction mode clients share sessions: Add "
+    "?pgbouncer=true to the URL of endpoints that only send; for others name the server itself"
+)
 TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "08": (BackendUnavailable, "the connection to {place} is lost: {cause}"),
+    "0A": (BackendUnavailable, "{place} does not support a statement now, as after a change of its tables: {cause}"),
     "22021": (InvalidMessage, "{place} cannot keep this text: {cause}"),
+    "22P05": (InvalidMessage, "{place} cannot keep this text: {cause}. Its encoding has to be UTF8 for that"),
     "22001": (InvalidMessage, "{place} cannot keep a text of that length: {cause}"),
     READ_ONLY: (BackendUnavailable, "{place} is read-only, a standby perhaps: {cause}. Name the primary in the URL"),
     "25P02": (TransactionAborted, ABORTED),
+    "25": (BackendUnavailable, "{place} has ended a transaction: {cause}"),
     "28": (BackendUnusable, "{place} refuses this user: {cause}. Check the user and the password"),
     "3D000": (BackendUnusable, "{place} does not exist: {cause}. Create it: createdb"),
     "3F000": (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
-    "40": (BackendUnavailable, "{place} gave this transaction up in favour of another: {cause}"),
+    **dict.fromkeys(GIVEN_UP, (TransactionConflict, "{place} gave this transaction up in favour of another: {cause}")),
+    "40": (BackendUnavailable, "{place} has undone this transaction: {cause}"),
     "26000": (BackendUnusable, BEHIND_PGBOUNCER),
     "42P05": (BackendUnusable, BEHIND_PGBOUNCER),
     "42P01": (BackendUnusable, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
     "42703": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
     "42804": (BackendUnusable, "{place} has a table of another shape: {cause}. Name another table_name"),
+    "42": (BackendUnusable, "{place} refuses a statement of delayline's: {cause}. `delayline doctor` says what it is"),
     "53100": (StorageFull, "{place} has no space left: {cause}"),
     "53": (BackendUnavailable, "{place} is short of resources: {cause}"),
     "54": (InvalidMessage, "{place} cannot keep something that large: {cause}"),
     "55P03": (BackendUnavailable, "{place} did not get a lock in time: {cause}"),
+    "55": (BackendUnavailable, "{place} cannot do that now: {cause}"),
     "57": (BackendUnavailable, "{place} has ended the statement or the connection: {cause}"),
     "58": (BackendUnavailable, "{place} cannot read or write its files: {cause}. Check its disk"),
     "XX": (BackendUnavailable, "{place} reports an internal error: {cause}"),

@@ -458,7 +458,7 @@ class SqlServer(ServerDialect):
         lost = isinstance(cause, sql.loaded_dbapi.Error) and sql.is_disconnect(cause, None, None)
         return lost or (self._pymssql and self.has_rolled_back(error))
 
-    def refuses_writes(self, error: Exception) -> bool:
+    def outdates_sessions(self, error: Exception) -> bool:
         """Return whether the database is read-only."""
         return number_of(error) == READ_ONLY
 
