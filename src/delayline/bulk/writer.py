@@ -301,7 +301,7 @@ class BulkWriter:
             try:
                 self._stage.append(connection, batch.sort_by("id"))  # neighbours in the index of ids, the largest
             except self._database.dialect.errors as error:
-                if not breaks_a_key(error):
+                if not breaks_a_key(error, self._database.dialect):
                     raise
                 raise IdTaken from error
         self._runs.end(connection, RunKey(name, kind=RunKind.MIGRATION), attempt, Committed(batch.num_rows))
@@ -387,7 +387,7 @@ class BulkWriter:
         try:
             stored = self._stage.move(connection, numbers, on_conflict)
         except dialect.errors as error:
-            if not breaks_a_key(error):
+            if not breaks_a_key(error, dialect):
                 raise
             dialect.roll_back_to_savepoint(connection)
             doubled = doubled_id(connection, self._stage.table, self.table)

@@ -558,6 +558,10 @@ class Catalog(ProductTables, Protocol):
         """Run a DDL statement; ignores an object that another process has just created."""
         ...
 
+    def catching_up(self, connection: Connection, table: Table) -> Sequence[Executable]:
+        """Return the statements that let new rows get numbers behind those of existing rows, none where they do."""
+        ...
+
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
         """Let one process at a time create tables, in the transaction that is open."""
         ...

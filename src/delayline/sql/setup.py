@@ -155,6 +155,7 @@ class RequiredTables:
             if _has_table(inspector, table):
                 steps += map(AddColumn, _missing(inspector, table, self._dialect))
                 steps += _rekeying(inspector, table)
+                steps += self._dialect.catching_up(connection, table)
             else:
                 steps += _creation(table)
         for group in groups:

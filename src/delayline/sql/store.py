@@ -226,7 +226,9 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         """Insert the row; return False if its id has been inserted meanwhile."""
         try:
             self._statements.insert_strictly.change(connection, *row)
-        except self._database.dialect.sql.loaded_dbapi.IntegrityError:
+        except self._database.dialect.sql.loaded_dbapi.IntegrityError as error:
+            if isinstance(self._database.dialect.translated(error), BackendUnavailable):
+                raise  # the row's number is taken, not its id
             return False
         return True
 

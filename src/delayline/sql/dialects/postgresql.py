@@ -29,6 +29,7 @@ from delayline.errors import (
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders
 from delayline.sql.dialect import Moved, Page, TableIdentity, TimeoutShape, conflict_columns
 from delayline.sql.dialects import journal_triggers
+from delayline.sql.dialects import postgresql_numbers as numbers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
 from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.dialects.staging import need_arrow
@@ -40,7 +41,7 @@ from delayline.sql.workers import is_given_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.sql.dialect import ClaimingMove, Finding, ServerSessions, Stage, WaitingReceiver
     from delayline.sql.dialects.postgresql_binary import LoopStatements
@@ -206,6 +207,10 @@ class Postgresql(ServerDialect):
         """Return the table of sleeping pollers, which NOTIFY uses."""
         return (tables.sleeping,)
 
+    def catching_up(self, connection: Connection, table: Table) -> Sequence[Executable]:
+        """Return the statements that set sequences behind their rows: replication does not copy sequences."""
+        return numbers.catching_up(connection, table, self.sql)
+
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let one process at a time create tables: IF NOT EXISTS alone still collides in the catalogs."""
@@ -225,6 +230,7 @@ class Postgresql(ServerDialect):
             ("server", True, f"PostgreSQL {version}"),
             ("synchronous_commit", durable != "off", f"{durable}"),
             ("default_transaction_isolation", True, isolation + ("" if isolation == USUAL else OF_OTHERS)),
+            numbers.numbers_finding(connection),
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
 
@@ -397,8 +403,8 @@ class Postgresql(ServerDialect):
         if state == DENIED:
             refusal = _brief(cause)
             return BackendUnusable(f"{self}: {refusal}. {self._remedy(refusal)}")
-        if state == UNIQUE and (table := _numbered_again(error)):
-            return BackendUnavailable(BEHIND.format(place=self, table=table, cause=_brief(cause)))
+        if state == UNIQUE and numbers.is_number_taken(cause_of(error)):
+            return BackendUnavailable(f"{self} {self._catch_up(cause_of(error))}: {_brief(cause)}")
         for prefix, (kind, text) in TRANSLATIONS.items():
             if state.startswith(prefix):
                 return kind(text.format(place=self, cause=_brief(cause) if kind is InvalidMessage else cause))
@@ -421,6 +427,15 @@ class Postgresql(ServerDialect):
                 return remedy(connection, refusal)
         except self.errors:
             return UNKNOWN
+
+    def _catch_up(self, error: BaseException) -> str:
+        """Set the sequence behind the rows whose number the error has found taken; return what was done."""
+        try:
+            with self.connect() as connection:
+                watch_of(connection).begin(self.server_timeout)
+                return numbers.catch_up(connection, error)
+        except self.errors:
+            return numbers.BEHIND
 
     def _not_reached(self, cause: str) -> Exception:
         for sign, advice in UNUSABLE.items():
@@ -460,17 +475,6 @@ def _is_operational(error: BaseException) -> bool:
     return bool(names & {"OperationalError", "InterfaceError"})
 
 
-def _numbered_again(error: BaseException) -> str | None:
-    """Return the table for a row number that exists already; None for other keys."""
-    diagnosis: Any = getattr(cause_of(error), "diag", None)
-    is_number = "(seq)=(" in str(getattr(diagnosis, "message_detail", None))  # around it the server's language
-    return str(diagnosis.table_name) if is_number else None
-
-
-BEHIND: Final = (
-    "the numbers that {place} gives to rows of {table!r} begin again, behind rows that are there, as after a "
-    "replication's cutover: {cause}. Run `delayline setup` as the tables' owner"
-)
 INERROR: Final = 3  # psycopg.pq.TransactionStatus.INERROR
 
 

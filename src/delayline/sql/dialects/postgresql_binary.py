@@ -203,11 +203,12 @@ LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its 
 MARGIN: Final = 3.0  # seconds that closing waits for an answer beyond the server's limit
 #: The types in which values are sent: varchar, timestamptz, bytea, bigint, bigint[].
 OIDS: Final[dict[type, int]] = {str: 1043, datetime: 1184, bytes: 17, int: 20, list: 1016}
-#: Errors of statements that had no effect and are repeated on a worker thread.
+#: Errors of statements that had no effect and are repeated on a worker thread, which can mend some of the causes.
 ELSEWHERE: Final = (
     psycopg.errors.InsufficientPrivilege,
     psycopg.errors.DeadlockDetected,
     psycopg.errors.SerializationFailure,
+    psycopg.errors.UniqueViolation,
 )
 NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
 NUMBER: Final = struct.Struct(">q")

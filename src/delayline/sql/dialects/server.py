@@ -325,6 +325,11 @@ class ServerDialect(ABC):
         del tables
         return ()
 
+    def catching_up(self, connection: Connection, table: Table) -> Sequence[Executable]:
+        """Return none: the server numbers rows behind those that it finds."""
+        del connection, table
+        return ()
+
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
         """Trust the server to create a table once only."""
         del connection

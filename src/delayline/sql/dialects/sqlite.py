@@ -746,6 +746,11 @@ class Sqlite:
         for statement in step.rebuild() if isinstance(step, ReplaceKey) else [step]:
             connection.execute(statement)
 
+    def catching_up(self, connection: Connection, table: Table) -> Sequence[Executable]:
+        """Return none: rows are numbered behind those that are there."""
+        del connection, table
+        return ()
+
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
         """Return none."""
         del tables

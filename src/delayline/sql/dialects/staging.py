@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Self
 from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, inspect, or_, select
 from sqlalchemy.schema import CreateTable, DropTable
 
-from delayline.errors import BackendUnusable, MissingExtra
+from delayline.errors import BackendUnavailable, BackendUnusable, MissingExtra
 from delayline.sql.schema import message_columns
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
-    from delayline.sql.dialect import OnConflict, Server
+    from delayline.sql.dialect import Dialect, OnConflict, Server
 
 COLUMNS: Final = "id, destination, due, headers, body"
 PREFIX: Final = "delayline_stage_"
@@ -119,9 +119,10 @@ def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = 
     )
 
 
-def breaks_a_key(error: BaseException) -> bool:
-    """Return whether the driver's error is a violation of a primary or unique key."""
-    return "IntegrityError" in {kind.__name__ for kind in type(error).__mro__}
+def breaks_a_key(error: Exception, dialect: Dialect) -> bool:
+    """Return whether the driver's error is a violation of a primary or unique key, and not the database's own fault."""
+    is_violation = "IntegrityError" in {kind.__name__ for kind in type(error).__mro__}
+    return is_violation and not isinstance(dialect.translated(error), BackendUnavailable)
 
 
 def doubled_id(connection: Connection, staged: Table, stored: Table) -> str:
