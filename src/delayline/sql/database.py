@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from delayline.clock import to_microseconds
-from delayline.errors import ConfigurationError, DelaylineError
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING
 from delayline.sql.external import hold_of
 from delayline.sql.setup import texts
@@ -236,6 +236,15 @@ class Database(ABC):
         theirs = await enlisted.run(partial(self._theirs, table=table))
         ours = await self.read(partial(self.dialect.place, table=table))
         if theirs.database != ours.database:
+            # The server may have been restarted, or another have become the primary, since one of the two connected.
+            theirs = await enlisted.run(partial(self._theirs, table=table))
+            ours = await self.look(partial(self.dialect.place, table=table))
+        if theirs.database != ours.database:
+            if not await enlisted.run(self.dialect.takes_writes):
+                raise BackendUnavailable(
+                    f"transaction= is on the {theirs.name}, which takes no writes, as a server that is not the primary "
+                    "any more: begin it on a new connection"
+                )
             raise ConfigurationError(
                 f"transaction= is on the {theirs.name}, and the messages are in the {self.dialect}: "
                 "begin it on a connection to that one"

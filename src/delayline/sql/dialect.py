@@ -570,6 +570,10 @@ class Catalog(ProductTables, Protocol):
         """Return the table's identity, the same on any connection to this product; uses cursors only."""
         ...
 
+    def takes_writes(self, connection: Connection) -> bool:
+        """Return whether the session of any connection to this product may write; uses cursors only."""
+        ...
+
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the findings about the database for `delayline doctor`."""
         ...

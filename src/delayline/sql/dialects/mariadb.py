@@ -263,7 +263,7 @@ class Mariadb(ServerDialect):
                 f"a certificate in the URL of {self} cannot be read: {error}. Check ssl_ca"
             ) from error
         run(connection, SESSION.format(patience=self._lock_patience))
-        connection.info[WAS_READ_ONLY] = _is_read_only(connection)
+        connection.info[WAS_READ_ONLY] = not self.takes_writes(connection)
         driver: Any = connection.connection.driver_connection
         if "read_timeout" not in self.url.query:
             driver._read_timeout = None  # the watch limits each wait, and long work's differently
@@ -500,7 +500,12 @@ class Mariadb(ServerDialect):
 
     def ping(self, connection: Connection) -> bool:
         """Ask whether the server has become read-only: administrators may write to one that is."""
-        return connection.info.get(WAS_READ_ONLY, False) or not _is_read_only(connection)
+        return connection.info.get(WAS_READ_ONLY, False) or self.takes_writes(connection)
+
+    def takes_writes(self, connection: Connection) -> bool:
+        """Return whether the server is not read-only."""
+        [values] = run(connection, "SELECT @@GLOBAL.read_only, @@GLOBAL.innodb_read_only")
+        return all(str(value) in {"0", "OFF"} for value in values)  # MariaDB 12 has words for the first one
 
     def has_rolled_back(self, error: Exception) -> bool:
         """Return whether a deadlock has rolled the whole transaction back."""
@@ -633,12 +638,6 @@ class IndexedSql(MySQLCompiler):
 
 
 WAS_READ_ONLY: Final = "delayline read-only"  # the key in SQLAlchemy's `Connection.info`
-
-
-def _is_read_only(connection: Connection) -> bool:
-    # MariaDB 12 has words for the first one.
-    [values] = run(connection, "SELECT @@GLOBAL.read_only, @@GLOBAL.innodb_read_only")
-    return any(str(value) not in {"0", "OFF"} for value in values)
 
 
 def _whole_seconds(due: datetime) -> datetime:

@@ -389,9 +389,13 @@ class Postgresql(ServerDialect):
         """Return whether the session is read-only, or its prepared statements are for tables of another shape."""
         return _state(error) in {READ_ONLY, UNSUPPORTED}
 
-    def ping(self, connection: Connection) -> bool:
-        """Ask whether the session is read-only."""
+    def takes_writes(self, connection: Connection) -> bool:
+        """Return whether the session is not read-only."""
         return bool(run(connection, "SHOW transaction_read_only")[0][0] == "off")
+
+    def ping(self, connection: Connection) -> bool:
+        """Ask whether the session has become read-only."""
+        return self.takes_writes(connection)
 
     def is_deadlock(self, error: Exception) -> bool:
         """Return whether the transaction failed by a deadlock or a serialization conflict."""

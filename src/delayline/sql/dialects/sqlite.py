@@ -751,6 +751,11 @@ class Sqlite:
         del connection, table
         return ()
 
+    def takes_writes(self, connection: Connection) -> bool:
+        """Return True: a file has no replicas."""
+        del connection
+        return True
+
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
         """Return none."""
         del tables
