@@ -558,8 +558,11 @@ class Catalog(ProductTables, Protocol):
         """Run a DDL statement; ignores an object that another process has just created."""
         ...
 
-    def catching_up(self, connection: Connection, table: Table) -> Sequence[Executable]:
-        """Return the statements that let new rows get numbers behind those of existing rows, none where they do."""
+    def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
+        """Return the statements that mend a table that is there: they number new rows behind those of existing ones.
+
+        Raises BackendUnusable for a table that cannot be used, as one that another engine has distributed.
+        """
         ...
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:

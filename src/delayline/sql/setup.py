@@ -155,7 +155,7 @@ class RequiredTables:
             if _has_table(inspector, table):
                 steps += map(AddColumn, _missing(inspector, table, self._dialect))
                 steps += _rekeying(inspector, table)
-                steps += self._dialect.catching_up(connection, table)
+                steps += self._dialect.mending(connection, table)
             else:
                 steps += _creation(table)
         for group in groups:
@@ -186,18 +186,19 @@ class RequiredTables:
         for table in self._tables(self._groups):
             if FIRST_FEATURE not in found or not _has_table(inspector, table):
                 raise BackendUnusable(f"table {table.fullname!r} does not exist: run `delayline setup` first")
-        self._check_shapes(inspector)
+        self._check_shapes(connection, inspector)
 
     def check_upgraded(self, connection: Connection) -> None:
         """Raise BackendUnusable for existing tables of an older delayline, and NewerSchema."""
         if read_versions(connection, self._schema):
-            self._check_shapes(inspect(connection))
+            self._check_shapes(connection, inspect(connection))
 
-    def _check_shapes(self, inspector: Inspector) -> None:
+    def _check_shapes(self, connection: Connection, inspector: Inspector) -> None:
         if not _has_features(inspector, self._versions):
             raise _older(self._versions, "feature")
         for table in self._tables(self._groups):
             if _has_table(inspector, table):
+                self._dialect.mending(connection, table)
                 for column in _missing(inspector, table, self._dialect):
                     raise _older(table, column.name)
 

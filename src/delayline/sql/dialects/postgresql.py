@@ -207,9 +207,15 @@ class Postgresql(ServerDialect):
         """Return the table of sleeping pollers, which NOTIFY uses."""
         return (tables.sleeping,)
 
-    def catching_up(self, connection: Connection, table: Table) -> Sequence[Executable]:
-        """Return the statements that set sequences behind their rows: replication does not copy sequences."""
-        return numbers.catching_up(connection, table, self.sql)
+    def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
+        """Return the statements that set sequences behind their rows: replication does not copy sequences.
+
+        Raises BackendUnusable for a table that Citus has distributed.
+        """
+        name = self.sql.identifier_preparer.format_table(table).replace("%%", "%")  # a value, no part of a statement
+        if distributed(connection, OF_TABLE, name):
+            raise BackendUnusable(DISTRIBUTED.format(place=self, tables=repr(table.name)))
+        return numbers.catching_up(connection, name)
 
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
@@ -231,6 +237,7 @@ class Postgresql(ServerDialect):
             ("synchronous_commit", durable != "off", f"{durable}"),
             ("default_transaction_isolation", True, isolation + ("" if isolation == USUAL else OF_OTHERS)),
             numbers.numbers_finding(connection),
+            *_distributed_findings(self, connection),
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
 
@@ -462,6 +469,35 @@ def _from_arrays(insert: str) -> str:
 
 def _driver(connection: Connection) -> Any:  # noqa: ANN401 - psycopg is an extra
     return connection.connection.driver_connection
+
+
+#: Citus' list of tables that it has distributed, reference tables included.
+LIST_OF_DISTRIBUTED: Final = "SELECT to_regclass('pg_dist_partition') IS NOT NULL"
+OF_TABLE: Final = "SELECT logicalrelid::text FROM pg_dist_partition WHERE logicalrelid = to_regclass(%s)"
+OF_SCHEMAS: Final = """
+SELECT logicalrelid::text FROM pg_dist_partition JOIN pg_class AS c ON c.oid = logicalrelid
+WHERE c.relname LIKE 'delayline\\_%%' OR EXISTS (
+  SELECT FROM pg_attribute AS a WHERE a.attrelid = c.oid AND a.attname = 'seq' AND EXISTS (
+    SELECT FROM pg_class AS q WHERE q.relnamespace = c.relnamespace AND q.relname = 'delayline_messages'))
+ORDER BY 1
+"""
+DISTRIBUTED: Final = (
+    "{place} has distributed {tables} over several servers, as Citus does: claims would exclude nobody there, and "
+    "notifications arrive nowhere. Keep delayline's tables local (SELECT undistribute_table(...)), or name a server "
+    "that is not distributed"
+)
+
+
+def distributed(connection: Connection, query: str, *values: str) -> list[str]:
+    """Return the distributed tables that a query of Citus' list finds; none where there is no such list."""
+    if not run(connection, LIST_OF_DISTRIBUTED)[0][0]:
+        return []
+    return [name for (name,) in run(connection, query, *values)]
+
+
+def _distributed_findings(dialect: Postgresql, connection: Connection) -> list[Finding]:
+    found = distributed(connection, OF_SCHEMAS)
+    return [("distributed tables", False, DISTRIBUTED.format(place=dialect, tables=", ".join(found)))] if found else []
 
 
 def _brief(cause: str) -> str:

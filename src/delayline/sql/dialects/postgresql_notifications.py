@@ -53,9 +53,10 @@ SHORTEST_SLEEP: Final = timedelta(milliseconds=5)
 LONGEST_SLEEP: Final = MAXIMUM_SLEEP + timedelta(seconds=5)
 
 NOTIFY: Final = "SELECT pg_notify(%s, %s)"
-#: A poller that is awake needs no notification, unless the message is due: it may have looked beyond it already.
-NOTIFY_SLEEPERS: Final = """
-SELECT pg_notify(%s, %s) WHERE %s <= clock_timestamp() + interval '5 ms'
+#: A poller that is awake needs no notification, unless the message is due: it may have looked beyond it already. Not in
+#: the statement that notifies: an engine that distributes tables runs a read of one on another server.
+MUST_NOTIFY: Final = """
+SELECT %s <= clock_timestamp() + interval '5 ms'
 OR EXISTS (SELECT FROM {sleeping} WHERE channel = %s AND listener <> %s AND until > %s)
 """
 SLEEP: Final = """
@@ -252,11 +253,12 @@ class PostgresqlNotifications:
     def _send(self, connection: Connection, unsent: dict[str, int]) -> None:
         for channel, at in unsent.items():
             name, payload, sleeping = channel_name(channel), f"{self.me} {at}", self._sleeping.get(channel)
-            if sleeping is None:
+            due = from_microseconds(at)
+            if (
+                sleeping is None
+                or run(connection, MUST_NOTIFY.format(sleeping=sleeping), due, name, self.me, due)[0][0]
+            ):
                 run(connection, NOTIFY, name, payload)
-            else:
-                due = from_microseconds(at)
-                run(connection, NOTIFY_SLEEPERS.format(sleeping=sleeping), name, payload, due, name, self.me, due)
 
     def _listen(self) -> None:
         try:

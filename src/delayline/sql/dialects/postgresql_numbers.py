@@ -14,7 +14,7 @@ from sqlalchemy.dialects.postgresql import REGCLASS
 from delayline.sql.dialects.server import run
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Dialect, Executable, Function, Table
+    from sqlalchemy import Connection, Executable, Function
 
     from delayline.sql.dialect import Finding
 
@@ -66,10 +66,9 @@ class NumberedTable(NamedTuple):
         return func.max(table_named(self.name, column(self.column), schema=self.schema).c[self.column])
 
 
-def catching_up(connection: Connection, table: Table, sql: Dialect) -> list[Executable]:
+def catching_up(connection: Connection, table: str) -> list[Executable]:
     """Return the statements that set a table's sequence behind its rows, none where it is there."""
-    name = sql.identifier_preparer.format_table(table).replace("%%", "%")  # a value, no part of a statement
-    found = map(NumberedTable._make, run(connection, OF_TABLE, name))
+    found = map(NumberedTable._make, run(connection, OF_TABLE, table))
     return [numbered.catching_up for numbered in found if numbered.is_behind(connection)]
 
 

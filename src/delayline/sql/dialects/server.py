@@ -325,7 +325,7 @@ class ServerDialect(ABC):
         del tables
         return ()
 
-    def catching_up(self, connection: Connection, table: Table) -> Sequence[Executable]:
+    def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
         """Return none: the server numbers rows behind those that it finds."""
         del connection, table
         return ()

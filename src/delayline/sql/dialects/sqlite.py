@@ -746,7 +746,7 @@ class Sqlite:
         for statement in step.rebuild() if isinstance(step, ReplaceKey) else [step]:
             connection.execute(statement)
 
-    def catching_up(self, connection: Connection, table: Table) -> Sequence[Executable]:
+    def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
         """Return none: rows are numbered behind those that are there."""
         del connection, table
         return ()
