@@ -163,7 +163,23 @@ def test_a_report_is_one_page_without_any_other(spark: SparkSession, journal: Da
     assert [one.name for one in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_an_empty_journal_is_clean(spark: SparkSession, tmp_path: Path) -> None:
+def test_an_empty_journal_is_not_clean(spark: SparkSession, journal: DataFrame, tmp_path: Path) -> None:
     with audit(spark.createDataFrame([], ENTRIES)) as found:
         totals: Any = write_report(found, tmp_path / "report.html")
-    assert totals.clean and totals.scheduled == 0 and totals.until is None and totals.lateness["p50"] is None
+    assert (totals.entries, totals.scheduled, totals.until, totals.lateness["p50"]) == (0, 0, None, None)
+    assert not totals.clean and totals.faults[0].startswith("the journal has no entries, so nothing was audited")
+    assert "the journal has no entries" in (tmp_path / "report.html").read_text()
+    # Nor is one that has entries of other stores only
+    with audit(journal, store="sale.timeouts") as found:
+        assert not found.totals().clean
+
+
+def test_overdue_messages_are_a_fault_above_a_limit(spark: SparkSession, journal: DataFrame) -> None:
+    story, waiting = journal.where("id = 'overdue'"), ids(spark, "overdue")
+    for most, clean in ((0, False), (1, True)):
+        with audit(story, store=STORE, waiting=waiting, until=second(600), maximum_overdue=most) as found:
+            totals = found.totals()
+        assert (totals.entries, totals.overdue, totals.clean) == (1, 1, clean)
+    assert totals.faults == []
+    with pytest.raises(ConfigurationError, match="maximum_overdue must be a whole number of 0 or more, not -1"):
+        audit(story, maximum_overdue=-1)

@@ -142,15 +142,20 @@ def test_the_journal_is_exported_and_audited(
     # When the journal is exported and audited
     assert document(run("spark", "export", str(tmp_path / "journal")))["entries"] == 101
     result = run("spark", "audit", str(tmp_path / "journal"), "--report", str(page))
-    # Then nothing is lost: it waits
-    assert result.exit_code == 0, result.output
+    # Then nothing is lost: it waits, for longer than it should
+    assert result.exit_code == 1, result.output
     totals = document(result)
     assert (totals["scheduled"], totals["waiting"], totals["overdue"], totals["lost"]) == (101, 100, 1, 0)
+    allowed = run("spark", "audit", str(tmp_path / "journal"), "--maximum-overdue", "1", json=False)
+    assert allowed.exit_code == 0, allowed.output
     assert page.read_text().startswith("<!doctype html>")
     # And when the store is emptied from outside, the audit reports it
     remove_unseen(store)
     audited = run("spark", "audit", str(tmp_path / "journal"), json=False)
-    assert audited.exit_code == 1 and "lost" in audited.output and "billing" in audited.output
+    assert audited.exit_code == 1 and "1 lost" in audited.output and "billing" in audited.output
+    # And so it does where there is nothing to audit
+    nothing = run("spark", "audit", str(tmp_path / "elsewhere"), json=False)
+    assert nothing.exit_code == 1 and "the journal has no entries" in nothing.output
 
 
 def remove_unseen(store: StoreAt) -> None:

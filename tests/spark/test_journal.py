@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
+from tests.eventually import eventually
 from tests.spark.stores import ENDPOINT, PAST, StoreAt, frame, many
 from tests.spark.tiers import FIRST, spread
 
@@ -20,8 +23,6 @@ from delayline.spark.journal import _export
 from delayline.spark.options import StoreOptions
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from pyspark.sql import SparkSession
     from tests.spark.tiers import Tiers
 
@@ -94,6 +95,56 @@ def test_messages_in_files_are_journaled_and_audited(spark: SparkSession, any_ti
     assert events() == {"scheduled": 41, "cancelled": 1, "rescheduled": 1, "promoted": 38}
     after = totals(datetime.now(UTC))
     assert (after.scheduled, after.waiting, after.cancelled, after.lost, after.duplicated) == (41, 40, 1, 0, 0)
+
+
+def test_what_nobody_dispatches_is_overdue_and_what_was_taken_away_lost(
+    spark: SparkSession, store: StoreAt, tmp_path: Path
+) -> None:
+    # Given a message that falls due, and a journal without any later entry
+    target = journaled(store)
+    store.put("late", due=datetime.now(UTC) + timedelta(milliseconds=200))
+    eventually(lambda: store.due() == ["late"])
+    # When it is audited
+    waiting = waiting_ids(target, spark).cache()
+    assert waiting.count() == 1
+    export(target, tmp_path, spark=spark)
+    # Then it is overdue at the time when the pending messages were read
+    store.put("sent since then", due=PAST)
+    export(target, tmp_path, spark=spark)
+    journal = read_journal(target, tmp_path, spark=spark)
+    with audit(journal, store="sales.timeouts", waiting=waiting, patience=timedelta(0)) as found:
+        totals = found.totals()
+    assert (totals.entries, totals.overdue, totals.waiting, totals.lost, totals.clean) == (2, 1, 1, 0, False)
+    # And when the store is emptied from outside, both are lost, though no pending message carries the time
+    with psycopg.connect(store.url, autocommit=True) as connection:
+        connection.execute('TRUNCATE "sales.timeouts"')
+    with audit(journal, waiting=waiting_ids(target, spark), patience=timedelta(0)) as found:
+        assert found.totals().lost == 2
+
+
+def test_every_way_to_write_a_path_names_the_same_export(
+    spark: SparkSession, store: StoreAt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given an export to a relative path, and one that an older delayline has recorded as it was given
+    target = journaled(store)
+    monkeypatch.chdir(tmp_path)
+    store.put("a")
+    export(target, "journal", spark=spark)
+    store.put("b")
+    export(target, "journal", spark=spark)
+    with psycopg.connect(store.url, autocommit=True) as connection:
+        connection.execute(
+            "UPDATE delayline_journal_exports SET path = 'journal' WHERE directory = "
+            "(SELECT directory FROM delayline_journal_exports ORDER BY finished LIMIT 1)"
+        )
+    # Then both are found by that path
+    assert [row["id"] for row in rows(target, Path("journal"), spark)] == ["a", "b"]
+    # And the one that has its place by any path, from anywhere
+    monkeypatch.chdir("/")
+    for path in (f"{tmp_path}/journal/", f"file://{tmp_path}/journal", f"{tmp_path}/x/../journal"):
+        assert [row["id"] for row in read_journal(target, path, spark=spark).toArrow().to_pylist()] == ["b"]
+    # And one of another folder by none: the older entry names no place of its own
+    assert read_journal(target, "journal", spark=spark).count() == 0
 
 
 def test_of_two_exports_of_the_same_entries_one_counts(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:

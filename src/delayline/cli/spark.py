@@ -77,11 +77,6 @@ def target_of(settings: Settings) -> JobTarget:
     )
 
 
-def absolute(path: str) -> str:
-    """Return a path of this machine so that it names the same place tomorrow; an URL as it is."""
-    return path if ":" in path else str(Path(path).resolve())
-
-
 def pair(text: str) -> tuple[str, str]:
     """Return both sides of NAME=VALUE. Raises UsageError."""
     name, sign, value = text.partition("=")
@@ -308,7 +303,7 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
     from delayline.spark import export as run_export
 
     with sessions(screen) as session:
-        done = run_export(target_of(settings), absolute(path), partitions=partitions, spark=session)
+        done = run_export(target_of(settings), path, partitions=partitions, spark=session)
     screen.echo(f"{done.entries:,} entries in {done.batches} batch{'' if done.batches == 1 else 'es'} under {path}")
     screen.document({"entries": done.entries, "batches": done.batches, "path": path})
 
@@ -329,6 +324,13 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
     show_default=True,
     help=f"A message that is overdue for longer is missed: {DELAYS}.",
 )
+@click.option(
+    "--maximum-overdue",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="How many messages may still be in the store for longer.",
+)
 @settings_options(*STORES, "cold_tier")
 @session_options
 @json_option
@@ -340,10 +342,12 @@ def audit(
     report: Path | None,
     delivered: str | None,
     patience: timedelta,
+    maximum_overdue: int,
 ) -> None:
     """Export the journal to PATH, and reconcile scheduled with dispatched and pending messages.
 
-    Exit code 1 when a message was lost, duplicated or early.
+    Exit code 1 when a message was lost, duplicated or early, when more than --maximum-overdue are overdue, and when
+    there was nothing to audit.
     """
     from delayline.spark import audit as run_audit
     from delayline.spark import export as run_export
@@ -353,15 +357,24 @@ def audit(
     with sessions(screen) as session:
         there = waiting_ids(target, session).cache()
         there.count()  # later dispatches are in the journal
-        run_export(target, absolute(path), spark=session)
-        journal = read_journal(target, absolute(path), spark=session)
+        run_export(target, path, spark=session)
+        journal = read_journal(target, path, spark=session)
         arrived = None if delivered is None else session.read.parquet(delivered)
         store = settings.table_name or f"{settings.named_endpoint}.timeouts"
-        with run_audit(journal, store=store, delivered=arrived, waiting=there, patience=patience) as found:
+        with run_audit(
+            journal,
+            store=store,
+            delivered=arrived,
+            waiting=there,
+            patience=patience,
+            maximum_overdue=maximum_overdue,
+        ) as found:
             totals = found.totals() if report is None else write_report(found, report, title=f"Audit of {store}")
             _show_audit(screen, found, totals)
     if report is not None:
         screen.echo(f"\nthe same with charts: {report}")
+    for fault in totals.faults:
+        screen.echo(fault, "red")
     screen.document({**asdict(totals), "clean": totals.clean, "report": None if report is None else str(report)})
     if not totals.clean:
         click.get_current_context().exit(FAILED)
@@ -370,7 +383,10 @@ def audit(
 def _show_audit(screen: Screen, found: Audit, totals: Totals) -> None:
     counts = asdict(totals)
     late = counts.pop("lateness")
-    screen.table(("", "messages"), [(name, f"{count:,}") for name, count in counts.items() if name != "until"])
+    screen.table(
+        ("", "messages"),
+        [(name, f"{count:,}") for name, count in counts.items() if name not in ("until", "maximum_overdue")],
+    )
     if screen.as_json:
         return
     screen.echo("")

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import TimestampType
 
+from delayline.checks import whole_number
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
 from delayline.spark.errors import translated_errors
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 
 DELIVERED: Final = "delivered"
 PERCENTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+#: Key in the metadata of the column with the ids of pending messages.
+READ_AT: Final = "delayline.read_at"
 #: Of percentiles: within 0.2 % of the exact ones.
 ACCURACY: Final = 10_000
 ONE_MINUTE: Final = timedelta(minutes=1)
@@ -36,7 +39,8 @@ class Totals:
     """The numbers of an audit, in messages.
 
     Attributes:
-        until: The time of the audit; None for an empty journal.
+        until: The time of the audit; None if it was not given and the journal is empty.
+        entries: Entries of the journal; an audit without any is not clean.
         scheduled: Messages that were scheduled, counted as often as they were.
         dispatched: Messages that were dispatched or, with `delivered`, received.
         failed: Messages that went to the error queue.
@@ -48,9 +52,11 @@ class Totals:
         early: Messages that left before they were due.
         retries: Dispatches that were tried again.
         lateness: Percentiles (p50, p90, p99, p999) and `longest`, in seconds; None if nothing was dispatched.
+        maximum_overdue: How many messages may be overdue in a clean audit.
     """
 
     until: datetime | None
+    entries: int
     scheduled: int
     dispatched: int
     failed: int
@@ -62,11 +68,27 @@ class Totals:
     early: int
     retries: int
     lateness: dict[str, float | None]
+    maximum_overdue: int = 0
 
     @property
     def clean(self) -> bool:
-        """Whether no message was lost, duplicated or early."""
-        return not (self.lost or self.duplicated or self.early)
+        """Whether the audit has found no fault."""
+        return not self.faults
+
+    @property
+    def faults(self) -> list[str]:
+        """What is wrong, a sentence each: lost, duplicated, early or too many overdue messages, or an empty journal."""
+        counts = {"lost": self.lost, "duplicated": self.duplicated, "early": self.early}
+        faults = [f"{number:,} {name}" for name, number in counts.items() if number]
+        if self.overdue > self.maximum_overdue:
+            allowed = f", and at most {self.maximum_overdue:,} may be" if self.maximum_overdue else ""
+            faults.append(f"{self.overdue:,} overdue in the store{allowed}: is a process dispatching?")
+        if not self.entries:
+            faults.append(
+                "the journal has no entries, so nothing was audited: check the path of the export and the name of the "
+                "store, and that it keeps a journal (delayline setup --journal true)"
+            )
+        return faults
 
 
 class Audit:
@@ -79,10 +101,14 @@ class Audit:
         ```
     """
 
-    def __init__(self, messages: DataFrame, entries: DataFrame, until: datetime | None) -> None:
+    def __init__(
+        self, messages: DataFrame, entries: DataFrame, until: datetime | None, number: int, maximum_overdue: int
+    ) -> None:
         self._messages = messages.cache()
         self._entries = entries
         self._until = until
+        self._number = number
+        self._maximum_overdue = maximum_overdue
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +190,8 @@ class Audit:
             [row] = self._messages.agg(*counted, *_lateness()).toArrow().to_pylist()
         late = {name: row.pop(name) for name in (*PERCENTILES, "longest")}
         row.pop("messages")
-        return Totals(self._until, lateness=late, **{name: int(value) for name, value in row.items()})
+        counts = {name: int(value) for name, value in row.items()}
+        return Totals(self._until, self._number, lateness=late, maximum_overdue=self._maximum_overdue, **counts)
 
 
 SUMS: Final = {
@@ -183,6 +210,7 @@ def audit(
     waiting: DataFrame | None = None,
     until: datetime | None = None,
     patience: timedelta = ONE_MINUTE,
+    maximum_overdue: int = 0,
 ) -> Audit:
     """Reconcile scheduled messages with dispatched ones.
 
@@ -190,23 +218,28 @@ def audit(
         journal: Entries as `read_journal` returns them.
         store: The table whose messages are audited.
         delivered: Arrivals recorded by receivers, columns id and at; replaces the dispatches in the journal.
-        waiting: Messages in the store, column id; a due message that is neither there nor delivered is lost.
-        until: The moment of the audit; by default the last entry's.
-        patience: A message that fell due within this time before `until` is not counted as lost yet.
+        waiting: Messages in the store, column id; a due message that is neither there nor delivered is lost. Read them
+            before the journal is exported.
+        until: The moment of the audit; by default the database's time at which `waiting_ids` was called for `waiting`,
+            or without it the last entry's.
+        patience: A message that fell due within this time before `until` is neither lost nor overdue yet.
+        maximum_overdue: How many overdue messages a clean audit may have.
 
     Returns:
         The audit; close it after use.
 
     Raises:
-        ConfigurationError: `delivered` lacks a column, or is given without `store`.
+        ConfigurationError: `delivered` lacks a column, or is given without `store`; `maximum_overdue` is negative.
     """
+    whole_number("maximum_overdue", maximum_overdue, at_least=0)
     if delivered is not None and store is None:
         raise ConfigurationError("delivered does not name a store: give the table, store='sales.timeouts'")
     with translated_errors():
         entries = journal if store is None else journal.where(F.col("store") == store)
         entries = entries.select("seq", "store", "event", "id", "destination", "due", "at")
-        if until is None:
-            [[until]] = [list(row.values()) for row in entries.agg(F.max("at")).toArrow().to_pylist()]
+        found = entries.agg(F.count("*").alias("entries"), F.max("at").alias("last")).toArrow().to_pylist()
+        [(number, last)] = [(row["entries"], row["last"]) for row in found]
+        until = until or (None if waiting is None else read_at(waiting)) or last
         until = None if until is None else in_utc(until)
         if delivered is not None and store is not None:
             entries = entries.unionByName(_arrivals(delivered, store))
@@ -216,7 +249,18 @@ def audit(
             messages = messages.join(there, "id", "left")
         else:
             messages = messages.withColumn("there", F.lit(False))
-        return Audit(_judged(messages, until, patience), entries, until)
+        return Audit(_judged(messages, until, patience), entries, until, number, maximum_overdue)
+
+
+def marked_as_read(ids: DataFrame, at: datetime) -> DataFrame:
+    """Return the column id of pending messages with the database's time at which they were read, for `read_at`."""
+    return ids.select(F.col("id").alias("id", metadata={READ_AT: at.isoformat()}))
+
+
+def read_at(ids: DataFrame) -> datetime | None:
+    """Return the database's time at which pending messages were read; None where that is not known."""
+    text = next((field.metadata.get(READ_AT) for field in ids.schema if field.name == "id"), None)
+    return None if text is None else datetime.fromisoformat(text)
 
 
 def _arrivals(delivered: DataFrame, store: str) -> DataFrame:
@@ -247,6 +291,7 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
     grouped = entries.groupBy("store", "id").agg(
         F.max_by(place, F.when(F.col("destination").isNotNull(), F.col("seq"))).alias("place"),
         F.coalesce(F.max_by("due", F.when(planned, F.col("seq"))), F.max_by("due", "seq")).alias("due"),
+        F.max(F.when(planned, F.col("at"))).alias("planned"),
         F.max(F.when(gone, F.col("at"))).alias("left"),
         F.count_if(gone).alias("gone"),
         F.count_if(gone & (F.col("at") < F.col("due"))).alias("early_in_journal"),
@@ -268,8 +313,10 @@ def _judged(messages: DataFrame, until: datetime | None, patience: timedelta) ->
     is_out = out >= expected
     too_early = is_out & F.col("by_receivers") & (F.col("left") < F.col("due"))
     is_due = F.lit(False) if until is None else F.col("due") < F.lit(until - patience)
+    came_later = F.coalesce(F.col("planned") > F.lit(until), F.lit(False))  # than the pending messages were read
+    not_out = F.when(~is_due, "waiting").when(F.col("there"), "overdue").when(came_later, "waiting").otherwise("lost")
     verdict = (
-        F.when(~is_out, F.when(~is_due, "waiting").when(F.col("there"), "overdue").otherwise("lost"))
+        F.when(~is_out, not_out)
         .when(F.col("gone") > 0, "dispatched")
         .when(F.col("failed") > 0, "failed")
         .otherwise("cancelled")

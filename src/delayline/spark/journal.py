@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from urllib.parse import unquote, urlsplit
 
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType, TimestampType
 
 from delayline.bulk.journal_export import EntryRange, JournalExport
 from delayline.checks import whole_number
 from delayline.errors import BackendUnavailable, ConfigurationError
+from delayline.spark.audit import marked_as_read
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.errors import translated_errors
 from delayline.spark.options import StoreOptions
@@ -21,7 +25,6 @@ from delayline.sql.journal import LONGEST_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
-    from pathlib import Path
 
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
@@ -40,6 +43,8 @@ ENTRIES: Final = StructType(
         StructField("retries", IntegerType()),
     ]
 )
+#: The beginning of a URI, as opposed to a path of this machine.
+URI: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/")
 ENTRIES_AT_ONCE: Final = 1_000_000
 #: The most entries that a task reads at once; a run of numbers may be longer.
 LONGEST_RANGE: Final = 50_000
@@ -74,7 +79,7 @@ def export(
 
     Args:
         target: The store.
-        path: Folder or URI of the export.
+        path: Folder or URI of the export; a relative path is one of this process's working directory.
         partitions: Tasks that read; 1 or more.
         entries_at_once: The most entries of a batch; 1 or more.
         spark: The session; `spark_session()` if None.
@@ -116,16 +121,22 @@ def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | N
     Returns:
         The columns seq, store, event, id, destination, due, at and retries.
     """
-    store = StoreOptions.of(target.options)
-    directories = JournalExport(store.address, schema=store.schema).directories(_checked(path))
+    store, place = StoreOptions.of(target.options), _checked(path)
+    journal, before = JournalExport(store.address, schema=store.schema), str(path).rstrip("/")
+    # An older delayline has recorded a relative path as it was given, from wherever.
+    relative = [] if before == place else [one for one in journal.directories(before) if Path(place, one).is_dir()]
+    directories = relative + journal.directories(place)
     spark = spark or spark_session()
     with translated_errors():
-        places = [f"{_checked(path)}/{directory}" for directory in directories]
+        places = [f"{place}/{directory}" for directory in directories]
         return spark.read.schema(ENTRIES).parquet(*places) if places else spark.createDataFrame([], ENTRIES)
 
 
 def waiting_ids(target: JobTarget, spark: SparkSession) -> DataFrame:
     """Return the ids of the messages in the store, and in its cold tier if the target has one.
+
+    The DataFrame knows the database's time at this call, up to which `audit` judges messages: read it now, as by
+    `cache()` and `count()`.
 
     Args:
         target: The store and, if it has one, its cold tier.
@@ -135,7 +146,8 @@ def waiting_ids(target: JobTarget, spark: SparkSession) -> DataFrame:
         The column id. Each action on the DataFrame reads the store again.
     """
     tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
-    return waiting_messages(activated(spark), target.options, tier)
+    at = StoreOptions.of(target.options).staging().now()  # before the reading: what falls due meanwhile is not overdue
+    return marked_as_read(waiting_messages(activated(spark), target.options, tier), at)
 
 
 def _export(
@@ -186,7 +198,13 @@ def _shares(runs: Sequence[EntryRange], partitions: int) -> list[list[EntryRange
 
 
 def _checked(path: str | Path) -> str:
-    text = str(path).rstrip("/")
+    """Return the path as it is recorded: absolute, or a URI. Raises ConfigurationError."""
+    text = str(path)
+    if text.lower().startswith("file:"):
+        text = unquote(urlsplit(text).path)
+    if text and URI.match(text) is None:
+        text = str(Path(text).resolve())
+    text = text.rstrip("/")
     if not text or len(text) > LONGEST_PATH:
         raise ConfigurationError(f"path={text!r} must be a path of at most {LONGEST_PATH} characters")
     return text

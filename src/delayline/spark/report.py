@@ -93,7 +93,8 @@ def _by_hour(audit: Audit) -> DataFrame:
 
 def _page(title: str, totals: Totals, tables: Mapping[str, list[dict[str, Any]]]) -> str:
     parts = [
-        f"<h1>{html.escape(title)}</h1><p>As of {_shown(totals.until)}.</p>",
+        f"<h1>{html.escape(title)}</h1><p>As of {_shown(totals.until)}, from {totals.entries:,} entries.</p>",
+        *(f'<p class="bad">{html.escape(fault)}</p>' for fault in totals.faults),
         _numbers(totals),
         "<h2>Lateness</h2>",
         bars([(_bar(row["up_to"]), row["count"]) for row in tables["histogram"]], "messages by lateness"),
@@ -119,8 +120,9 @@ def _numbers(totals: Totals) -> str:
     names = ("scheduled", "dispatched", "failed", "cancelled", "waiting", "overdue", "lost", "duplicated", "early")
     boxes = []
     for name in names:
-        value, judged = getattr(totals, name), name in {"lost", "duplicated", "early"}
-        kind = (' class="bad"' if value else ' class="good"') if judged else ""
+        value, judged = getattr(totals, name), name in {"overdue", "lost", "duplicated", "early"}
+        most = totals.maximum_overdue if name == "overdue" else 0
+        kind = (' class="bad"' if value > most else ' class="good"') if judged else ""
         boxes.append(f"<div><b{kind}>{value:,}</b>{name}</div>")
     late = totals.lateness
     boxes += [f"<div><b>{_shown(late[name])}</b>{name} late, s</div>" for name in ("p50", "p99", "longest")]
