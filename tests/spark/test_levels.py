@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from tests.spark.tiers import Tiers
 
-    from delayline.spark.broker_sink import BrokerWriter
+    from delayline.spark.broker_writer import BrokerWriter
 
 HOUR = timedelta(hours=1)
 

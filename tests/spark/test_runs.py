@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tests.spark.stores import StoreAt
     from tests.spark.tiers import Tiers
 
-    from delayline.spark.broker_sink import BrokerWriter
+    from delayline.spark.broker_writer import BrokerWriter
 
 
 def target(store: StoreAt) -> JobTarget:

@@ -1,36 +1,25 @@
-"""Publish to the delay levels of a RabbitMQ broker from jobs, a whole batch before its confirms are awaited."""
+"""The delay levels of a RabbitMQ broker as a sink of jobs.
+
+The client of RabbitMQ is imported on use: jobs without a broker do not need the extra `rabbitmq`.
+"""
 
 from __future__ import annotations
 
-import json
-from datetime import timedelta
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.bulk.writer import blocking
-from delayline.clock import SystemClock
-from delayline.errors import BackendUnusable, InvalidMessage
-from delayline.message import Headers, Message, to_wire_time
-from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.errors import NotFound
-from delayline.rabbitmq.amqp.methods import ExchangeDeclare
-from delayline.rabbitmq.amqp.publisher import Publication, Publisher
-from delayline.rabbitmq.connection import BrokerConnection
-from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.levels import MAXIMUM_DELAY, check_destination, checked_until
-from delayline.rabbitmq.topology import Routability
+from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from contextlib import AsyncExitStack
-    from datetime import datetime
 
-    import pyarrow as pa
+    from delayline.rabbitmq.connection import BrokerConnection
+    from delayline.spark.broker_writer import BrokerWriter
 
 Result = TypeVar("Result")
 #: The broker itself refuses messages that are too large.
 ANY_SIZE: Final = 1 << 40
-LONGEST: Final = timedelta(seconds=MAXIMUM_DELAY)
-UNKNOWN: Final = "queue {!r} does not exist on the broker: start its endpoint once, or run delayline setup --queue NAME"
 
 
 class BrokerSink:
@@ -39,9 +28,15 @@ class BrokerSink:
     Args:
         url: `?delays=` selects the levels, v2 by default.
         name: the connection name that the broker shows.
+
+    Raises:
+        MissingExtra: The extra `rabbitmq` is not installed.
     """
 
     def __init__(self, url: str, name: str) -> None:
+        from delayline.rabbitmq.address import BrokerAddress
+        from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
         self.address = BrokerAddress.parse(url)
         self.levels = DelayInfrastructure.named(self.address.delays)
         self.name = name
@@ -51,6 +46,8 @@ class BrokerSink:
 
     def must_exist(self) -> None:
         """Raise BackendUnusable if a delay level is missing. Blocks."""
+        from delayline.rabbitmq.amqp.errors import NotFound
+        from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 
         async def look(connection: BrokerConnection) -> None:
             try:
@@ -67,16 +64,23 @@ class BrokerSink:
 
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
         """Return the destinations that cannot be reached, with the reason. Creates no binding. Blocks."""
+        from delayline.rabbitmq.topology import Routability
+        from delayline.spark.broker_writer import refusal
 
         async def look(connection: BrokerConnection) -> Mapping[str, str]:
             reach = Routability(connection, self.levels.delivery, only_look=True)
-            found = {one: await _refusal(reach, one) for one in destinations}
+            found = {one: await refusal(reach, one) for one in destinations}
             return {one: reason for one, reason in found.items() if reason is not None}
 
         return self._connected(look)
 
     async def writer(self, stack: AsyncExitStack) -> BrokerWriter:
         """Return a connected writer, which closes with the stack."""
+        from delayline.rabbitmq.amqp.publisher import Publisher
+        from delayline.rabbitmq.connection import BrokerConnection
+        from delayline.rabbitmq.topology import Routability
+        from delayline.spark.broker_writer import BrokerWriter
+
         publisher = Publisher(self.address, connection_name=self.name)
         connection = BrokerConnection(self.address, self.name)
         stack.push_async_callback(connection.close)
@@ -85,6 +89,8 @@ class BrokerSink:
         return BrokerWriter(publisher, Routability(connection, self.levels.delivery, only_look=False), self.levels)
 
     def _connected(self, work: Callable[[BrokerConnection], Awaitable[Result]]) -> Result:
+        from delayline.rabbitmq.connection import BrokerConnection
+
         async def run() -> Result:
             connection = BrokerConnection(self.address, self.name)
             try:
@@ -93,58 +99,3 @@ class BrokerSink:
                 await connection.close()
 
         return blocking(run())
-
-
-class BrokerWriter:
-    """The connection of one task."""
-
-    def __init__(self, publisher: Publisher, reach: Routability, levels: DelayInfrastructure) -> None:
-        self._publisher = publisher
-        self._reach = reach
-        self._levels = levels
-        self._clock = SystemClock()
-
-    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
-        """Publish each message with its remaining delay; return refused positions with the reason.
-
-        Returns once the broker has confirmed all others.
-        """
-        refused: dict[int, str] = {}
-        positions: list[int] = []
-        publications: list[Publication] = []
-        nowhere = {one: await _refusal(self._reach, one) for one in messages.column("destination").unique().to_pylist()}
-        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
-            reason = nowhere[row[1]]
-            if reason is not None:
-                refused[position] = reason
-                continue
-            try:
-                publications.append(self._publication(*row))
-            except InvalidMessage as error:
-                refused[position] = str(error)
-                continue
-            positions.append(position)
-        for index, failure in (await self._publisher.publish(publications)).items():
-            if not isinstance(failure, InvalidMessage):
-                raise failure
-            refused[positions[index]] = str(failure)
-        return refused
-
-    def _publication(
-        self, message_id: str, destination: str, due: datetime, headers: str | None, body: bytes | None
-    ) -> Publication:
-        named = json.loads(headers) if headers else {}
-        if Headers.RETRIES not in named:  # a retry has its own times
-            named[Headers.DELIVER_AT] = to_wire_time(due)
-        delay = checked_until(due, self._clock.now())
-        exchange, key = self._levels.route(delay, destination)
-        message = Message(named.get(Headers.MESSAGE_ID) or message_id, named, body or b"")
-        return Publication(message, exchange, key, delay)
-
-
-async def _refusal(reach: Routability, destination: str) -> str | None:
-    try:
-        check_destination(destination)
-    except InvalidMessage as error:
-        return str(error)
-    return None if await reach.includes(destination) else UNKNOWN.format(destination)

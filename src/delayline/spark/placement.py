@@ -35,7 +35,7 @@ from delayline.bulk.partitions import JobParameters, PublishedPartitions, Publis
 from delayline.bulk.writer import Attempt, blocking, new_area
 from delayline.clock import SystemClock, from_microseconds, to_microseconds
 from delayline.errors import ConfigurationError, DuplicateMessage
-from delayline.spark.broker_sink import ANY_SIZE, LONGEST, BrokerSink
+from delayline.spark.broker_sink import ANY_SIZE, BrokerSink
 from delayline.spark.cold_tier import (
     NO_ROWS,
     ColdTier,
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.bulk.cold_folder import ColdFolder
-    from delayline.spark.broker_sink import BrokerWriter
+    from delayline.spark.broker_writer import BrokerWriter
     from delayline.spark.options import StoreOptions
     from delayline.spark.schedule import JobTarget
     from delayline.spark.sources import Columns
@@ -272,6 +272,8 @@ class _Job:
         """
         reach = self._settings.hot_horizon
         if self._broker is not None:
+            from delayline.spark.broker_writer import LONGEST
+
             reach = LONGEST if self._store is None else min(reach, LONGEST)
         refused: Mapping[str, str] = {}
         if rows is not None and self._broker is not None:

@@ -6,7 +6,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
 from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
-from delayline.spark.broker_sink import ANY_SIZE, LONGEST, BrokerSink
+from delayline.spark.broker_sink import ANY_SIZE, BrokerSink
+from delayline.spark.broker_writer import LONGEST
 
 if TYPE_CHECKING:
     from contextlib import AsyncExitStack
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delayline.migration.target import Attempted
-    from delayline.spark.broker_sink import BrokerWriter
+    from delayline.spark.broker_writer import BrokerWriter
 
 
 class RabbitmqLevelsTarget(WithoutLedger, BrokerSink):
