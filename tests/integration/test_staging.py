@@ -55,15 +55,29 @@ def make_job(url: str) -> Callable[..., BulkWriter]:
     return make
 
 
-def rows(*ids: str, body: bytes | None = b"hello", due: datetime = DUE, headers: str | None = None) -> pa.RecordBatch:
+def rows(
+    *ids: str,
+    body: bytes | None = b"hello",
+    due: datetime = DUE,
+    headers: str | None = None,
+    destination: str = "billing",
+) -> pa.RecordBatch:
     columns = {
         "id": pa.array(ids, pa.string()),
-        "destination": pa.array(["billing"] * len(ids), pa.string()),
+        "destination": pa.array([destination] * len(ids), pa.string()),
         "due": pa.array([due] * len(ids), pa.timestamp("us", "UTC")),
         "headers": pa.array([headers] * len(ids), pa.string()),
         "body": pa.array([body] * len(ids), pa.binary()),
     }
     return pa.RecordBatch.from_pydict(columns)
+
+
+async def empty(url: str) -> None:
+    store = SqlDelayedMessageStore(url)
+    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    for message in await store.pending(limit=1000):
+        await store.cancel(message.id)
+    await store.close()
 
 
 def waiting(url: str) -> list[DelayedMessage]:
@@ -199,6 +213,42 @@ def test_a_message_in_a_poller_is_not_replaced(url: str, make_job: Callable[...,
     asyncio.run(replace_while_fetched())
     # Then the other one is replaced, and nothing that the job has stored is removed
     assert [one.message.body for one in waiting(url)] == [b"second"]
+
+
+@pytest.mark.parametrize("on_conflict", [OnConflict.IGNORE, OnConflict.REPLACE])
+def test_of_rows_with_one_id_the_one_due_first_is_kept(
+    url: str, make_job: Callable[..., BulkWriter], on_conflict: OnConflict
+) -> None:
+    # Given ids that come several times, in different tasks: due at different times, or equal up to some column
+    soon, long = DUE - timedelta(microseconds=1), b"x" * 3000
+    first = [
+        rows("time", body=b"kept", due=soon),
+        rows("destination", body=b"z", destination="Billing"),
+        rows("headers", body=b"z", headers='{"a":"1"}'),
+        rows("body", body=long + b"a"),
+        rows("alone"),
+    ]
+    others = [
+        rows("time", body=b"a"),
+        rows("destination", body=b"a"),
+        rows("headers", body=b"a", headers='{"b":"1"}'),
+        rows("body", body=long + b"b"),
+    ]
+    same = rows("same", "same", "same")
+    kept = []
+    for swapped in (False, True):
+        batches = [*others, *first] if swapped else [*first, *others]
+        job = make_job()
+        attempts = [job.write([*batches[:3], same]), job.write([]), job.write([same, *batches[3:]])]
+        # When they are stored
+        committed = job.commit(attempts, on_conflict=on_conflict)
+        # Then one of each is, whatever the order
+        assert (committed.stored, committed.duplicates) == (6, 9)
+        kept.append({one.id: one.message.body for one in waiting(url)})
+        asyncio.run(empty(url))
+    alike = {"time": b"kept", "destination": b"z", "headers": b"z", "alone": b"hello", "same": b"hello"}
+    assert kept[0] == kept[1]
+    assert {name: body for name, body in kept[0].items() if name != "body"} == alike
 
 
 def test_a_run_that_is_run_again_does_nothing(url: str, make_job: Callable[..., BulkWriter]) -> None:

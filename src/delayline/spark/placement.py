@@ -440,8 +440,9 @@ class _Job:
 
 
 def _with_duplicates_marked(messages: DataFrame, known: DataFrame | None) -> DataFrame:
-    """Add the column DUPLICATE. known: the ids in store and cold tier."""
-    first = Window.partitionBy("id").orderBy("due", F.xxhash64(*COLUMNS.names))  # the same when tasks are repeated
+    """Add the column DUPLICATE: of rows with one id the first is kept, as in a store. known: the ids that wait."""
+    others = ("destination", "headers", "body")
+    first = Window.partitionBy("id").orderBy(F.col("due").asc_nulls_last(), *others)  # the same when tasks are repeated
     marked = messages.withColumn(DUPLICATE, F.row_number().over(first) > 1)
     if known is None:
         return marked

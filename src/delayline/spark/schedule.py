@@ -166,7 +166,9 @@ def schedule(
         target: Where the messages go.
         columns: Names of the source's columns, if they differ from those of a message.
         on_conflict: For an id that is already stored: `ignore` leaves the row out, `fail` raises DuplicateMessage,
-            `replace` overwrites the message (store only).
+            `replace` overwrites the message (store only). Of rows with one id the one that is due first counts; of
+            those that are due at the same time the one whose destination, then headers, then body come first in the
+            order of their bytes. The others are duplicates, and with `fail` an error.
         run: Name of the job, which makes it idempotent: a run that has committed is not committed again, and its name
             is refused for other rows. Give each input a name of its own, such as `nightly 2026-05-01`.
         form: `parquet`, `csv`, `jsonl` or `jdbc`; taken from the path's ending if None.

@@ -11,7 +11,7 @@ from sqlalchemy import insert
 from delayline.clock import from_microseconds
 from delayline.sql.dialect import OnConflict
 from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staging import COLUMNS, StagedTable
+from delayline.sql.dialects.staging import COLUMNS, KEPT_FIRST, StagedTable
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 DROP_PATIENCE: Final = 2  # seconds
 MOVE: Final = (
     "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} WHERE attempt = %s{conflict}"
+)
+#: The server sorts by the first kilobyte of a BLOB; what is the same so far is sorted by its hash.
+KEEP_ONE_EACH: Final = (
+    "DELETE staged FROM {stage} AS staged JOIN (SELECT attempt, number, "
+    "row_number() OVER ({kept_first}, SHA2(headers, 256), SHA2(body, 256)) AS nth "
+    "FROM {stage} WHERE attempt IN ({attempts}) AND id IN "
+    "(SELECT id FROM {stage} WHERE attempt IN ({attempts}) GROUP BY id HAVING count(*) > 1)) AS ranked "
+    "ON ranked.attempt = staged.attempt AND ranked.number = staged.number WHERE ranked.nth > 1"
 )
 #: The statement counts inserted and updated rows itself: the server's count does not distinguish them.
 COUNT: Final = "@delayline_left := @delayline_left + 1"
@@ -79,6 +87,10 @@ class MariadbStage(StagedTable):
         """Insert the staged rows, one statement per attempt: the driver limits the time of a statement."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
         conflict = {OnConflict.FAIL: "", OnConflict.IGNORE: IGNORE, OnConflict.REPLACE: REPLACE}[on_conflict]
+        if attempts and on_conflict is not OnConflict.FAIL:
+            run(
+                connection, KEEP_ONE_EACH.format(kept_first=KEPT_FIRST, attempts=", ".join(map(str, attempts)), **names)
+            )
         run(connection, "SET @delayline_left = 0")
         rows = self.gather(connection, attempts)
         for attempt in attempts:

@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 from delayline.sql.dialect import OnConflict
 from delayline.sql.dialects.postgresql_binary import COPY_END, COPY_HEADER, YEAR_2000
 from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staging import COLUMNS, StagedTable
+from delayline.sql.dialects.staging import COLUMNS, KEPT_FIRST, StagedTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +26,14 @@ DROP_PATIENCE: Final = "2s"
 #: One statement that reads a whole table once: the settings for batches of a poller are wrong for it.
 FOR_BULK: Final = "SET LOCAL enable_seqscan = on; SET LOCAL jit = off; SET LOCAL plan_cache_mode = auto"
 MOVE: Final = (
-    "INSERT INTO {store} ({columns}, retry_count) SELECT {distinct}{columns}, 0 FROM {stage} "
+    "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} "
     "WHERE attempt = ANY (%s){order}{conflict}"
+)
+KEEP_ONE_EACH: Final = (
+    "DELETE FROM {stage} WHERE ctid IN "
+    "(SELECT place FROM (SELECT ctid AS place, row_number() OVER ({kept_first}) AS nth "
+    "FROM {stage} WHERE attempt = ANY (%s) AND id IN "
+    "(SELECT id FROM {stage} WHERE attempt = ANY (%s) GROUP BY id HAVING count(*) > 1)) AS ranked WHERE nth > 1)"
 )
 REPLACE: Final = (
     " ON CONFLICT (id) DO UPDATE SET destination = EXCLUDED.destination, due = EXCLUDED.due, "
@@ -59,17 +65,19 @@ class PostgresqlStage(StagedTable):
             copy.write(COPY_END)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Insert the staged rows in one statement."""
+        """Insert the staged rows in one statement, each id once unless one that comes twice is an error."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
-        conflict, distinct, order = "", "", ""
+        conflict, order = "", ""
         if on_conflict is OnConflict.IGNORE:
             conflict = " ON CONFLICT (id) DO NOTHING"
-        elif on_conflict is OnConflict.REPLACE:  # which takes each id once
-            conflict, distinct, order = REPLACE.format(**names), "DISTINCT ON (id) ", " ORDER BY id"
+        elif on_conflict is OnConflict.REPLACE:
+            conflict, order = REPLACE.format(**names), " ORDER BY id"
         for setting in FOR_BULK.split("; "):
             run(connection, setting)
         cursor = connection.connection.cursor()
-        cursor.execute(MOVE.format(conflict=conflict, distinct=distinct, order=order, **names), (list(attempts),))
+        if on_conflict is not OnConflict.FAIL:
+            cursor.execute(KEEP_ONE_EACH.format(kept_first=KEPT_FIRST, **names), (list(attempts), list(attempts)))
+        cursor.execute(MOVE.format(conflict=conflict, order=order, **names), (list(attempts),))
         stored: int = cursor.rowcount
         cursor.close()
         return stored

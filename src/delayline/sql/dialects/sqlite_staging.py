@@ -13,7 +13,7 @@ from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnusable
 from delayline.sql.dialect import OnConflict
-from delayline.sql.dialects.staging import PREFIX, stage_table
+from delayline.sql.dialects.staging import KEPT_FIRST, PREFIX, stage_table
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -26,6 +26,11 @@ if TYPE_CHECKING:
 GATHERED: Final = "delayline_stage"
 COLUMNS: Final = "id, destination, due, headers, body"
 MOVE: Final = "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} WHERE true{conflict}"
+KEEP_ONE_EACH: Final = (
+    "DELETE FROM {stage} WHERE rowid IN "
+    "(SELECT place FROM (SELECT rowid AS place, row_number() OVER ({kept_first}) AS nth "
+    "FROM {stage} WHERE id IN (SELECT id FROM {stage} GROUP BY id HAVING count(*) > 1)) WHERE nth > 1)"
+)
 REPLACE: Final = (
     " ON CONFLICT (id) DO UPDATE SET destination = excluded.destination, due = excluded.due, "
     "headers = excluded.headers, body = excluded.body, retry_count = 0"
@@ -109,11 +114,8 @@ class SqliteStage:
         quote = self.dialect.sql.identifier_preparer.format_table
         names = {"store": quote(self.store), "stage": quote(self.table), "columns": COLUMNS}
         cursor = connection.connection.cursor()
-        if on_conflict is OnConflict.REPLACE:  # each id once: the last one
-            cursor.execute(
-                f"DELETE FROM {names['stage']} WHERE rowid NOT IN "  # noqa: S608 - our own names
-                f"(SELECT max(rowid) FROM {names['stage']} GROUP BY id)"
-            )
+        if on_conflict is not OnConflict.FAIL:
+            cursor.execute(KEEP_ONE_EACH.format(kept_first=KEPT_FIRST, **names))
         cursor.execute(MOVE.format(conflict=CONFLICTS[on_conflict], **names))
         stored: int = cursor.rowcount
         cursor.close()

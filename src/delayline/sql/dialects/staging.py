@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect, OnConflict, Server
 
 COLUMNS: Final = "id, destination, due, headers, body"
+#: Of rows with one id the first in this order is kept: the one that is due first, whatever task has staged it.
+KEPT_FIRST: Final = "PARTITION BY id ORDER BY due, destination, headers, body"
 PREFIX: Final = "delayline_stage_"
 
 
