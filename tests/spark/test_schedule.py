@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import sys
 from datetime import UTC, datetime, timedelta
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyspark
 import pytest
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from tests.spark.stores import DUE, frame, many
 
 from delayline import ConfigurationError, DuplicateMessage
 from delayline.errors import BackendUnusable
+from delayline.spark.errors import translated_errors
 from delayline.spark.schedule import JobTarget, schedule, schedule_stream
-from delayline.spark.sources import Columns
+from delayline.spark.sources import Columns, prepared
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
     from tests.spark.stores import StoreAt
 
 
@@ -188,6 +192,79 @@ def test_columns_that_cannot_be_a_messages_are_refused(spark: SparkSession, stor
     ):
         with pytest.raises(ConfigurationError, match=said):
             schedule(data, target(store), columns=columns, spark=spark)
+
+
+@pytest.mark.parametrize("zone", ["America/New_York", "Asia/Tokyo"])
+def test_times_of_a_place_are_the_same_instants_in_every_session(
+    spark: SparkSession, store: StoreAt, zone: str
+) -> None:
+    # Given nine o'clock in Berlin in winter, in columns of all types, in a session of another zone
+    rows = spark.sql(
+        "SELECT 'a' AS id, timestamp_ntz'2099-01-10 09:00:00.5' AS ntz, date'2099-01-10' AS day, "
+        "' 2099-01-10T09:00:00.5 ' AS text, '2099-01-10' AS day_text, '2099-01-10 09:00:00+05:30' AS offset, "
+        "'2099-01-10 09:00 America/New_York' AS named, timestamp_ntz'2026-03-29 02:30:00' AS skipped, "
+        "timestamp_ntz'2026-10-25 02:30:00' AS twice, 4071513600L AS number, 4071513600.0000001BD AS fraction, "
+        "'4071513600123' AS digits, 'soon' AS word, 9223372036854775807L AS huge"
+    )
+    nine = datetime(2099, 1, 10, 8, tzinfo=UTC)
+    half, midnight = timedelta(seconds=0.5), datetime(2099, 1, 9, 23, tzinfo=UTC)
+    berlin, epoch = {"time_zone": "Europe/Berlin"}, datetime(2099, 1, 8, tzinfo=UTC)
+    wanted = [
+        ("ntz", berlin, nine + half),
+        ("day", berlin, midnight),
+        ("text", berlin, nine + half),
+        ("day_text", berlin, midnight),
+        ("offset", berlin, datetime(2099, 1, 10, 3, 30, tzinfo=UTC)),
+        ("named", berlin, None),
+        ("skipped", berlin, datetime(2026, 3, 29, 1, 30, tzinfo=UTC)),
+        ("twice", berlin, datetime(2026, 10, 25, 0, 30, tzinfo=UTC)),
+        ("ntz", {"time_zone": "+05:30"}, datetime(2099, 1, 10, 3, 30, tzinfo=UTC) + half),
+        ("number", {"epoch": "seconds"}, epoch),
+        ("fraction", {"epoch": "seconds"}, epoch + timedelta(microseconds=1)),  # never early
+        ("digits", {"epoch": "milliseconds"}, epoch + timedelta(milliseconds=123)),
+        ("word", {"epoch": "seconds"}, None),
+        ("huge", {"epoch": "milliseconds"}, None),
+    ]
+    # When each is read
+    spark.conf.set("spark.sql.session.timeZone", zone)
+    try:
+        parts = [
+            prepared(rows, Columns(due=name, to="billing", **how), DUE).withColumn("place", F.lit(place))
+            for place, (name, how, _) in enumerate(wanted)
+        ]
+        found = reduce(DataFrame.unionByName, parts).orderBy("place").toArrow()
+        # Then it is that instant
+        for (name, how, instant), due in zip(wanted, found.column("due").to_pylist(), strict=True):
+            assert due == instant, (name, how)
+        # And so is what the error of the data source advises
+        advised = rows.selectExpr(
+            "CAST(concat(ntz, ' Europe/Berlin') AS TIMESTAMP)",
+            "CAST(concat(day, ' 00:00:00 Europe/Berlin') AS TIMESTAMP)",
+        )
+        assert [column[0].as_py() for column in advised.toArrow().columns] == [nine + half, midnight]
+    finally:
+        spark.conf.set("spark.sql.session.timeZone", "UTC")
+
+
+def test_due_columns_of_other_types_are_refused_with_the_right_advice(spark: SparkSession, store: StoreAt) -> None:
+    rows = spark.sql(
+        "SELECT 'a' AS id, 'billing' AS destination, timestamp_ntz'2099-01-10 09:00:00' AS ntz, "
+        "date'2099-01-10' AS day, 4071456000L AS number, timestamp'2099-01-10T09:00:00Z' AS instant"
+    )
+    for columns, said in (
+        (Columns(due="ntz"), r"use Columns\(due='ntz', time_zone='Europe/Berlin'\)"),
+        (Columns(due="day"), r"use Columns\(due='day', time_zone='Europe/Berlin'\)"),
+        (Columns(due="number"), r"use Columns\(due='number', epoch='seconds'\) or epoch='milliseconds'"),
+        (Columns(due="number", time_zone="UTC"), "epoch is for numbers, and time_zone for times"),
+        (Columns(due="day", epoch="seconds"), "epoch is for numbers, and time_zone for times"),
+        (Columns(due="instant", time_zone="UTC"), "is a timestamp, an instant in every zone: leave time_zone out"),
+    ):
+        with pytest.raises(ConfigurationError, match=said):
+            schedule(rows, target(store), columns=columns, spark=spark)
+    for name, advised in (("ntz", "' Europe/Berlin'"), ("day", "' 00:00:00 Europe"), ("number", "timestamp_millis")):
+        data = rows.selectExpr("id", "destination", f"{name} AS due")
+        with pytest.raises(ConfigurationError, match=advised), translated_errors():
+            data.write.format("delayed_messages").mode("append").options(**store.options).save()
 
 
 def test_other_sources_and_stores_are_refused(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:

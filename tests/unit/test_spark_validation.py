@@ -219,3 +219,21 @@ def is_taken(headers: str) -> bool:
 def test_headers_are_taken_that_a_send_takes_and_no_others(headers: str) -> None:
     taken, other = invalid_reasons(batch({"headers": headers}, {"headers": None}), largest=10**6).is_null().to_pylist()
     assert (taken, other) == (is_taken(headers), True)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ({"time_zone": "Berlin"}, "time_zone='Berlin' is unknown: give a name as Europe/Berlin"),
+        ({"time_zone": "../etc/passwd"}, "is unknown"),
+        ({"time_zone": ""}, "is unknown"),
+        ({"epoch": "days"}, "epoch='days' must be one of seconds, milliseconds"),
+        ({"epoch": "seconds", "time_zone": "UTC"}, "time_zone and epoch are two kinds of due times"),
+        ({"delay": "wait", "time_zone": "UTC"}, "delay and time_zone are two kinds of due times"),
+    ],
+)
+def test_kinds_of_due_times_that_cannot_be_are_refused(columns: dict[str, str], said: str) -> None:
+    from delayline.spark.sources import Columns
+
+    with pytest.raises(ConfigurationError, match=said):
+        Columns(**columns)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,7 +171,8 @@ def spark() -> None:
     "columns",
     multiple=True,
     metavar="OURS=THEIRS",
-    help="Where names differ; delay=... in place of due, to=QUEUE of all.",
+    help="Where names differ; delay=... in place of due, to=QUEUE of all, time_zone=Europe/Berlin of times that have "
+    "none, epoch=seconds or epoch=milliseconds of numbers.",
 )
 @click.option("--rejected", metavar="FOLDER", help="Where to write, as JSON Lines, the rows that cannot be messages.")
 @click.option(
@@ -204,7 +205,7 @@ def schedule(
     from delayline.spark import schedule as run_schedule
 
     names = dict(pair(one) for one in columns)
-    unknown = names.keys() - {"id", "destination", "due", "delay", "headers", "body", "to"}
+    unknown = names.keys() - {field.name for field in fields(Columns)}
     if unknown:
         raise click.UsageError(f"--column {unknown.pop()}=... is not a column of a message.")
     named = Columns(**names)

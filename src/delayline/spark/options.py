@@ -9,7 +9,16 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pyspark.sql.types import BinaryType, StringType, StructField, StructType, TimestampType
+from pyspark.sql.types import (
+    BinaryType,
+    DateType,
+    NumericType,
+    StringType,
+    StructField,
+    StructType,
+    TimestampNTZType,
+    TimestampType,
+)
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
@@ -37,9 +46,16 @@ REQUIRED: Final = ("id", "destination", "due")
 CASTS: Final = {
     "id": "CAST(id AS STRING)",
     "destination": "CAST(destination AS STRING)",
-    "due": "to_utc_timestamp(due, 'Europe/Berlin') for times of a place, or CAST(due AS TIMESTAMP)",
+    "due": "a TIMESTAMP",
     "headers": "to_json(headers)",
     "body": "CAST(body AS BINARY)",
+}
+#: Expressions that make an instant of a due time of another type, in any session's time zone.
+INSTANTS: Final = {
+    TimestampNTZType: "CAST(concat(due, ' Europe/Berlin') AS TIMESTAMP), with the zone of its times",
+    DateType: "CAST(concat(due, ' 00:00:00 Europe/Berlin') AS TIMESTAMP), for the start of the day in a zone",
+    StringType: "CAST(due AS TIMESTAMP) where all texts have their offset from UTC",
+    NumericType: "timestamp_seconds(due) or timestamp_millis(due)",
 }
 
 
@@ -121,8 +137,11 @@ def check_columns(schema: StructType) -> None:
                 f"column {name!r} is not a column of a message: drop it. The columns are {', '.join(wanted)}"
             )
         if not isinstance(kind, type(wanted[name])):
+            use = CASTS[name]
+            if name == "due":
+                use = next((text for type_, text in INSTANTS.items() if isinstance(kind, type_)), use)
             raise ConfigurationError(
-                f"column {name!r} is {kind.simpleString()}, not {wanted[name].simpleString()}: use {CASTS[name]}"
+                f"column {name!r} is {kind.simpleString()}, not {wanted[name].simpleString()}: use {use}"
             )
 
 

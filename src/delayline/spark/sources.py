@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -19,11 +20,13 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import (
     ArrayType,
     BinaryType,
+    DateType,
     DayTimeIntervalType,
     MapType,
     NumericType,
     StringType,
     StructType,
+    TimestampNTZType,
     TimestampType,
 )
 from pyspark.sql.window import Window
@@ -174,6 +177,11 @@ def _from_json(names: Sequence[str]) -> Column:
     return F.from_json("value", fields, {"columnNameOfCorruptRecord": CORRUPT})
 
 
+#: Microseconds in a unit of numbers since 1970.
+EPOCHS: Final = {"seconds": 1_000_000, "milliseconds": 1_000}
+FIXED_ZONE: Final = re.compile(r"[+-]\d{2}:\d{2}")
+DAY: Final = r"^\d{4,}-\d{2}-\d{2}$"
+LOCAL: Final = r"^\d{4,}-\d{2}-\d{2}[T ]\d{2}:\d{2}(:\d{2}(\.\d+)?)?$"
 #: A text is an instant only with an offset from UTC.
 OFFSET: Final = r"(Z|[+-]\d{2}(:?\d{2})?)\s*$"
 KEPT: Final = "_delayline_row"
@@ -188,7 +196,11 @@ class Columns:
     Args:
         id: Column of the message id.
         destination: Column of the destination queue.
-        due: Column of the due time: TIMESTAMP, or text with an offset from UTC.
+        due: Column of the due time: TIMESTAMP, or text with an offset from UTC; others with `time_zone` or `epoch`.
+        time_zone: The zone of due times that have none, as in `Europe/Berlin` or `+02:00`: of TIMESTAMP_NTZ, of DATE,
+            which is the start of the day, and of texts without an offset. A time that clocks show twice when they are
+            put back is the first of both; one that they skip is as much later.
+        epoch: `seconds` or `milliseconds`, where due times are numbers since 1970-01-01 UTC.
         delay: Column of a delay, in place of `due`: seconds, or INTERVAL DAY TO SECOND.
         to: The destination of all messages, in place of a column.
         headers: Column of the headers: JSON text, or a MAP or STRUCT of texts. May be missing.
@@ -197,7 +209,11 @@ class Columns:
     Example:
         ```python
         Columns(id="reminder_id", delay="wait_seconds", to="billing")
+        Columns(due="remind_at", time_zone="Europe/Berlin")
         ```
+
+    Raises:
+        ConfigurationError: The time zone or the epoch is unknown, or one is given where it has no meaning.
     """
 
     id: str = "id"
@@ -207,6 +223,22 @@ class Columns:
     to: str | None = None
     headers: str = "headers"
     body: str = "body"
+    time_zone: str | None = None
+    epoch: str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in ("delay", "time_zone", "epoch") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ConfigurationError(f"{given[0]} and {given[1]} are two kinds of due times: give one")
+        if self.epoch is not None and self.epoch not in EPOCHS:
+            raise ConfigurationError(f"epoch={self.epoch!r} must be one of {', '.join(EPOCHS)}")
+        if self.time_zone is not None and FIXED_ZONE.fullmatch(self.time_zone) is None:
+            try:
+                ZoneInfo(self.time_zone)
+            except (ZoneInfoNotFoundError, ValueError, OSError, TypeError):
+                raise ConfigurationError(
+                    f"time_zone={self.time_zone!r} is unknown: give a name as Europe/Berlin, or an offset as +02:00"
+                ) from None
 
     @property
     def names(self) -> list[str]:
@@ -295,14 +327,44 @@ def _due(columns: Columns, kinds: dict[str, DataType], now: datetime) -> Column:
         return _after(columns.delay, kinds, now)
     _text(columns.due, kinds)
     kind, due = kinds[columns.due], F.col(_quoted(columns.due))
+    if columns.epoch is not None and isinstance(kind, NumericType | StringType):
+        return _since_epoch(due, EPOCHS[columns.epoch])
+    if columns.time_zone is not None and isinstance(kind, TimestampNTZType | DateType | StringType):
+        return _in_zone(due, columns.time_zone)
+    if columns.epoch is not None or (columns.time_zone is not None and not isinstance(kind, TimestampType)):
+        raise ConfigurationError(
+            f"column {columns.due!r} is {kind.simpleString()}: epoch is for numbers, and time_zone for times and dates "
+            "without a zone"
+        )
     if isinstance(kind, TimestampType):
+        if columns.time_zone is not None:
+            raise ConfigurationError(
+                f"column {columns.due!r} is a timestamp, an instant in every zone: leave time_zone out"
+            )
         return due
     if isinstance(kind, StringType):
         return F.when(due.rlike(OFFSET), due.try_cast("timestamp"))
-    raise ConfigurationError(
-        f"column {columns.due!r} is {kind.simpleString()}, which is not an instant: use "
-        f"to_utc_timestamp({columns.due}, 'Europe/Berlin') for local times"
-    )
+    if isinstance(kind, TimestampNTZType | DateType):
+        use = f"Columns(due={columns.due!r}, time_zone='Europe/Berlin'), with the zone that it was written in"
+    elif isinstance(kind, NumericType):
+        use = f"Columns(due={columns.due!r}, epoch='seconds') or epoch='milliseconds'"
+    else:
+        use = "a TIMESTAMP, or text with its offset from UTC"
+    raise ConfigurationError(f"column {columns.due!r} is {kind.simpleString()}, which is not an instant: use {use}")
+
+
+def _in_zone(due: Column, zone: str) -> Column:
+    """Return the instants of local times in the zone, whatever the session's; of texts with an offset, their own."""
+    text = F.trim(due.cast("string"))
+    whole = F.when(text.rlike(DAY), F.concat(text, F.lit(" 00:00:00"))).when(text.rlike(LOCAL), text)
+    local = F.concat(whole, F.lit(f" {zone}"))
+    return F.when(text.rlike(OFFSET) & ~text.rlike(DAY), text).otherwise(local).try_cast("timestamp")
+
+
+def _since_epoch(due: Column, factor: int) -> Column:
+    """Return the instants, rounded up to the microsecond; null for what is no number, and beyond all years."""
+    micros = F.ceil(due.try_cast("decimal(29,9)") * F.lit(factor)).try_cast("bigint")
+    return F.timestamp_micros(micros)
 
 
 def _after(name: str, kinds: dict[str, DataType], now: datetime) -> Column:
