@@ -23,8 +23,15 @@ if TYPE_CHECKING:
 
 BIN: Final = Path(pyspark.__file__).parent / "bin"
 ROOT: Final = Path(__file__).parents[2]
-PATIENCE: Final = 90.0
+PATIENCE: Final = 200.0
 WORKERS: Final = 2
+#: Hides delayline from a Python that has it installed: the cluster gets it from the job, as a cluster of users does.
+HIDE: Final = """import sys
+sys.path[:] = [place for place in sys.path if place.rstrip("/") != {source!r}]
+"""
+PYTHON: Final = """#!/bin/sh
+PYTHONPATH="{folder}:$PYTHONPATH" exec {python} "$@"
+"""
 #: Two hundred partitions, as Spark cuts the data of a cluster, would be for more than four thousand rows.
 SETTINGS: Final = ["spark.driver.host=127.0.0.1", "spark.sql.shuffle.partitions=2"]
 
@@ -41,11 +48,11 @@ class Cluster:
             **{name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "SPARK_CONF_DIR")},
             "JAVA_HOME": str(find_java()),
             "SPARK_LOCAL_IP": "127.0.0.1",
-            "PYSPARK_PYTHON": sys.executable,
+            "PYSPARK_PYTHON": str(self._python()),
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_DAEMON_JAVA_OPTS": JAVA,
         }
-        self.wheel = self._build()
+        self.archive = self._build()
 
     def __enter__(self) -> Cluster:
         ports = ["--webui-port", "0", "--host"]
@@ -76,11 +83,11 @@ class Cluster:
         return self.folder / f"work-{number}"
 
     def submit(self, program: str, *arguments: str, conf: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-        """Run a program through spark-submit, the wheel shipped to the executors."""
+        """Run a program through spark-submit, which ships delayline to the executors as a zip."""
         job = self.folder / "job.py"
         job.write_text(program)
         settings = ["spark.executor.memory=512m", f"spark.executor.extraJavaOptions={JAVA}", *SETTINGS, *conf]
-        command = [str(BIN / "spark-submit"), "--master", self.url, "--py-files", str(self.wheel)]
+        command = [str(BIN / "spark-submit"), "--master", self.url, "--py-files", str(self.archive)]
         command += [word for one in settings for word in ("--conf", one)]
         return subprocess.run(
             [*command, str(job), *arguments],
@@ -88,16 +95,29 @@ class Cluster:
             cwd=self.folder,
             capture_output=True,
             text=True,
-            timeout=200,
+            timeout=600,
             check=False,
         )
+
+    def _python(self) -> Path:
+        """Return the Python of driver and executors: all that delayline needs, and not delayline."""
+        python, hiding = self.folder / "python", self.folder / "hiding"
+        hiding.mkdir()
+        (hiding / "sitecustomize.py").write_text(HIDE.format(source=str(ROOT / "src")))
+        python.write_text(PYTHON.format(folder=hiding, python=sys.executable))
+        python.chmod(0o755)
+        lacking = subprocess.run(
+            [python, "-c", "import pyspark, delayline"], capture_output=True, text=True, check=False
+        )
+        assert "No module named 'delayline'" in lacking.stderr, lacking.stderr
+        return python
 
     def _build(self) -> Path:
         uv = [shutil.which("uv")] if shutil.which("uv") else [sys.executable, "-m", "uv"]
         command = [*map(str, uv), "build", "--quiet", "--wheel", "--out-dir", str(self.folder / "dist")]
         subprocess.run([*command, str(ROOT)], check=True, timeout=120)
         [wheel] = (self.folder / "dist").glob("*.whl")
-        return wheel
+        return Path(shutil.copy(wheel, self.folder / "delayline.zip"))
 
     def _start(self, name: str, kind: str, *arguments: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:

@@ -1,4 +1,4 @@
-"""The same jobs through spark-submit, on a master and two workers that got the wheel, and with tasks run twice."""
+"""The same jobs through spark-submit, on a cluster that gets delayline with the job, and with tasks run twice."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_jobs_run_on_a_cluster_and_tasks_that_are_run_twice_count_once(store: StoreAt, tmp_path: Path) -> None:
     # Given a store with a journal, and files that every worker reaches
     asyncio.run(SqlDelayedMessageStore(store.url, journal=True).setup_infrastructure(ENDPOINT))
@@ -59,21 +60,27 @@ def test_jobs_run_on_a_cluster_and_tasks_that_are_run_twice_count_once(store: St
     for part in range(4):
         rows = [f"m{number},billing,2020-01-01T00:00:00Z,x" for number in range(part, ROWS, 4)]
         (source / f"{part}.csv").write_text("\n".join(["id,destination,due,body", *rows]) + "\n")
+    far = tmp_path / "far.csv"
+    far.write_text(
+        "id,destination,due\n" + "".join(f"f{number},billing,2099-01-01T00:00:00Z\n" for number in range(10))
+    )
     place = ["--endpoint", ENDPOINT, "--url", store.url, "--json"]
+    cold = ["--cold-tier", str(tmp_path / "cold")]
     commands = [
+        ["spark", "schedule", str(far), *place, *cold],
         ["spark", "schedule", str(source), "--format", "csv", *place],
-        ["spark", "audit", str(tmp_path / "journal"), *place],
+        ["spark", "audit", str(tmp_path / "journal"), *place, *cold],
     ]
     # When they are scheduled and audited, with speculation on
     with Cluster(tmp_path) as cluster:
         conf = [f"spark.speculation{one}" for one in SPECULATION]
         done = cluster.submit(PROGRAM, json.dumps(commands), store.url, str(flag), str(ROWS), conf=conf)
     assert done.returncode == 0, done.stderr[-3000:]
-    twice, scheduled, totals = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    # Then both workers had the wheel, a task was run twice, and each of its messages is there once
-    assert all(list(cluster.work(number).rglob("delayline-*.whl")) for number in range(WORKERS))
+    twice, in_files, scheduled, totals = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
+    # Then both workers got delayline, a task was run twice, and each of its messages is there once
+    assert all(list(cluster.work(number).rglob(cluster.archive.name)) for number in range(WORKERS))
     assert flag.exists()
-    assert (twice["twice"], scheduled["stored"]) == (ROWS, ROWS)
+    assert (twice["twice"], in_files["cold"], scheduled["stored"]) == (ROWS, 10, ROWS)
     # And the audit has every message: half of them overdue and not dispatched
-    assert (totals["scheduled"], totals["waiting"], totals["overdue"]) == (2 * ROWS, ROWS, ROWS)
+    assert (totals["scheduled"], totals["waiting"], totals["overdue"]) == (2 * ROWS + 10, ROWS + 10, ROWS)
     assert (totals["lost"], totals["duplicated"]) == (0, 0)

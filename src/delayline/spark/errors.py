@@ -63,7 +63,7 @@ def translate_error(error: Exception) -> DelaylineError:
     if missing is not None:
         return ConfigurationError(
             f"the executors cannot import {missing[1]!r}: install 'delayline[spark]' with the store's extra there, or "
-            "ship it with --archives"
+            "ship it with --archives, and delayline alone with --py-files as a .zip"
         )
     if UNKNOWN in text and FORMAT in text:
         return ConfigurationError(

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+from weakref import WeakSet
 
 from pyspark import SparkConf, SparkContext
 from pyspark.errors import PySparkException
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
 #: The environment variable that names a Spark Connect server, and the scheme of its URL.
 REMOTE: Final = "SPARK_REMOTE"
 CONNECT: Final = "sc://"
+#: The condition of Spark for a data source that it has found by itself.
+FOUND_ALREADY: Final = "DATA_SOURCE_ALREADY_EXISTS"
+#: Sessions in which the data source is registered.
+_with_data_source: WeakSet[SparkSession] = WeakSet()
 #: More than any cluster has slots.
 MANY_ROWS: Final = 1_000_000
 LOOPBACK: Final = "127.0.0.1"
@@ -68,6 +73,10 @@ def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None =
         spark = spark_session("spark://host:7077", conf={"spark.executor.memory": "4g"})
         ```
     """
+    return registered(_session(master, conf))
+
+
+def _session(master: str | None, conf: Mapping[str, str] | None) -> SparkSession:
     there = active_session()
     given = dict(conf or {}) if master is None else {"spark.master": master, **(conf or {})}
     if there is not None:
@@ -113,6 +122,23 @@ def activated(spark: SparkSession) -> SparkSession:
     """
     if SparkSession.getActiveSession() is None:
         spark.createDataFrame([], "nothing INT")  # the cheapest public call that activates the session
+    return registered(spark)
+
+
+def registered(spark: SparkSession) -> SparkSession:
+    """Register the data source in the session, and return it.
+
+    Spark finds by itself only what is installed where its driver starts Python, not what `--py-files` has shipped.
+    """
+    if spark not in _with_data_source:
+        from delayline.spark.datasource import DelayedMessages
+
+        try:
+            spark.dataSource.register(DelayedMessages)
+        except PySparkException as error:
+            if FOUND_ALREADY not in str(error):
+                raise
+        _with_data_source.add(spark)
     return spark
 
 
