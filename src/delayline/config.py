@@ -341,8 +341,8 @@ async def examine(
     endpoint: str | None = None,
     schema: str | None = None,
     queues: Sequence[str] = (),
-) -> Sequence[tuple[str, bool, str]]:
-    """Return findings about the back end at `url`: subject, whether it is as it should be, and value."""
+) -> Sequence[tuple[str, bool | None, str]]:
+    """Return findings about the back end at `url`: subject, whether it is right (None: unknown), and value."""
     if on_rabbitmq(url):
         from delayline.rabbitmq.admin.doctor import examine as examine_broker
 
@@ -389,14 +389,14 @@ async def set_up_queues(settings: Settings, queues: Sequence[str]) -> None:
         await bind(address, DelayInfrastructure.named(address.delays), queues)
 
 
-async def after_setup(settings: Settings, queues: Sequence[str] = ()) -> Sequence[tuple[str, bool, str]]:
-    """Return set-up steps that may be refused without failing: name, whether done, and the remedy.
+async def after_setup(settings: Settings, queues: Sequence[str] = ()) -> Sequence[tuple[str, bool | None, str]]:
+    """Return set-up steps that may be refused without failing: name, whether done (None: unknown), and the remedy.
 
     Args:
         settings: The settings of the set-up.
         queues: All queues that were set up.
     """
-    steps: list[tuple[str, bool, str]] = []
+    steps: list[tuple[str, bool | None, str]] = []
     if on_rabbitmq(settings.resolved_transport_url):
         from delayline.rabbitmq.admin.doctor import examine as examine_broker
 
@@ -412,6 +412,19 @@ async def after_setup(settings: Settings, queues: Sequence[str] = ()) -> Sequenc
         levels = DelayInfrastructure.named(address.delays)
         steps += [await catch_undeliverable(address, levels), await lift_limits(address, levels)]
     return steps
+
+
+async def set_up_warnings(settings: Settings, queues: Sequence[str]) -> Sequence[str]:
+    """Return warnings after a set-up of these queues: about those that will refuse due messages."""
+    place = settings.resolved_transport_url
+    if not on_rabbitmq(place):
+        return []
+    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.admin.operations import refusing_queues
+    from delayline.rabbitmq.infrastructure import DelayInfrastructure
+
+    address = BrokerAddress.parse(place)
+    return await refusing_queues(address, DelayInfrastructure.named(address.delays), queues)
 
 
 async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[str, Sequence[str]]:

@@ -45,7 +45,8 @@ class Finding:
     """One thing that was looked at."""
 
     what: str
-    ok: bool
+    ok: bool | None
+    """None if it is unknown, because it could not be looked at."""
     text: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     """The numbers in the text, by name: `messages`, `oldest_seconds`."""

@@ -116,14 +116,16 @@ def test_messages_are_transferred_to_another_broker(
     target = rabbitmq.new_vhost()
     try:
         for url in (rabbitmq_url, target):
-            assert run("rabbitmq", "create", "--url", url).code == 0
+            assert run("rabbitmq", "create", "--url", url, "--without-management").code == 0
         now = to_wire_time(SystemClock().now())
         with_channel(rabbitmq_url, lambda channel: put(channel, 5000, levels=V2, TimeSent=now))
         with_channel(target, lambda channel: conventional(channel, "sales"))
-        ran = on_broker("transfer", "--source", rabbitmq_url, "--target", target)
+        source = f"{rabbitmq_url}?management={rabbitmq.management_url}"
+        ran = on_broker("transfer", "--source", source, "--target", target)
         assert ran.code == 0, ran.out + ran.err
         assert "1 moved, 0 not" in ran.out
-        assert run("rabbitmq", "pending", "--url", target, "--json").document["total"] == 1
+        counted = run("rabbitmq", "pending", "--url", target, "--json", "--without-management")
+        assert (counted.code, counted.document["total"]) == (0, 1)
     finally:
         rabbitmq.drop_vhost(target)
 
@@ -155,7 +157,7 @@ def test_messages_without_a_destination_are_caught_on_request(on_broker: Callabl
     assert "it was off already" in on_broker("catch-all", "off").out
 
 
-def levels_of(ran: Result) -> dict[str, tuple[bool, str]]:
+def levels_of(ran: Result) -> dict[str, tuple[bool | None, str]]:
     found = ran.document["findings"]
     return {one["what"]: (one["ok"], one["text"]) for one in found if one["what"].startswith("delay levels")}
 
@@ -245,25 +247,127 @@ def test_due_messages_that_hang_in_a_level_end_every_count_with_1(
 
 
 @pytest.mark.slow
-def test_without_the_management_api_a_count_names_the_missing_parts(
+def test_without_the_management_api_what_is_unknown_is_no_zero(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
+    """Given messages that may hang, when a command cannot ask, then it says so and ends with 1, unless accepted."""
     assert run("setup").code == 0
-    closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
-    ran = run("rabbitmq", "pending", "--url", closed)
-    assert ran.code == 0
-    assert "due messages that hang in the levels could not be counted: no management API" in ran.out
+    on_broker("create", "--delays", "other")
+    on_broker("catch-all", "off")
     lose(rabbitmq_url)
-    ran = run("rabbitmq", "pending", "--url", closed)
+    closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
+    moves = ("rabbitmq", "migrate", "--from", "v2", "--delays", "other", "--url", closed)
+    transfer = ("rabbitmq", "transfer", "--source", closed, "--target", f"{rabbitmq_url}?delays=other")
+    for command in (("rabbitmq", "pending", "--url", closed), moves, (*moves, "--dry-run"), transfer):
+        ran = run(*command)
+        assert ran.code == 1, ran.out
+        assert "it is unknown how many due messages hang in the levels, beside those counted: no management" in ran.out
+        accepted = run(*command, "--without-management", "--json")
+        assert accepted.code == 0, accepted.out
+        assert "no management API at http://127.0.0.1:1" in accepted.document["unseen"]
+    for words in (["setup", "--url", closed], ["rabbitmq", "create", "--url", closed]):
+        ran = run(*words)
+        assert ran.code == 1, ran.out
+        assert "it may be that due messages without a destination are not caught" in ran.out
+        assert "✓ catch-all" not in ran.out
+        assert run(*words, "--without-management").code == 0
+    assert run("setup", "--url", closed, "--json").document["unknown"]
+    assert run("rabbitmq", "create", "--url", closed, "--json").document["catch_all"]["ok"] is None
+
+
+@pytest.mark.slow
+def test_caught_messages_are_counted_without_the_management_api(
+    run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str
+) -> None:
+    assert run("setup", "--url", f"{rabbitmq_url}?management={rabbitmq.management_url}").code == 0
+    lose(rabbitmq_url)
+    closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
+    ran = run("rabbitmq", "pending", "--url", closed, "--without-management")
     assert ran.code == 1
     assert "3 in nsb.v2.delay-undeliverable: due, and without a destination" in ran.out
 
 
+def line_of(ran: Result, what: str) -> str:
+    return next(line for line in ran.out.splitlines() if line[2:].startswith(what))
+
+
+def test_classic_levels_that_drop_due_messages_are_reported(on_broker: Callable[..., Result]) -> None:
+    """Given v1 levels, whose due messages without a destination are dropped, when not caught, then verify says so."""
+    assert on_broker("create", "--delays", "v1").code == 0
+    assert line_of(on_broker("verify", "--delays", "v1"), "due messages").startswith("✓")
+    on_broker("catch-all", "off", "--delays", "v1")
+    ran = on_broker("verify", "--delays", "v1")
+    assert ran.code == 1
+    assert line_of(ran, "due messages").startswith("✗ due messages")
+    assert "are dropped by the broker, uncounted" in line_of(ran, "due messages")
+
+
+@pytest.mark.parametrize(("delays", "lost"), [("v1", "are dropped"), ("v2", "hang in their level")])
+def test_destinations_that_lead_to_no_queue_are_reported(
+    run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str, delays: str, lost: str
+) -> None:
+    """Given an endpoint whose queue was deleted and whose exchange was not, when verified, then it is reported."""
+    url = f"{rabbitmq_url}?delays={delays}&management={rabbitmq.management_url}"
+    assert run("setup", "--url", url).code == 0
+    good = run("rabbitmq", "verify", "--url", url)
+    assert line_of(good, "destinations").startswith("✓ destinations  all 1 lead to a queue")
+    rabbitmq.api("DELETE", f"queues/{rabbitmq_url.rsplit('/', 1)[1]}/sales")
+    ran = run("rabbitmq", "verify", "--url", url)
+    assert ran.code == 1
+    assert f"'sales' leads to no queue, so due messages for it {lost}" in line_of(ran, "destinations")
+    assert "delayline setup --queue sales" in line_of(ran, "destinations")
+
+
+def limit(rabbitmq: RabbitmqServer, url: str, queue: str) -> None:
+    """Have a queue take one message and refuse others."""
+    definition = {"max-length": 1, "overflow": "reject-publish"}
+    content = {"pattern": f"^{queue}$", "definition": definition, "apply-to": "queues", "priority": 1}
+    rabbitmq.api("PUT", f"policies/{url.rsplit('/', 1)[1]}/limit-{queue}", json=content)
+
+
+@pytest.mark.slow
+def test_a_full_destination_is_named_with_the_remedy_that_helps(
+    run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str
+) -> None:
+    """Given due messages that a full queue refuses, when examined, then it is named, and no catch-all is advised."""
+    assert run("setup").code == 0
+    limit(rabbitmq, rabbitmq_url, "sales")
+
+    # Then a set-up warns of it before it is full
+    ran = run("setup")
+    assert ran.code == 0, ran.out
+    warning = "queue 'sales' refuses messages while it is full (max-length=1, overflow=reject-publish)"
+    assert warning in ran.out
+    assert warning in run("setup", "--json").document["warnings"][0]
+    assert warning in line_of(on_broker("verify"), "destinations")
+
+    # And when it is full, each tool names it
+    async def fill(channel: Channel) -> None:
+        exchange, key = V2.route(1, "sales")
+        for _ in range(60):  # a quorum queue takes some more than its limit
+            await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+
+    with_channel(rabbitmq_url, fill)
+    eventually(lambda: line_of(on_broker("verify"), "due messages").startswith("✗"))
+    found = line_of(on_broker("verify"), "due messages")
+    assert "hang, and 32 stop a level for all: queue 'sales' is full and refuses messages (max-length=1" in found
+    assert "catch-all on" not in found
+    counted = on_broker("pending")
+    assert counted.code == 1
+    assert "without a destination, or refused by a full one" in counted.out
+    assert "'sales' is full and refuses" in levels_of(run("doctor", "--json"))["delay levels: due messages"][1]
+
+
 @pytest.mark.parametrize("topology", ["conventional", "direct"])
 def test_a_queue_that_is_set_up_again_gets_the_messages_that_hang(
-    run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str, topology: str
+    run: Callable[..., Result],
+    rabbitmq: RabbitmqServer,
+    rabbitmq_url: str,
+    topology: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Given due messages of a deleted destination, when its queue is set up by name, then they arrive there."""
+    monkeypatch.delenv("DELAYLINE_ENDPOINT")
     url = f"{rabbitmq_url}?topology={topology}&management={rabbitmq.management_url}"
     assert run("rabbitmq", "create", "--url", url).code == 0
     assert run("rabbitmq", "catch-all", "off", "--url", url).code == 0
@@ -304,16 +408,17 @@ def test_doctor_does_without_the_management_plugin(
     run: Callable[..., Result], on_broker: Callable[..., Result], rabbitmq_url: str
 ) -> None:
     closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
-    assert run("setup", "--url", closed).code == 0
-    ran = run("doctor", "--url", closed, "--json")
+    assert run("setup", "--url", closed, "--without-management").code == 0
+    assert run("doctor", "--url", closed).code == 1
+    ran = run("doctor", "--url", closed, "--json", "--without-management")
     assert ran.code == 0, ran.out
     ok, text = levels_of(ran)["delay levels"]
-    assert ok
+    assert ok is None
     assert "not looked at more closely: no management API at http://127.0.0.1:1" in text
     assert "Whether another one ends in 'sales' was not looked at" in levels_of(ran)["delay levels: names"][1]
     # And of an endpoint whose name ends in another's, it reports that without the plugin
-    assert run("setup", "--url", closed, "--endpoint", "acme.sales").code == 0
-    ran = run("doctor", "--url", closed, "--endpoint", "acme.sales", "--json")
+    assert run("setup", "--url", closed, "--endpoint", "acme.sales", "--without-management").code == 0
+    ran = run("doctor", "--url", closed, "--endpoint", "acme.sales", "--json", "--without-management")
     assert ran.code == 1, ran.out
     assert levels_of(ran)["delay levels: names"] == (
         False,

@@ -10,7 +10,8 @@ import click
 
 from delayline.cli.connection import table_groups
 from delayline.cli.due import delay_given
-from delayline.cli.options import FAILED, examples, json_option, settings_options
+from delayline.cli.options import FAILED, examples, json_option, settings_options, without_management_option
+from delayline.cli.screen import MARKS
 from delayline.doctor import Thresholds, check_urls, examine_endpoint
 from delayline.opening import refuse_memory
 
@@ -36,14 +37,21 @@ if TYPE_CHECKING:
     help="How long the oldest pending message may be overdue, as in 60s or 5m.",
 )
 @click.option("--max-queue", type=click.IntRange(min=0), help="How many messages may be in the endpoint's queue.")
+@without_management_option
 @settings_options()
 @json_option
 def doctor(
-    settings: Settings, screen: Screen, max_errors: int | None, max_overdue: timedelta, max_queue: int | None
+    settings: Settings,
+    screen: Screen,
+    max_errors: int | None,
+    max_overdue: timedelta,
+    max_queue: int | None,
+    *,
+    without_management: bool,
 ) -> None:
     """Check connection, tables, queues and pending messages, and print the guarantee.
 
-    Exit code 1 for a problem or a number above its limit, 2 for wrong settings.
+    Exit code 1 for a problem, a number above its limit, or what is unknown; 2 for wrong settings.
     """
     refuse_memory(settings)
     check_urls(settings)
@@ -51,9 +59,9 @@ def doctor(
     findings = asyncio.run(examine_endpoint(settings, Thresholds(max_overdue, max_errors, max_queue)))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
-        mark, style = ("✓", "green") if finding.ok else ("✗", "red")
+        mark, style = MARKS[finding.ok]
         screen.echo(f"{mark} {finding.what:<{width}}  {finding.text}", style)
-    healthy = all(finding.ok for finding in findings)
+    healthy = all(finding.ok or (finding.ok is None and without_management) for finding in findings)
     screen.document({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
     if not healthy:
         click.get_current_context().exit(FAILED)

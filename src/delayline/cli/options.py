@@ -84,6 +84,12 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
     return decorate
 
 
+def without_management_option(command: Command) -> Command:
+    """Give a command `without_management`."""
+    text = "RabbitMQ: accept what is unknown without the management API, in place of exit code 1."
+    return click.option("--without-management", is_flag=True, help=text)(command)
+
+
 def json_option(command: Command) -> Command:
     """Give a command `screen`, and --json, which makes it print one JSON document for machines."""
 

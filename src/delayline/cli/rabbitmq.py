@@ -9,8 +9,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from delayline.cli.options import FAILED, Command, Commands, examples, json_option, settings_options
-from delayline.cli.screen import bar
+from delayline.cli.options import (
+    FAILED,
+    Command,
+    Commands,
+    examples,
+    json_option,
+    settings_options,
+    without_management_option,
+)
+from delayline.cli.screen import MARKS, bar
 from delayline.errors import ConfigurationError
 from delayline.readable import duration
 from delayline.setting_values import masked
@@ -87,11 +95,13 @@ def _levels_named(name: str) -> DelayInfrastructure:
     )
 )
 @on_a_broker
+@without_management_option
 @json_option
-def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) -> None:
+def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, *, without_management: bool) -> None:
     """Create the delay levels, as .NET endpoints share them. Idempotent, and safe beside running endpoints.
 
-    Existing levels with other arguments are left unchanged; the argument that differs is printed, with exit code 1.
+    Existing levels with other arguments are left unchanged; the argument that differs is printed, with exit code 1. So
+    is it if due messages without a destination are not caught, or that is unknown without the management API.
     """
     from delayline.rabbitmq.admin import operations
 
@@ -105,7 +115,7 @@ def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) 
     screen.echo(*_marked(limits))
     document = {"broker": str(address), "prefix": levels.prefix, **made}
     screen.document(document | {"catch_all": caught._asdict(), "delivery_limits": limits._asdict()})
-    if not (caught.ok and limits.ok):
+    if any(one.ok is False or (one.ok is None and not without_management) for one in (caught, limits)):
         click.get_current_context().exit(FAILED)
 
 
@@ -147,7 +157,7 @@ def _subscribe(settings: Settings, screen: Screen, event_type: str, *, undo: boo
 
 
 def _marked(check: Check) -> tuple[str, str]:
-    mark, style = ("✓", "green") if check.ok else ("✗", "red")
+    mark, style = MARKS[check.ok]
     return f"{mark} {check.what}: {check.text}", style
 
 
@@ -167,7 +177,7 @@ def verify(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, 
     checks = asyncio.run(_verify(address, levels, management_url))
     width = max(len(check.what) for check in checks)
     for check in checks:
-        mark, style = ("✓", "green") if check.ok else ("✗", "red")
+        mark, style = MARKS[check.ok]
         screen.echo(f"{mark} {check.what:<{width}}  {check.text}", style)
     healthy = all(check.ok for check in checks)
     screen.document({"healthy": healthy, "checks": [check._asdict() for check in checks]})
@@ -189,17 +199,28 @@ async def _verify(address: BrokerAddress, levels: DelayInfrastructure, url: str 
 @on_a_broker
 @click.option("--from", "source", default="v1", show_default=True, metavar="NAME", help="The levels to empty.")
 @click.option("--dry-run", is_flag=True, help="Look at up to 1000 messages of each level, and move none.")
+@without_management_option
 @json_option
-def migrate(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, source: str, dry_run: bool) -> None:
+def migrate(
+    screen: Screen,
+    address: BrokerAddress,
+    levels: DelayInfrastructure,
+    source: str,
+    *,
+    dry_run: bool,
+    without_management: bool,
+) -> None:
     """Move messages from one set of levels to another on the same broker, v1 to v2.
 
     Nothing is lost and nothing is early. After an interruption run it again; messages in flight may be duplicated, with
     the same message id. Messages that cannot be moved go to the queue delays-migrate-poison-messages, with the reason;
-    the next run retries missing destinations. Exit code 1 when there are any.
+    the next run retries missing destinations. Exit code 1 when there are any, when due messages hang in the levels, or
+    when that is unknown without the management API.
     """
     from delayline.rabbitmq.admin.move import Levels
 
-    _move(screen, Levels(address, _levels_named(source)), Levels(address, levels), "migrate", dry_run=dry_run)
+    ends = Levels(address, _levels_named(source)), Levels(address, levels)
+    _move(screen, *ends, "migrate", dry_run=dry_run, without_management=without_management)
 
 
 @rabbitmq.command(
@@ -211,8 +232,9 @@ def migrate(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure,
 @click.option("--source", required=True, metavar="URL", help="The broker to empty.", envvar="DELAYLINE_TRANSFER_SOURCE")
 @click.option("--target", required=True, metavar="URL", help="The broker to fill.", envvar="DELAYLINE_TRANSFER_TARGET")
 @click.option("--dry-run", is_flag=True, help="Look at up to 1000 messages of each level, and move none.")
+@without_management_option
 @json_option
-def transfer(screen: Screen, source: str, target: str, dry_run: bool) -> None:
+def transfer(screen: Screen, source: str, target: str, *, dry_run: bool, without_management: bool) -> None:
     """Move the messages in the delay levels of one broker to those of another.
 
     See migrate; messages that cannot be moved stay on the source, in the queue delays-transfer-poison-messages.
@@ -220,10 +242,12 @@ def transfer(screen: Screen, source: str, target: str, dry_run: bool) -> None:
     from delayline.rabbitmq.admin.move import Levels
 
     ends = [Levels(address, _levels_named(address.delays)) for address in (broker(source), broker(target))]
-    _move(screen, ends[0], ends[1], "transfer", dry_run=dry_run)
+    _move(screen, ends[0], ends[1], "transfer", dry_run=dry_run, without_management=without_management)
 
 
-def _move(screen: Screen, source: Levels, target: Levels, name: str, *, dry_run: bool) -> None:
+def _move(
+    screen: Screen, source: Levels, target: Levels, name: str, *, dry_run: bool, without_management: bool
+) -> None:
     from delayline.rabbitmq.admin.move import Move
 
     with screen.progress() as bars:
@@ -239,7 +263,7 @@ def _move(screen: Screen, source: Levels, target: Levels, name: str, *, dry_run:
             screen.echo(f"{move.report.moved} moved before it stopped; run it again for the rest")
             raise
     _print_report(screen, move.report, dry_run=dry_run)
-    if move.report.poison or (move.report.blocked is not None and move.report.blocked.places):
+    if move.report.poison or _fails(move.report.blocked, without_management=without_management):
         click.get_current_context().exit(FAILED)
 
 
@@ -288,7 +312,12 @@ def _print_blocked(screen: Screen, blocked: BlockedMessages) -> None:
     if blocked.places:
         screen.echo(f"✗ {blocked}", "red")
     if blocked.unseen is not None:
-        screen.echo(blocked.unseen, "yellow")
+        screen.echo(f"? {blocked.unseen}", "yellow")
+
+
+def _fails(blocked: BlockedMessages | None, *, without_management: bool) -> bool:
+    """Return whether due messages hang, or it is unknown whether any do and the user has not accepted that."""
+    return blocked is not None and bool(blocked.places or (blocked.unseen is not None and not without_management))
 
 
 def _blocked_document(blocked: BlockedMessages | None) -> Mapping[str, object]:
@@ -297,12 +326,14 @@ def _blocked_document(blocked: BlockedMessages | None) -> Mapping[str, object]:
 
 @rabbitmq.command(epilog=examples("delayline rabbitmq pending", "delayline rabbitmq pending --delays v1 --json"))
 @on_a_broker
+@without_management_option
 @json_option
-def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure) -> None:
+def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, *, without_management: bool) -> None:
     """Count the messages at each level, and estimate when they come due.
 
     The time that a message has been in its level is unknown: the estimate has certain and probable numbers. Due
-    messages without a destination are counted separately: exit code 1 when there are any.
+    messages without a destination are counted separately: exit code 1 when there are any, or when their number is
+    unknown without the management API.
     """
     from delayline.rabbitmq.admin import operations
 
@@ -329,7 +360,7 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure)
             **_blocked_document(blocked),
         }
     )
-    if blocked.places:
+    if _fails(blocked, without_management=without_management):
         click.get_current_context().exit(FAILED)
 
 

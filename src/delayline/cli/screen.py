@@ -18,6 +18,9 @@ WIDE: Final = 10_000
 """Columns where no terminal is: nothing is cut or wrapped that a script may read."""
 NUMBERS: Final = frozenset({"retries", "size", "count", "messages", "attempts", "bytes", "line"})
 
+#: How a check is shown that found all right, or a fault, or could not be made: mark and style.
+MARKS: Final = {True: ("✓", "green"), False: ("✗", "red"), None: ("?", "yellow")}
+
 
 class Screen:
     """One command's output on stdout; with `as_json` only `document` prints."""

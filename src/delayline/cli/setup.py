@@ -8,15 +8,25 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from delayline.cli.connection import table_groups
-from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
+from delayline.cli.options import (
+    FAILED,
+    PLACES,
+    examples,
+    json_option,
+    settings_options,
+    without_management_option,
+)
+from delayline.cli.screen import MARKS
 from delayline.config import (
     after_setup,
     endpoint_from,
+    on_rabbitmq,
     planned_features,
     planned_setup,
     satellites_of,
     set_up_features,
     set_up_queues,
+    set_up_warnings,
 )
 from delayline.opening import refuse_memory
 from delayline.setting_values import masked
@@ -50,13 +60,21 @@ FEATURES: Final = ("broker_jobs", "cold_tier", "dispatchers", "jobs", "migration
 )
 @click.option("--dry-run", is_flag=True, help="Print the SQL that would run, and run none of it.")
 @settings_options(*PLACES, "journal")
+@without_management_option
 @json_option
 def setup(
-    settings: Settings, screen: Screen, queues: tuple[str, ...], features: tuple[str, ...], dry_run: bool
+    settings: Settings,
+    screen: Screen,
+    queues: tuple[str, ...],
+    features: tuple[str, ...],
+    *,
+    dry_run: bool,
+    without_management: bool,
 ) -> None:
     """Create or upgrade the queues and the table of an endpoint, or further queues and the tables of features only.
 
-    Safe to repeat and to run beside running endpoints. Existing tables of other features are upgraded too.
+    Safe to repeat and to run beside running endpoints. Existing tables of other features are upgraded too. Exit code 1
+    if a step was refused, or, on RabbitMQ, if it is unknown without the management API whether it was.
     """
     refuse_memory(settings)
     if settings.endpoint is None and not queues and not features:
@@ -75,11 +93,27 @@ def setup(
         screen.echo(f"queues at {masked(settings.resolved_transport_url)}: {', '.join(created)}")
     if features:
         screen.echo(f"tables of {', '.join(features)} at {masked(settings.resolved_store_url)}")
-    undone = [text for _, ok, text in asyncio.run(after_setup(settings, created)) if not ok]
-    for text in undone:
-        screen.echo(f"✗ {text}", "red")
-    screen.document({"endpoint": settings.endpoint, "queues": created, "features": features, "undone": undone})
-    if undone:
+    further = asyncio.run(after_setup(settings, created))
+    undone = [text for _, ok, text in further if ok is False]
+    unknown = [text for _, ok, text in further if ok is None]
+    for _, ok, text in further:
+        if not ok:
+            mark, style = MARKS[ok]
+            screen.echo(f"{mark} {text}", style)
+    warnings = asyncio.run(set_up_warnings(settings, created))
+    for text in warnings:
+        screen.echo(f"! {text}", "yellow")
+    screen.document(
+        {
+            "endpoint": settings.endpoint,
+            "queues": created,
+            "features": features,
+            "undone": undone,
+            "unknown": unknown,
+            "warnings": warnings,
+        }
+    )
+    if undone or (unknown and not without_management):
         click.get_current_context().exit(FAILED)
 
 
@@ -110,9 +144,11 @@ async def _planned(
 
 
 async def _setup(settings: Settings, queues: tuple[str, ...], groups: Sequence[TableGroup]) -> None:
+    if queues:  # before the endpoint, whose set-up has due messages without a destination caught
+        await set_up_queues(settings, queues)
     if settings.endpoint is not None:
         await endpoint_from(settings).setup()
-    if queues:
-        await set_up_queues(settings, queues)
+        if queues and on_rabbitmq(settings.resolved_transport_url):  # there are delay levels now
+            await set_up_queues(settings, queues)
     if groups:
         await set_up_features(settings, groups)

@@ -153,11 +153,14 @@ class DelayLevelDelivery:
             await self.stored.setup_infrastructure()
 
     async def _catch_undeliverable(self, transport: RabbitMQTransport) -> None:
-        from delayline.rabbitmq.admin.operations import catch_undeliverable
+        from delayline.rabbitmq.admin.operations import catch_undeliverable, refusing_queues
 
         _, good, text = await catch_undeliverable(transport.address, self._levels)
-        level = logging.INFO if good else logging.WARNING
+        level = logging.WARNING if good is False else logging.INFO
         emit(logger, level, Event.UNDELIVERABLE_CAUGHT, "Delay levels %s.*: %s", self._levels.prefix, text)
+        if good is not None:
+            for refusal in await refusing_queues(transport.address, self._levels, [self._parts()[0].endpoint_name]):
+                emit(logger, logging.WARNING, Event.QUEUE_DIFFERS, "%s", refusal)
 
     async def _lift_limits(self, transport: RabbitMQTransport) -> None:
         from delayline.rabbitmq.admin.operations import lift_limits

@@ -66,7 +66,7 @@ async def examine(
         refused = isinstance(error, BackendUnusable)
         if refused:
             text += f". It may be that {NOT_CAUGHT}"
-        there = Check(f"{WHAT}: {CATCH_ALL}" if refused else WHAT, ok=not refused, text=text)
+        there = Check(f"{WHAT}: {CATCH_ALL}" if refused else WHAT, ok=False if refused else None, text=text)
         return [*version, there, _names(endpoint, crossing)] if endpoint else [*version, there]
 
 
@@ -74,7 +74,9 @@ async def limits_of(transport: RabbitMQTransport, queues: Collection[str]) -> Se
     """Return which of these queues drop messages that are returned often; nothing where that cannot be seen."""
     found = await read(transport.address, transport.connection, queues)
     limited = [
-        Check(f"queue {name}: delivery limit", ok=False, text=str(one)) for name, one in found.items() if one.drops
+        Check(f"queue {name}: delivery limit", ok=False if one.seen else None, text=str(one))
+        for name, one in found.items()
+        if one.drops
     ]
     if limited or not all(limit.seen for limit in found.values()):
         return limited
@@ -100,4 +102,4 @@ def _names(endpoint: str, crossing: Sequence[str]) -> Check:
         f"{endpoint!r} ends in no other name on the broker. Whether another one ends in {endpoint!r} was not looked "
         "at: it takes the management API, at management= in the URL"
     )
-    return Check(what, ok=True, text=text)
+    return Check(what, ok=None, text=text)

@@ -12,7 +12,15 @@ from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, QueueNotFound
 from delayline.rabbitmq.admin import limits
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective, version_of
-from delayline.rabbitmq.admin.verification import CATCH_ALL, RETURNS, Check, blocked, catch_all_name, check_limits
+from delayline.rabbitmq.admin.verification import (
+    CATCH_ALL,
+    RETURNS,
+    Check,
+    blocked,
+    catch_all_name,
+    check_limits,
+    refusals,
+)
 from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare, QueueBind, QueueDeclare
 from delayline.rabbitmq.browsing import count
@@ -23,7 +31,7 @@ from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
 from delayline.rabbitmq.topology import TOPOLOGIES
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from delayline.clock import Clock
     from delayline.rabbitmq.address import BrokerAddress
@@ -51,8 +59,9 @@ class BlockedMessages:
         """Return the counts and the remedy as a sentence."""
         where = ", ".join(f"{number} in {name}" for name, number in self.places.items())
         return (
-            f"{where}: due, and without a destination. Create the queue again, or read the catch-all queue, before "
-            "this broker is switched off"
+            f"{where}: due, and without a destination, or refused by a full one. Create the queue again, take its "
+            "limit away, or read the catch-all queue, before this broker is switched off. To see the cause: delayline "
+            "rabbitmq verify"
         )
 
 
@@ -132,7 +141,7 @@ async def overdue(
         async with ManagementApi(address) as api:
             return BlockedMessages(await blocked(api, infrastructure, clock or SystemClock()))
     except (BackendUnavailable, BackendUnusable) as error:
-        unseen = f"due messages that hang in the levels could not be counted: {error}"
+        unseen = f"it is unknown how many due messages hang in the levels, beside those counted: {error}"
     name = catch_all_name(infrastructure)
     connection = BrokerConnection(address, "delayline pending")
     try:
@@ -232,8 +241,8 @@ async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructu
 async def catch_undeliverable(address: BrokerAddress, infrastructure: DelayInfrastructure) -> Check:
     """Enable the catch-all during set-up; return whether it is enabled, else the remedy.
 
-    It is not enabled if the broker refuses, for lack of rights or because of another policy, or without a management
-    API.
+    It is not enabled if the broker refuses, for lack of rights or because of another policy. Without a management API
+    that is unknown.
     """
     try:
         async with asyncio.timeout(SETUP_PATIENCE), ManagementApi(address) as api:
@@ -242,7 +251,7 @@ async def catch_undeliverable(address: BrokerAddress, infrastructure: DelayInfra
         return Check(CATCH_ALL, ok=False, text=f"{NOT_CAUGHT}: {error}")
     except (BackendUnavailable, TimeoutError) as error:
         reason = str(error) or f"no answer from {address.management_url} in {SETUP_PATIENCE:g} s"
-        return Check(CATCH_ALL, ok=True, text=f"{NOT_CAUGHT}: {reason}")
+        return Check(CATCH_ALL, ok=None, text=f"it may be that {NOT_CAUGHT}: {reason}")
     return Check(CATCH_ALL, ok=True, text=f"due messages without a destination go to the queue {name}")
 
 
@@ -265,6 +274,18 @@ async def lift_limits(address: BrokerAddress, infrastructure: DelayInfrastructur
     except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError) as error:
         found = [limits.unseen_levels(address.vhost, version, infrastructure, reason(address, error))]
     return check_limits(found)
+
+
+async def refusing_queues(
+    address: BrokerAddress, infrastructure: DelayInfrastructure, names: Collection[str]
+) -> Sequence[str]:
+    """Return a sentence for each of these queues that refuses due messages; none without a management API."""
+    try:
+        async with asyncio.timeout(SETUP_PATIENCE), ManagementApi(address) as api:
+            layers = await api.policies(), await api.policies(of_operators=True)
+            return [one.text(infrastructure) for one in refusals(await api.queues(), layers, names)]
+    except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError):
+        return []  # the catch-all's check says so
 
 
 async def catch_all_off(infrastructure: DelayInfrastructure, api: ManagementApi) -> bool:

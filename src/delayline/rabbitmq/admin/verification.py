@@ -12,7 +12,7 @@ from delayline.rabbitmq.infrastructure import Difference
 from delayline.rabbitmq.levels import crossings
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
     from delayline.clock import Clock
     from delayline.rabbitmq.admin.management_api import ExchangeFacts, ManagementApi, Policy, QueueFacts
@@ -29,6 +29,9 @@ HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "d
 LOOKS: Final = 3
 BETWEEN_LOOKS: Final = 1.0
 DESTINATION_START: Final = "#."
+LENGTH_LIMITS: Final = ("max-length", "max-length-bytes")
+#: What a queue does with more messages than its limit, where it does not drop old ones.
+REFUSING: Final = frozenset({"reject-publish", "reject-publish-dlx"})
 CATCH_ALL: Final = "catch-all"
 RETURNS: Final = "returns"
 
@@ -37,7 +40,8 @@ class Check(NamedTuple):
     """One finding: its subject, whether it is as it should be, and its value."""
 
     what: str
-    ok: bool
+    ok: bool | None
+    """None if that is unknown: the check could not be made."""
     text: str
 
 
@@ -71,7 +75,7 @@ def check_limits(limits: Sequence[DeliveryLimit]) -> Check:
     others = f"; so do {len(limited) - 1} more" if len(limited) > 1 else ""
     remedies = dict.fromkeys(limit.remedy for limit in limited)
     text = f"{limited[0].fact}{others}. " + " ".join(list(remedies)[:SHOWN])
-    return Check(RETURNS, ok=False, text=text)
+    return Check(RETURNS, ok=False if any(limit.seen for limit in limited) else None, text=text)
 
 
 async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> list[Check]:
@@ -79,10 +83,16 @@ async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock
 
     Looks several times, a second apart, where due messages seem to have nowhere to go: some may just be on their way.
     """
+    queues, bindings = await api.queues(), await api.bindings()
+    policies = await api.policies(), await api.policies(of_operators=True)
+    ends = reached(infrastructure, bindings)
+    caught = _caught(infrastructure, queues, policies[0])
+    refusing = refusals(queues, policies, {name for names in ends.values() for name in names})
     return [
-        await _undeliverable(api, infrastructure, clock or SystemClock()),
-        _names(infrastructure, await api.bindings()),
-        _caught(infrastructure, await api.queues(), await api.policies()),
+        await _undeliverable(api, infrastructure, clock or SystemClock(), caught=caught.ok, refusing=refusing),
+        _destinations(infrastructure, ends, refusing),
+        _names(infrastructure, bindings),
+        caught,
     ]
 
 
@@ -208,17 +218,126 @@ def _some(texts: Sequence[str]) -> str:
     return "; ".join(texts[:SHOWN]) + more
 
 
-async def _undeliverable(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> Check:
-    stuck = await _stuck_for_long(api, infrastructure, clock)
-    if not stuck:
-        return Check("due messages", ok=True, text="all find their destinations")
-    where = _some([f"{number} in {name}" for name, number in stuck.items()])
-    return Check(
-        "due messages",
-        ok=False,
-        text=f"{where} have no destination: its queue was deleted, or is full. From 32 on a level stops for all. "
-        "Create the queue again, or let a queue catch them: delayline rabbitmq catch-all on",
+async def _undeliverable(
+    api: ManagementApi,
+    infrastructure: DelayInfrastructure,
+    clock: Clock,
+    *,
+    caught: bool | None,
+    refusing: Sequence[Refusal],
+) -> Check:
+    stuck, what = await _stuck_for_long(api, infrastructure, clock), "due messages"
+    if stuck:
+        where = _some([f"{number} in {name}" for name, number in stuck.items()])
+        return Check(what, ok=False, text=f"{where} {_hanging(infrastructure, caught=caught, refusing=refusing)}")
+    if infrastructure.quorum or caught:
+        return Check(what, ok=True, text="all find their destinations")
+    text = (
+        "those whose destination is missing are dropped by the broker, uncounted, as these levels are classic queues. "
+        "Let a queue catch them: delayline rabbitmq catch-all on"
     )
+    return Check(what, ok=False, text=text)
+
+
+def _hanging(infrastructure: DelayInfrastructure, *, caught: bool | None, refusing: Sequence[Refusal]) -> str:
+    """Return why due messages hang, and what lets them go on."""
+    full = [one for one in refusing if one.full or caught]
+    if full:
+        return f"hang, and 32 stop a level for all: {_some([one.text(infrastructure) for one in full])}"
+    if caught:
+        return (
+            "hang, and 32 stop a level for all. Those without a destination are caught, so a destination refuses "
+            "these: look for a queue with a limit that is full"
+        )
+    return (
+        "have no destination: its queue was deleted, or is full. From 32 on a level stops for all. Create the queue "
+        "again with: delayline setup --queue NAME; or let a queue catch those without one: delayline rabbitmq "
+        "catch-all on"
+    )
+
+
+def reached(infrastructure: DelayInfrastructure, bindings: Sequence[Binding]) -> Mapping[str, Collection[str]]:
+    """Return the queues that each destination of the delivery exchange leads to, over any exchanges between."""
+    onward: defaultdict[str, list[Binding]] = defaultdict(list)
+    for binding in bindings:
+        onward[binding.source].append(binding)
+    found: dict[str, Collection[str]] = {}
+    for first in onward[infrastructure.delivery]:
+        queues, seen, coming = set(), set(), [first]
+        while coming:
+            binding = coming.pop()
+            if binding.to_queue:
+                queues.add(binding.destination)
+            elif binding.destination not in seen:
+                seen.add(binding.destination)
+                coming += onward[binding.destination]
+        name = first.routing_key.removeprefix(DESTINATION_START)
+        found[name] = queues | set(found.get(name, ()))
+    return found
+
+
+class Refusal(NamedTuple):
+    """A queue that refuses messages while it is full."""
+
+    queue: str
+    limit: str
+    full: bool
+
+    def text(self, infrastructure: DelayInfrastructure) -> str:
+        """Return what it means for due messages in these levels, and the remedy, as a sentence."""
+        state = "is full and refuses messages" if self.full else "refuses messages while it is full"
+        lost = "hang in their level, for all endpoints from 32 on" if infrastructure.quorum else "are dropped"
+        return (
+            f"queue {self.queue!r} {state} ({self.limit}): due ones {lost}. The catch-all cannot take them: have its "
+            "messages handled, and take away its limit"
+        )
+
+
+def refusals(
+    queues: Mapping[str, QueueFacts], layers: Sequence[Sequence[Policy]], names: Collection[str]
+) -> Sequence[Refusal]:
+    """Return which of these queues refuse messages at a limit, by arguments, policy or operator policy.
+
+    Args:
+        queues: The virtual host's queues.
+        layers: Its policies, and those of its operators.
+        names: The queues to look at.
+    """
+    found = (_refusal(queues[name], layers) for name in sorted(names) if name in queues)
+    return [one for one in found if one is not None]
+
+
+def _refusal(queue: QueueFacts, layers: Sequence[Sequence[Policy]]) -> Refusal | None:
+    policies = [one.definition for layer in layers if (one := effective(layer, queue.name, queue.type))]
+    sources = [{name.removeprefix("x-"): value for name, value in queue.arguments.items()}, *reversed(policies)]
+    overflow = next((one["overflow"] for one in sources if "overflow" in one), "drop-head")
+    limits = {
+        name: min(values)
+        for name in LENGTH_LIMITS
+        if (values := [one[name] for one in sources if isinstance(one.get(name), int)])
+    }
+    if not limits or overflow not in REFUSING:
+        return None
+    sizes = {"max-length": queue.ready, "max-length-bytes": None}
+    full = any((sizes[name] or 0) >= limit for name, limit in limits.items())
+    text = ", ".join(f"{name}={limit}" for name, limit in limits.items())
+    return Refusal(queue.name, f"{text}, overflow={overflow}", full)
+
+
+def _destinations(
+    infrastructure: DelayInfrastructure, ends: Mapping[str, Collection[str]], refusing: Sequence[Refusal]
+) -> Check:
+    """Return whether every destination that is bound leads to a queue, and to none that refuses due messages."""
+    lost = "hang in their level" if infrastructure.quorum else "are dropped"
+    faults = [
+        f"{name!r} leads to no queue, so due messages for it {lost}: create it with delayline setup --queue {name}"
+        for name, queues in sorted(ends.items())
+        if not queues
+    ]
+    faults += [one.text(infrastructure) for one in refusing]
+    if faults:
+        return Check("destinations", ok=False, text=_some(faults))
+    return Check("destinations", ok=True, text=f"all {len(ends)} lead to a queue that takes due messages")
 
 
 async def _stuck_for_long(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> dict[str, int]:
