@@ -324,13 +324,15 @@ def test_a_threshold_needs_a_store() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("topology", ["conventional", "direct"])
-async def test_an_endpoint_ignores_delayed_messages_of_a_longer_name(rabbitmq_url: str, topology: str) -> None:
+async def test_an_endpoint_ignores_delayed_messages_of_a_longer_name(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str, topology: str
+) -> None:
     """Given sales and contoso.sales, when both get delayed messages, then each handles its own."""
     handled: dict[str, list[str]] = {"sales": [], "contoso.sales": []}
     sales, contoso = (
         Endpoint(
             name,
-            transport=RabbitMQTransport(rabbitmq_url, topology=topology),
+            transport=RabbitMQTransport(f"{rabbitmq_url}?management={rabbitmq.management_url}", topology=topology),
             delayed_delivery=DelayLevelDelivery(),
         )
         for name in handled
