@@ -22,6 +22,7 @@ from delayline.delayed.delivery import (
     SupportsDeferMany,
     SupportsDeferredSetup,
     SupportsDestinationCheck,
+    management_of,
 )
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import StoreResult, SupportsRightsCheck, managed
@@ -260,7 +261,7 @@ class Endpoint:
         """
         if self.delayed_delivery is None:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery, and so no pending messages")
-        return managed(getattr(self.delayed_delivery, "store", self.delayed_delivery))
+        return managed(management_of(self.delayed_delivery))
 
     @property
     def queues(self) -> SupportsQueueLimits:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from delayline.config import in_memory, must_exist, persister_of, store_of, transport_of
+from delayline.config import in_memory, must_exist, on_rabbitmq, persister_of, store_of, transport_of
 from delayline.delayed.store import SupportsClose, managed
 from delayline.errors import ConfigurationError
 from delayline.timeouts.draining import persister_at
@@ -39,7 +39,7 @@ async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[S
     """Open the endpoint's pending messages: its store, or a timeout manager's table."""
     if not timeouts and not settings.timeout_manager:
         async with open_store(settings) as store:
-            yield managed(store)
+            yield managed(as_sent(settings, store))
         return
     if settings.timeout_manager:
         refuse_memory(settings)
@@ -67,6 +67,15 @@ async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
         yield transport
     finally:
         await transport.stop()
+
+
+def as_sent(settings: Settings, store: object) -> object:
+    """Return the management of the store; one in front of delay levels shows and changes messages as they were sent."""
+    if not on_rabbitmq(settings.resolved_transport_url):
+        return store
+    from delayline.rabbitmq.front import managed_as_sent
+
+    return managed_as_sent(store)
 
 
 def refuse_memory(settings: Settings) -> None:

@@ -27,7 +27,7 @@ from delayline import (
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.amqp.methods import ExchangeDelete, QueueDelete
-from delayline.rabbitmq.delivery import parked
+from delayline.rabbitmq.front import parked
 from delayline.rabbitmq.levels import MAXIMUM_DELAY
 from delayline.spi import TransportOperation
 from delayline.testing import NativeDeliveryConformance, Signals
@@ -219,8 +219,9 @@ async def test_the_fraction_of_a_second_waits_in_the_store_in_front(
     async with endpoint:
         due = datetime.now(UTC) + timedelta(seconds=300.3)
         await endpoint.send("sales", b"", message_id="far", deliver_at=due)
-        [kept] = await endpoint.delayed.pending()
+        [kept], [shown] = await store.pending(), await endpoint.delayed.pending()
         assert kept.due == due - timedelta(seconds=300)
+        assert (shown.destination, shown.due) == ("sales", due)
         began = time.monotonic()
         for delay in seconds:
             await endpoint.send("sales", b"", message_id=f"{delay}", delay=delay * SECOND)
@@ -257,9 +258,10 @@ async def test_a_long_delay_waits_in_the_store_until_the_levels_can_take_it(
     async with endpoint:
         due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY + 3)
         await endpoint.send("sales", b"", message_id="m", deliver_at=due)
-        [kept] = await endpoint.delayed.pending()
+        [kept], [shown] = await store.pending(), await endpoint.delayed.pending()
         assert kept.due == due - timedelta(seconds=MAXIMUM_DELAY)
         assert "sales" in kept.destination
+        assert (shown.destination, shown.due) == ("sales", due)
         await eventually_async(lambda: waiting(rabbitmq, rabbitmq_url, "nsb.v2.delay-level-27") == 1)
         assert await endpoint.delayed.pending() == []
 

@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 import pytest
 
 from delayline import Message
-from delayline.rabbitmq.delivery import parked, released
+from delayline.rabbitmq.front import parked, released
 from delayline.transport import TransportOperation
 
 MESSAGE = Message("id", {}, b"")

@@ -68,6 +68,7 @@ from delayline.dashboard.model import (
     Throughput,
     Unavailable,
 )
+from delayline.delayed.delivery import management_of
 from delayline.delayed.store import (
     DueBucket,
     FoundMessage,
@@ -83,6 +84,7 @@ from delayline.doctor import check_urls, examine_endpoint
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, NotStarted
 from delayline.events import Event, emit
 from delayline.message import Headers, Message, in_utc
+from delayline.opening import as_sent
 from delayline.recoverability import FAILURE_HEADERS
 from delayline.setting_values import masked
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
@@ -582,7 +584,7 @@ class EndpointService:
             if delivery is None:
                 raise ConfigurationError("the endpoint has no delayed delivery, and so no pending messages")
             self._must_be_started()
-            return getattr(delivery, "store", delivery)
+            return management_of(delivery)
         settings = self._own_settings
         async with self._opening["store"]:
             if self._store is not None:
@@ -603,7 +605,7 @@ class EndpointService:
                 await store.initialize(self.name, TransactionMode.RECEIVE_ONLY)
                 if isinstance(store, SupportsClose):
                     self._closing.push_async_callback(store.close)
-                self._store = store
+                self._store = as_sent(settings, store)
             return self._store
 
     async def _opened_transport(self) -> Transport:

@@ -139,6 +139,15 @@ class SupportsDestinationCheck(Protocol):
     finds_destinations: bool
 
 
+def management_of(delivery: object) -> object:
+    """Return where the pending messages of a delivery are listed and changed.
+
+    That is its view of them, where its store keeps them in another form than they were sent in; else its store; else
+    the delivery itself.
+    """
+    return getattr(delivery, "management", getattr(delivery, "store", delivery))
+
+
 class StoredDelivery:
     """Delayed delivery through a delayed message store and a poller, over any transport.
 

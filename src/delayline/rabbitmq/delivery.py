@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import re
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
@@ -18,16 +17,16 @@ from delayline.errors import (
     BackendUnusable,
     ConfigurationError,
     DispatchFailed,
-    InvalidMessage,
     NotStarted,
     QueueNotFound,
 )
 from delayline.events import Event, emit
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, from_wire_time, to_wire_time
+from delayline.message import Headers
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.amqp.publisher import Publication, Unroutable
 from delayline.rabbitmq.binding_overlap import OverlappingNames
+from delayline.rabbitmq.front import PARKED, can_be_parked, managed_as_sent, parked, released
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import (
     MAXIMUM_DELAY,
@@ -116,6 +115,11 @@ class DelayLevelDelivery:
         if self.stored is None:
             raise AttributeError("there is no store: messages in delay levels can be counted, not listed")
         return self.stored.store
+
+    @property
+    def management(self) -> object:
+        """The management of the store in front: messages as they were sent. Raises AttributeError without a store."""
+        return managed_as_sent(self.store)
 
     @property
     def levels(self) -> DelayInfrastructure:
@@ -323,47 +327,6 @@ class DelayLevelDelivery:
                 "this DelayLevelDelivery belongs to no endpoint yet: pass it to Endpoint(delayed_delivery=...)"
             )
         return self._host, self._transport
-
-
-#: The destination of a stored message that goes to the levels later. No queue has such a name: a poller that
-#: cannot parse it moves the message to the error queue instead of delivering it years early.
-PARKED: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d:\d{6} Z)\|(.+)", re.DOTALL)
-
-
-#: Characters in front of the destination in the name that `parked` gives.
-PARKED_PREFIX: Final = len("2026-11-24 08:00:00:000000 Z|")
-
-
-def can_be_parked(operation: TransportOperation) -> bool:
-    """Return whether the name of the destination is short enough for `parked`."""
-    return len(operation.destination) + PARKED_PREFIX <= MAXIMUM_DESTINATION_LENGTH
-
-
-def parked(operation: TransportOperation, due: datetime) -> TransportOperation:
-    """Return the delayed message to store for an operation. Raises InvalidMessage for a name that is too long."""
-    name = f"{to_wire_time(due)}|{operation.destination}"
-    if len(name) > MAXIMUM_DESTINATION_LENGTH:
-        longest = MAXIMUM_DESTINATION_LENGTH - len(name) + len(operation.destination)
-        raise InvalidMessage(
-            f"destination {operation.destination[:40]!r}... has {len(operation.destination)} characters: a message "
-            f"that waits in a store until the delay levels can take it goes to names of {longest} at most"
-        )
-    return TransportOperation(operation.message, name)
-
-
-def released(operation: TransportOperation) -> Deferred | None:
-    """Return the operation as it was before `parked`, and when it is due; None for another one.
-
-    A destination in that form without a valid time is an ordinary one: an unknown sender may ask for replies there.
-    """
-    found = PARKED.fullmatch(operation.destination)
-    if found is None:
-        return None
-    try:
-        due = from_wire_time(found[1])
-    except ValueError:
-        return None
-    return TransportOperation(operation.message, found[2]), due
 
 
 class OverflowTransport:
