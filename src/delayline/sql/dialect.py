@@ -376,6 +376,17 @@ class Page(NamedTuple):
     """Whether as many were found as were asked for."""
 
 
+class TransactionsInProgress(NamedTuple):
+    """Which transactions are in progress, of those that can put messages into a queue."""
+
+    oldest: int
+    """The number of the oldest one; all with lower numbers have ended."""
+    following: int
+    """The number of the next one to begin."""
+    first: int | None
+    """The number of the first message that was looked for, in the same snapshot; None for none."""
+
+
 class WaitingReceiver(Protocol):
     """A receiver of one queue for which a move may claim messages, which saves the receiver's own look."""
 
@@ -409,8 +420,15 @@ class ClaimsInStatements(ServerClaims, Protocol):
         """Run the move on the claims' connection, and claim the rows that it has locked."""
         ...
 
-    async def take_next(self, queued: Table, queue: str, after: int, limit: int) -> Page:
-        """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims."""
+    async def take_next(self, queued: Table, queue: str, after: int, limit: int, among: int = 0) -> Page:
+        """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims.
+
+        `among`: how many messages to look at, `limit` of them if that is more.
+        """
+        ...
+
+    def in_progress(self, connection: Connection, queued: Table, queue: str, after: int) -> TransactionsInProgress:
+        """Return which transactions are in progress, and the queue's first message after the number `after`."""
         ...
 
 

@@ -21,6 +21,7 @@ from delayline.events import Event, emit
 from delayline.external import UNSET
 from delayline.message import Message
 from delayline.sql.dialect import ClaimsInStatements, Page
+from delayline.sql.gone_numbers import GoneNumbers
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import queue_channel
 from delayline.transport import QueueLimits, ReceivedMessage
@@ -54,6 +55,12 @@ FIRST_PAUSE: Final = 0.01
 RESTS: Final = 3
 #: ... but no longer than so many seconds from the beginning of one look to the next.
 LOOKS_WITHIN: Final = 0.003
+#: Behind messages that other processes have claimed, each page is so many times as long as the one before, up to a
+#: limit: a process with few handlers would never get past those of processes that have claimed thousands.
+LONGER: Final = 4
+LONGEST_PAGE: Final = 4_000
+#: A look for queues with messages is repeated after so many times as long as it took, if that is longer.
+IDLE_LOOK_SHARE: Final = 5
 READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits again
 LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits have changed
 OUT_OF_ORDER: Final = -2  # the time in a notification of messages that may have lower numbers than the last ones
@@ -109,6 +116,7 @@ class SqlReceiver:
         """Messages that moves have claimed for the `receive` in progress."""
         self._in_statements = claims if isinstance(claims, ClaimsInStatements) else None
         self._unregister = _nothing if self._in_statements is None else self._in_statements.register(self)
+        self._gone = GoneNumbers(database, self._in_statements, statements, queue, partial(self._notified, 0))
         self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._notified)
 
     @property
@@ -129,6 +137,8 @@ class SqlReceiver:
     def moved(self, rows: Sequence[tuple[Any, ...]]) -> None:
         """Receive messages that a move has claimed; see `WaitingReceiver`."""
         messages = [ReceivedMessage(Message.from_encoded(*row[1:]), row[0]) for row in rows]
+        for row in rows:
+            self._gone.reach(row[0])
         if not self._receiving:
             self._give_back(messages)
             return
@@ -294,6 +304,7 @@ class SqlReceiver:
         self._stopped = True
         self._unregister()
         self._unsubscribe()
+        self._gone.stop()
         self._event.set()
 
     async def _claim(self, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]) -> None:
@@ -302,24 +313,27 @@ class SqlReceiver:
         Earlier ones are of transactions that took longer, or were given back by other processes.
         """
         if time.monotonic() - self._full_at < self._full_look_every:
-            await self._claim_after(self._recent.before(), limit, batch, expired)
+            await self._claim_after(max(self._recent.before(), self._gone.last), limit, batch, expired)
         if not batch and not expired:
             self._full_at, self._full_look_every = time.monotonic(), FULL_LOOK_EVERY
-            await self._claim_after(0, limit, batch, expired)
+            self._gone.move_on()
+            await self._claim_after(self._gone.last, limit, batch, expired)
 
     async def _claim_after(
         self, after: int, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
     ) -> None:
-        """Claim messages page by page until there are enough."""
+        """Claim messages page by page until there are enough; behind messages with other claims in longer pages."""
         self._exhausted = False
-        more = True
+        more, among = True, 0
         while more and (wanted := limit - len(batch) - len(expired)) > 0:
+            among = max(wanted, min(among * LONGER, LONGEST_PAGE))
             if self._in_statements is not None:
-                page = await self._in_statements.take_next(self._statements.queued, self.queue, after, wanted)
+                queued = self._statements.queued
+                page = await self._in_statements.take_next(queued, self.queue, after, wanted, among)
                 await self._read_claimed(page.claimed, batch, expired)
             else:
                 page = await self._database.read(
-                    partial(self._claim_page, after=after, limit=wanted, batch=batch, expired=expired)
+                    partial(self._claim_page, after=after, limit=wanted, among=among, batch=batch, expired=expired)
                 )
             if page.claimed:
                 self._recent.reach(page.claimed[-1])
@@ -331,10 +345,11 @@ class SqlReceiver:
         connection: Connection,
         after: int,
         limit: int,
+        among: int,
         batch: list[ReceivedMessage],
         expired: list[ReceivedMessage],
     ) -> Page:
-        size = limit + self._claims.number_claimed_after(after)
+        size = among + self._claims.number_claimed_after(after)
         numbers = [number for (number,) in self._statements.numbers.rows(connection, self.queue, after, size)]
         claimed = self._claims.take(numbers, limit)
         if claimed:
@@ -344,6 +359,8 @@ class SqlReceiver:
                 self._claims.release(claimed)
                 raise
             self._add(claimed, rows, batch, expired)
+        if len(claimed) == limit:  # the rest was not looked at
+            return Page(claimed, claimed[-1], more=True)
         return Page(claimed, numbers[-1] if numbers else after, len(numbers) == size)
 
     async def _read_claimed(
@@ -368,6 +385,7 @@ class SqlReceiver:
         self._claims.forget(set(claimed) - {row[0] for row in rows})
         for number, message_id, headers, body, is_expired in rows:
             received = ReceivedMessage(Message.from_encoded(message_id, headers, body), number)
+            self._gone.reach(number)
             (expired if is_expired else batch).append(received)
 
     async def _discard(self, expired: list[ReceivedMessage]) -> None:
@@ -439,6 +457,8 @@ class IdleQueues:
         self.interval = interval
         self._waiting: dict[asyncio.Event, str] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._costs = 0.0
+        """Seconds that the last look has taken."""
         self._looking: asyncio.Task[None] | None = None
 
     async def wait(self, queue: str, event: asyncio.Event) -> None:
@@ -455,7 +475,8 @@ class IdleQueues:
 
     def _set_timer(self) -> None:
         if self._timer is None and self._looking is None and self._waiting:
-            self._timer = asyncio.get_running_loop().call_later(self.interval, self._time_has_come)
+            pause = max(self.interval, IDLE_LOOK_SHARE * self._costs)
+            self._timer = asyncio.get_running_loop().call_later(pause, self._time_has_come)
 
     def _time_has_come(self) -> None:
         self._timer = None
@@ -465,7 +486,7 @@ class IdleQueues:
             self._looking = asyncio.create_task(self._look(), name="delayline idle queues")
 
     async def _look(self) -> None:
-        names = set(self._waiting.values())
+        names, began = set(self._waiting.values()), time.monotonic()
         try:
             rows = await self._database.read(partial(self._statements.filled.rows_each, keys=list(names)))
             names = {name for (name,) in rows}
@@ -473,6 +494,7 @@ class IdleQueues:
             pass
         finally:
             self._looking = None
+            self._costs = time.monotonic() - began
         self._wake(names)
         self._set_timer()
 

@@ -27,7 +27,14 @@ from delayline.errors import (
     TransactionConflict,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders
-from delayline.sql.dialect import Moved, Page, TableIdentity, TimeoutShape, conflict_columns
+from delayline.sql.dialect import (
+    Moved,
+    Page,
+    TableIdentity,
+    TimeoutShape,
+    TransactionsInProgress,
+    conflict_columns,
+)
 from delayline.sql.dialects import journal_triggers
 from delayline.sql.dialects import postgresql_numbers as numbers
 from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
@@ -607,6 +614,22 @@ UNION ALL SELECT seq, pg_try_advisory_lock(%s + seq) FROM (
   SELECT seq FROM {queued} WHERE queue = %s AND seq > %s AND seq <> ALL (%s::bigint[]) ORDER BY seq LIMIT %s
 ) AS page
 """
+#: The same for a page that is longer than what is wanted: no more is locked. Its last row is that of the page.
+ADVISORY_TAKE_AMONG: Final = """
+WITH page AS MATERIALIZED (
+  SELECT seq FROM {queued} WHERE queue = %s AND seq > %s AND seq <> ALL (%s::bigint[]) ORDER BY seq LIMIT %s
+), locked AS MATERIALIZED (
+  SELECT seq FROM page WHERE pg_try_advisory_lock(%s + seq) LIMIT %s
+)
+SELECT k, false, 0 FROM unnest(%s::bigint[]) AS k WHERE pg_advisory_unlock(%s + k) IS NULL
+UNION ALL SELECT seq, true, 0 FROM locked
+UNION ALL SELECT max(seq), false, count(*) FROM page
+"""
+IN_PROGRESS: Final = """
+SELECT pg_snapshot_xmin(taken)::text::bigint, pg_snapshot_xmax(taken)::text::bigint,
+  (SELECT seq FROM {queued} WHERE queue = %s AND seq > %s ORDER BY seq LIMIT 1)
+FROM pg_current_snapshot() AS taken
+"""
 ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigint[]) AS k"
 
 
@@ -664,21 +687,35 @@ class AdvisoryLockClaims(SessionClaims):
         statement, values = move.statement(self._base)
         return await self._claim(statement, values, read, lambda connection: claimed(move.run(connection, self._base)))
 
-    async def take_next(self, queued: Table, queue: str, after: int, limit: int) -> Page:
-        """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims."""
-        statement, released = _take_next(queued, self._dialect), self._take_released()
+    def in_progress(self, connection: Connection, queued: Table, queue: str, after: int) -> TransactionsInProgress:
+        """Return which transactions are in progress, and the queue's first message after the number `after`."""
+        return TransactionsInProgress(*_written(IN_PROGRESS, queued, self._dialect).rows(connection, queue, after)[0])
+
+    async def take_next(self, queued: Table, queue: str, after: int, limit: int, among: int = 0) -> Page:
+        """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims.
+
+        `among`: how many messages to look at, `limit` of them if that is more.
+        """
+        statement, released = _written(ADVISORY_TAKE_NEXT, queued, self._dialect), self._take_released()
         with self._lock:
             own = [row for row in self._claimed if row > after]
-        values = (released, self._base, self._base, queue, after, own, limit)
+        among = max(among, limit)
+        values: tuple[Any, ...] = (released, self._base, self._base, queue, after, own, limit)
+        if among > limit:
+            statement = _written(ADVISORY_TAKE_AMONG, queued, self._dialect)
+            values = (queue, after, own, among, self._base, limit, released, self._base)
 
         def read(result: StatementResult) -> tuple[Page, list[int]]:
-            locked = [number for number, is_locked in result.rows if is_locked]
+            locked = [number for number, is_locked, *_ in result.rows if is_locked]
             with self._lock:  # another event loop's look may have claimed some since `own` was read
                 claimed = [number for number in locked if number not in self._claimed]
                 self._released += set(locked).difference(claimed)
             released.clear()  # they are unlocked
-            last = result.rows[-1][0] if result.rows else after
-            return Page(claimed, last, len(result.rows) == limit), claimed
+            last = result.rows[-1][0] if result.rows else None
+            number = result.rows[-1][2] if among > limit else len(result.rows)
+            if len(locked) == limit:  # where the page is longer, the rest of it was not looked at
+                last, number = locked[-1], among
+            return Page(claimed, after if last is None else last, number == among), claimed
 
         try:
             return await self._claim(
@@ -756,8 +793,8 @@ class AdvisoryLockClaims(SessionClaims):
 
 
 @lru_cache(maxsize=64)
-def _take_next(queued: Table, dialect: Postgresql) -> Prepared:
-    return Prepared.of_text(ADVISORY_TAKE_NEXT.format(queued=dialect.sql.identifier_preparer.format_table(queued)))
+def _written(text: str, queued: Table, dialect: Postgresql) -> Prepared:
+    return Prepared.of_text(text.format(queued=dialect.sql.identifier_preparer.format_table(queued)))
 
 
 # Due messages go from store to queue in PostgreSQL in one statement: one round trip, no body leaves the server.

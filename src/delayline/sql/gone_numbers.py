@@ -1,0 +1,125 @@
+"""The number up to which all messages of a queue are gone: looks into the queue begin behind it.
+
+A server keeps the index entries of deleted rows as long as an older snapshot is open, such as that of a report or of a
+dump. Until then each look from the first number on reads all of them: 150 000 cost 50 ms. One that begins behind the
+entries of messages that are gone reads none.
+
+A message gets its number before it is committed, so a number that is not there may still appear. It cannot any more
+once every transaction has ended that was in progress when a higher number was seen. PostgreSQL numbers transactions and
+tells which are in progress; on other servers looks begin at the first number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from delayline.errors import DelaylineError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from delayline.sql.database import Database
+    from delayline.sql.dialect import ClaimsInStatements
+    from delayline.sql.statements import QueueStatements
+
+#: Numbers that have to be given until it is worth a query to begin looks behind the earlier ones ...
+SETTLED_AFTER: Final = 500
+#: ... and the seconds between two such queries at least.
+SETTLED_EVERY: Final = 0.5
+#: Seconds until it is checked that no message is there nevertheless, as after a failover to a server whose numbers
+#: begin anew. A check that takes long is repeated later, after so many times as long as it took.
+CHECKED_EVERY: Final = 10.0
+CHECKED_SHARE: Final = 50
+
+
+class GoneNumbers:
+    """The number behind which looks into one queue begin. Belongs to one event loop.
+
+    Args:
+        database: The database of the queue.
+        claims: The claims on its messages, where the server numbers transactions; otherwise None.
+        statements: Those of the queues.
+        queue: The queue's name.
+        found: Called when a message was found below the number, which has become lower.
+    """
+
+    def __init__(
+        self,
+        database: Database,
+        claims: ClaimsInStatements | None,
+        statements: QueueStatements,
+        queue: str,
+        found: Callable[[], None],
+    ) -> None:
+        self.last = 0
+        """All messages up to this number are gone."""
+        self._database = database
+        self._claims = claims
+        self._statements = statements
+        self._queue = queue
+        self._found = found
+        self._reached = 0
+        self._seen: tuple[int, int] | None = None
+        """A number that was given, and the transaction before which all have to end until lower ones are settled."""
+        self._settled_at = -math.inf
+        self._check_at = time.monotonic() + CHECKED_EVERY
+        self._task: asyncio.Task[None] | None = None
+
+    def reach(self, number: int) -> None:
+        """Note that a message has that number."""
+        self._reached = max(self._reached, number)
+
+    def move_on(self) -> None:
+        """Ask the server, beside the looks, if that is worth it; called now and then."""
+        if self._claims is None or self._task is not None:
+            return
+        now = time.monotonic()
+        settles = self._reached - self.last >= SETTLED_AFTER and now - self._settled_at >= SETTLED_EVERY
+        checks = self.last > 0 and now >= self._check_at
+        if settles or checks:
+            asking = self._ask(self._claims, settles=settles, checks=checks)
+            self._task = asyncio.create_task(asking, name=f"delayline gone numbers {self._queue}")
+            self._task.add_done_callback(self._ended)
+
+    def stop(self) -> None:
+        """End the query in progress. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._task = None
+
+    async def _ask(self, claims: ClaimsInStatements, *, settles: bool, checks: bool) -> None:
+        with contextlib.suppress(DelaylineError):  # the looks report a database that does not answer
+            if settles:
+                await self._settle(claims)
+            if checks:
+                await self._check()
+
+    async def _settle(self, claims: ClaimsInStatements) -> None:
+        reached, self._settled_at = self._reached, time.monotonic()  # given before the query
+        work = partial(claims.in_progress, queued=self._statements.queued, queue=self._queue, after=self.last)
+        oldest, following, first = await self._database.read(work)
+        if self._seen is not None:
+            number, before = self._seen
+            if oldest < before:
+                return
+            self.last = max(self.last, number if first is None else min(number, first - 1))
+        self._seen = reached, following
+
+    async def _check(self) -> None:
+        began = time.monotonic()
+        rows = await self._database.read(
+            lambda connection: self._statements.numbers.rows(connection, self._queue, 0, 1)
+        )
+        ended = time.monotonic()
+        self._check_at = ended + max(CHECKED_EVERY, CHECKED_SHARE * (ended - began))
+        if rows and rows[0][0] <= self.last:
+            self.last = rows[0][0] - 1
+            self._seen = None
+            self._found()

@@ -1,0 +1,157 @@
+"""Looks into a queue on PostgreSQL begin behind the messages that are gone, and miss none that comes late."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+
+from delayline import SqlTransport
+from delayline.sql import gone_numbers
+from delayline.testing.conformance.messages import operation
+from delayline.testing.conformance.transport import ids, received
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from delayline.sql.receiver import SqlReceiver
+
+PATIENCE = 60.0
+PUT = "INSERT INTO delayline_messages (queue, id, headers, body) VALUES ('sales', %s, '{}', '')"
+
+
+@pytest.fixture
+async def transport(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[SqlTransport]:
+    monkeypatch.setattr(gone_numbers, "SETTLED_AFTER", 1)
+    monkeypatch.setattr(gone_numbers, "SETTLED_EVERY", 0.0)
+    transport = SqlTransport(postgresql_url)
+    await transport.setup_infrastructure(["sales"])
+    await transport.start()
+    yield transport
+    await transport.stop()
+
+
+@pytest.fixture
+async def receiver(transport: SqlTransport) -> AsyncIterator[SqlReceiver]:
+    receiver = await transport.receiver("sales")
+    yield receiver
+    await receiver.stop()
+
+
+async def handle(transport: SqlTransport, receiver: SqlReceiver, number: int) -> None:
+    """Send messages and handle them."""
+    await transport.dispatch([operation("sales", f"m{n}") for n in range(number)])
+    await receiver.acknowledge_many(await received(receiver, number))
+
+
+async def looks_begin_behind(receiver: SqlReceiver, number: int) -> None:
+    """Wait until looks that find nothing have moved their beginning behind the number."""
+    looking = asyncio.create_task(receiver.receive(1))
+    async with asyncio.timeout(PATIENCE):
+        while receiver._gone.last < number:  # noqa: ASYNC110 - a state without an event
+            await asyncio.sleep(0.01)
+    looking.cancel()
+    await asyncio.wait([looking])
+
+
+def last_number(connection: psycopg.Connection) -> int:
+    row = connection.execute("SELECT last_value FROM delayline_messages_seq_seq").fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+async def test_looks_begin_behind_handled_messages_beside_an_old_snapshot(
+    postgresql_url: str, transport: SqlTransport, receiver: SqlReceiver
+) -> None:
+    with psycopg.connect(postgresql_url) as report:
+        # Given a transaction that only reads, and stays open
+        report.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        report.execute("SELECT count(*) FROM delayline_messages")
+        # When messages are handled meanwhile
+        for _ in range(3):
+            await handle(transport, receiver, 50)
+        # Then further looks begin behind them
+        with psycopg.connect(postgresql_url, autocommit=True) as connection:
+            await looks_begin_behind(receiver, last_number(connection))
+        # And messages that come then are received
+        await handle(transport, receiver, 50)
+
+
+async def test_a_message_that_is_committed_late_is_not_passed_over(
+    postgresql_url: str, transport: SqlTransport, receiver: SqlReceiver
+) -> None:
+    with psycopg.connect(postgresql_url) as order, psycopg.connect(postgresql_url, autocommit=True) as other:
+        # Given a message in a transaction that stays open while later ones are handled
+        order.execute(PUT, ["late"])
+        number = last_number(other)
+        for _ in range(3):
+            await handle(transport, receiver, 50)
+            looking = asyncio.create_task(receiver.receive(1))
+            await asyncio.wait([looking], timeout=0.7)  # a full look, each half second
+            looking.cancel()
+            await asyncio.wait([looking])
+        assert receiver._gone.last < number
+        # When it is committed, then it is received
+        order.commit()
+        assert ids(await received(receiver, 1)) == ["late"]
+
+
+async def test_a_message_that_is_handled_for_long_does_not_get_lost(
+    transport: SqlTransport, receiver: SqlReceiver
+) -> None:
+    # Given a message that is being handled while later ones are
+    await transport.dispatch([operation("sales", "long")])
+    [held] = await received(receiver, 1)
+    for _ in range(3):
+        await handle(transport, receiver, 50)
+    # When it is given back, then it is received again
+    await receiver.release(held)
+    assert ids(await received(receiver, 1)) == ["long"]
+
+
+async def test_numbers_that_begin_anew_are_found(
+    postgresql_url: str, transport: SqlTransport, receiver: SqlReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given looks that begin behind handled messages
+    for _ in range(2):
+        await handle(transport, receiver, 50)
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        await looks_begin_behind(receiver, last_number(connection))
+        # When the server gives low numbers again, as after a switch to a copy of it
+        connection.execute("ALTER SEQUENCE delayline_messages_seq_seq RESTART")
+        connection.execute(PUT, ["first"])
+    # Then these messages are received, too
+    receiver._gone._check_at = 0.0
+    assert ids(await asyncio.wait_for(received(receiver, 1), PATIENCE)) == ["first"]
+
+
+async def test_a_receiver_gets_past_the_claims_of_another_process_in_few_looks(
+    postgresql_url: str, transport: SqlTransport, receiver: SqlReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given another process that has claimed thousands of messages
+    other = SqlTransport(f"{postgresql_url}?keepalives=1")  # which shares no connection with it
+    await other.start()
+    greedy = await other.receiver("sales")
+    for _ in range(6):
+        await transport.dispatch([operation("sales", f"m{n}") for n in range(500)])
+    assert len(await received(greedy, 3000)) == 3000
+    # When a receiver looks for a single one behind them
+    await transport.dispatch([operation("sales", "free"), operation("sales", "next")])
+    claims, pages = receiver._in_statements, 0
+    assert claims is not None
+    take_next = claims.take_next
+
+    async def counted(*arguments: object) -> object:
+        nonlocal pages
+        pages += 1
+        return await take_next(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(claims, "take_next", counted)
+    assert ids(await received(receiver, 1)) == ["free"]
+    # Then it has not read them one by one, and has claimed no more than it asked for
+    assert pages <= 10
+    assert ids(await received(greedy, 1)) == ["next"]
+    await greedy.stop()
+    await other.stop()
