@@ -25,6 +25,7 @@ from delayline.opening import open_transport, open_waiting
 from delayline.readable import duration, local, relative
 from delayline.setting_values import masked
 from delayline.timeouts.draining import remaining_timeouts
+from delayline.timeouts.persister import TO_GIVE_A_TIME
 from delayline.transport import SupportsQueueComparison
 
 if TYPE_CHECKING:
@@ -210,10 +211,21 @@ async def _timeouts(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]
         return
     must_exist(settings.timeouts_url)
     async with open_transport(settings) as transport:
-        yield _drained(
-            await remaining_timeouts(settings.timeouts_url, settings.named_endpoint, transport, schema=settings.schema),
-            settings,
-        )
+        url, name = settings.timeouts_url, settings.named_endpoint
+        remains = await remaining_timeouts(url, name, transport, schema=settings.schema)
+        yield _drained(remains, settings)
+        if remains.without_time:
+            yield _without_time(remains)
+
+
+def _without_time(remains: RemainingTimeouts) -> Finding:
+    number = 0 if remains.timeouts is None else remains.timeouts.without_time
+    more = ", ..." if number > len(remains.without_time) else ""
+    text = (
+        f"{number} in table {remains.table} have no time and are never due: {', '.join(remains.without_time)}{more}. "
+        f"{TO_GIVE_A_TIME}"
+    )
+    return Finding("timeouts without a time", ok=False, text=text, numbers={"messages": number})
 
 
 def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
@@ -229,7 +241,8 @@ def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
             text += f"; the first is due {local(first)}, {relative(first, now)}"
             text += ". No process dispatches: is an endpoint of this name running?" if stale else ""
         return Finding(what, ok=not (disabled or stale), text=text)
-    left = [f"queue {name}" for name in remains.queues] + ([f"table {remains.table}"] if timeouts is not None else [])
+    keeps_table = timeouts is None or bool(remains.without_time)
+    left = [f"queue {name}" for name in remains.queues] + ([] if keeps_table else [f"table {remains.table}"])
     deletable = f"these can be deleted: {', '.join(left)}" if left else "nothing of it is left"
     if disabled:
         return Finding(what, ok=True, text=f"empty and disabled; {deletable}")

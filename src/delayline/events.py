@@ -65,6 +65,7 @@ class Event(StrEnum):
     HEARTBEAT_FAILED = "probes.heartbeat_failed"
     FOREIGN_ROW = "delayed.foreign_row"
     INDEX_MISSING = "delayed.index_missing"
+    WITHOUT_TIME = "delayed.without_time"
     GENERATION_FAILED = "dispatcher.generation_failed"
     SETTLED = "two_phase.settled"
     SETTLING_FAILED = "two_phase.settling_failed"

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import sqlite3
 import uuid
 from datetime import UTC, datetime, timedelta
@@ -177,6 +179,48 @@ def test_a_timeout_manager_that_drains_is_reported(
     ok, text = findings(ready("doctor", "--json"))["timeout manager"]
     assert not ok
     assert "No process dispatches" in text
+
+
+def test_timeouts_without_a_time_are_named_and_do_not_keep_it_from_draining(
+    ready: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given two rows without a time, as .NET's table may have them, and nothing else
+    monkeypatch.setenv("DELAYLINE_TIMEOUTS_URL", "sqlite:///delayline.db")
+    ready("setup", "--endpoint", "sales")
+    with contextlib.closing(sqlite3.connect("delayline.db")) as connection, connection:
+        for name in ("first", "second"):
+            row = (
+                str(uuid.uuid4()),
+                "billing",
+                None,
+                b"",
+                None,
+                json.dumps({"NServiceBus.MessageId": name}),
+                "6.6.5.0",
+            )
+            connection.execute('INSERT INTO "sales_TimeoutData" VALUES (?, ?, ?, ?, ?, ?, ?)', row)
+    # Then it is drained, its table stays, and doctor and pending name the rows
+    ran = ready("doctor", "--json")
+    assert ran.code == 1
+    ok, text = findings(ran)["timeout manager"]
+    assert (ok, "empty." in text, "table" in text) == (True, True, False)
+    ok, text = findings(ran)["timeouts without a time"]
+    assert not ok
+    assert all(part in text for part in ("2 in table sales_TimeoutData", "first", "second", "delayline reschedule ID"))
+    for words in (("pending", "--timeouts"), ("pending", "--timeouts", "--count")):
+        said = ready(*words).out
+        assert all(part in said for part in ("first", "second", "2 without a time", "delayline cancel ID")), said
+        assert "no pending" not in said
+    listed = json.loads(ready("pending", "--timeouts", "--json").out)["pending"]
+    assert {entry["id"]: entry["due"] for entry in listed} == {"first": None, "second": None}
+    assert "no pending messages" in ready("pending", "--timeouts", "--destination", "shipping").out
+    # When one is deleted and the other one has got a time
+    assert ready("cancel", "first", "--timeouts").code == 0
+    assert ready("reschedule", "second", "--delay", "1h", "--timeouts").code == 0
+    # Then it waits as any other
+    ran = ready("doctor", "--json")
+    assert "timeouts without a time" not in findings(ran)
+    assert findings(ran)["timeout manager"][1].startswith("1 timeouts wait")
 
 
 def test_a_timeout_manager_of_which_nothing_is_left(

@@ -420,6 +420,38 @@ async def test_pending_messages_are_listed_cancelled_and_rescheduled(
         assert [one.id for one in await endpoint.delayed.pending()] == ["a"]
 
 
+@pytest.mark.parametrize("product", ["postgresql", "mariadb"])
+async def test_rows_without_a_time_are_named_at_the_start_and_hold_up_no_others(
+    product: str, request: pytest.FixtureRequest
+) -> None:
+    # Given a table of .NET's with a row without a time, and one that is due
+    url = request.getfixturevalue(f"{product}_url")
+    quote = '"' if product == "postgresql" else "`"
+    insert = f"insert into {quote}Sales_Eu_TimeoutData{quote} values (%s, %s, %s, %s, %s, %s, %s)"  # noqa: S608
+    overdue = datetime.now(UTC).replace(tzinfo=None, microsecond=0) - SECOND
+    rows = [
+        (str(uuid.uuid4()), "Sales.Eu", None, b"", time, json.dumps({"NServiceBus.MessageId": name}), "6.2.0.0")
+        for name, time in (("never", None), ("due", overdue))
+    ]
+    run_sql(product, url, *((statement, ()) for statement in DDL[product]), *((insert, row) for row in rows))
+    delivery = TimeoutManagerDelivery(SqlTimeoutPersister(url))
+    endpoint = Endpoint("Sales.Eu", transport=SqlTransport(url), delayed_delivery=delivery)
+    arrivals = Arrivals(endpoint)
+    # When the endpoint starts
+    with Signals() as signals:
+        async with endpoint:
+            # Then the one that is due comes, and the other one is named
+            assert await arrivals.number(1) == ["due"]
+            [warning] = signals.records(Event.WITHOUT_TIME)
+            assert "Sales_Eu_TimeoutData" in warning.getMessage()
+            assert "never" in warning.getMessage()
+            assert "delayline reschedule ID" in warning.getMessage()
+            # And it comes too, once it is given a time
+            assert [message.id for message in await delivery.persister.without_time()] == ["never"]  # type: ignore[attr-defined]
+            assert await endpoint.delayed.reschedule("never", datetime.now(UTC)) is Outcome.DONE
+            assert await arrivals.number(2) == ["due", "never"]
+
+
 @pytest.mark.parametrize("product", ["sqlite", "postgresql", "mariadb"])
 async def test_destinations_that_differ_in_case_only_are_listed_apart(
     product: str, request: pytest.FixtureRequest, tmp_path: Path

@@ -33,8 +33,11 @@ def headers(expire: object) -> str:
         (timedelta(milliseconds=873), timedelta(milliseconds=873)),
         (timedelta(milliseconds=-400), timedelta(0)),  # MySQL rounds up as well
         (timedelta(milliseconds=1999), timedelta(milliseconds=1999)),
-        (timedelta(seconds=2), timedelta(0)),  # of another time, as after a reschedule
-        (timedelta(days=-3000), timedelta(0)),
+        (timedelta(seconds=-1), timedelta(0)),
+        (timedelta(seconds=-1.1), LOST),  # of another time
+        (timedelta(seconds=2), LOST),
+        (timedelta(days=-3000), LOST),
+        (timedelta(days=25_000), LOST),
     ],
 )
 def test_the_later_of_both_times_counts_where_they_are_close(
@@ -45,9 +48,12 @@ def test_the_later_of_both_times_counts_where_they_are_close(
     assert times.exact(KEPT, headers(expire).encode()) == TIME + due
 
 
-@pytest.mark.parametrize("odd", ["", "soon", "2026-11-23 05:51:38:99999 Z", "9999-99-99 99:99:99:999999 Z"])
-def test_a_damaged_header_changes_nothing(times: TimeoutTimes, odd: str) -> None:
-    assert times.exact(KEPT, headers(odd)) == TIME
+@pytest.mark.parametrize(
+    "odd",
+    ["", "soon", "2026-11-23 05:51:38,99999", "2026-11-23 05:51:38:99999 Z", "9999-99-99 99:99:99:999999 Z", "\0" * 28],
+)
+def test_a_damaged_header_is_no_header(times: TimeoutTimes, odd: str) -> None:
+    assert times.exact(KEPT, headers(odd)) == TIME + LOST
 
 
 @pytest.mark.parametrize("found", [None, "", "{}", "no json", b"\xff\xfe", headers(17), headers(None)])

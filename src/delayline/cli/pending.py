@@ -16,6 +16,7 @@ from delayline.delayed.store import Outcome, SupportsClock
 from delayline.opening import open_waiting
 from delayline.outgoing import due_time
 from delayline.readable import in_the_future, local, relative, size
+from delayline.timeouts.persister import TO_GIVE_A_TIME, SupportsWithoutTime
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,6 +32,7 @@ timeouts_option = click.option(
 MOST = 2**31 - 1
 """Rows that every database takes as a limit."""
 WIDEST = timedelta(days=365_000)
+MOST_WITHOUT_TIME = 1000
 MEANING = {
     Outcome.DONE: "done",
     Outcome.DISPATCHING: "too late: it is being sent now",
@@ -64,9 +66,11 @@ def pending(
     if counting:
         if not timedelta(0) < bucket <= WIDEST:
             raise click.BadParameter("must be longer than zero, and 1000 years at most", param_hint="--bucket")
-        _show_counts(screen, asyncio.run(_counts(settings, bucket, timeouts=timeouts)), destination)
+        counts, without_time = asyncio.run(_counts(settings, bucket, timeouts=timeouts))
+        _show_counts(screen, counts, destination, _of(destination, without_time))
     else:
-        _show_messages(screen, asyncio.run(_messages(settings, destination, limit, timeouts=timeouts)), limit)
+        messages, without_time = asyncio.run(_messages(settings, destination, limit, timeouts=timeouts))
+        _show_messages(screen, messages, limit, _of(destination, without_time))
 
 
 @click.command(epilog=examples("delayline cancel 0197a1c5-7e52-7d3e-b7a6-0242ac120002 --endpoint sales"))
@@ -120,17 +124,39 @@ def reschedule(
 
 async def _messages(
     settings: Settings, destination: str | None, limit: int, *, timeouts: bool
-) -> Sequence[DelayedMessage]:
+) -> tuple[Sequence[DelayedMessage], Sequence[DelayedMessage]]:
     async with open_waiting(settings, timeouts=timeouts) as store:
-        return await store.pending(destination=destination, limit=limit)
+        return await store.pending(destination=destination, limit=limit), await _without_time(store)
 
 
-async def _counts(settings: Settings, bucket: timedelta, *, timeouts: bool) -> Sequence[DueCount]:
+async def _counts(
+    settings: Settings, bucket: timedelta, *, timeouts: bool
+) -> tuple[Sequence[DueCount], Sequence[DelayedMessage]]:
     async with open_waiting(settings, timeouts=timeouts) as store:
-        return await store.count_by_due(bucket)
+        return await store.count_by_due(bucket), await _without_time(store)
 
 
-def _show_messages(screen: Screen, messages: Sequence[DelayedMessage], limit: int) -> None:
+async def _without_time(store: object) -> Sequence[DelayedMessage]:
+    """Return messages that are never due, which .NET's timeouts tables may have."""
+    return await store.without_time(MOST_WITHOUT_TIME) if isinstance(store, SupportsWithoutTime) else ()
+
+
+def _of(destination: str | None, messages: Sequence[DelayedMessage]) -> Sequence[DelayedMessage]:
+    return [message for message in messages if destination in (None, message.destination)]
+
+
+def _show_without_time(screen: Screen, messages: Sequence[DelayedMessage]) -> None:
+    if not messages:
+        return
+    rows = [(message.id, message.destination, size(len(message.message.body))) for message in messages]
+    screen.table(("id without a time", "destination", "size"), rows)
+    number = f"at least {len(rows)}" if len(rows) == MOST_WITHOUT_TIME else str(len(rows))
+    screen.echo(f"{number} without a time, which are never due. {TO_GIVE_A_TIME}")
+
+
+def _show_messages(
+    screen: Screen, messages: Sequence[DelayedMessage], limit: int, without_time: Sequence[DelayedMessage]
+) -> None:
     now = datetime.now(UTC)
     rows = [
         (
@@ -145,11 +171,13 @@ def _show_messages(screen: Screen, messages: Sequence[DelayedMessage], limit: in
     ]
     if rows:
         screen.table(("id", "destination", "due", "", "retries", "size"), rows)
-    else:
+    elif not without_time:
         screen.echo("no pending messages")
     if len(rows) == limit:
         screen.echo(f"the first {limit}; see more with --limit, all with --count", "dim")
-    screen.document({"pending": [_as_document(message) for message in messages]})
+    _show_without_time(screen, without_time)
+    documents = [_as_document(message) for message in messages]
+    screen.document({"pending": documents + [_as_document(message) | {"due": None} for message in without_time]})
 
 
 def _as_document(message: DelayedMessage) -> dict[str, object]:
@@ -162,7 +190,9 @@ def _as_document(message: DelayedMessage) -> dict[str, object]:
     }
 
 
-def _show_counts(screen: Screen, counts: Sequence[DueCount], destination: str | None) -> None:
+def _show_counts(
+    screen: Screen, counts: Sequence[DueCount], destination: str | None, without_time: Sequence[DelayedMessage]
+) -> None:
     counts = [one for one in counts if destination is None or one.destination == destination]
     largest = max((one.count for one in counts), default=0)
     total = sum(one.count for one in counts)
@@ -171,6 +201,7 @@ def _show_counts(screen: Screen, counts: Sequence[DueCount], destination: str | 
         rows = [(local(one.start), one.destination, one.count, bar(one.count, largest)) for one in counts]
         screen.table(("due from", "destination", "count", ""), rows)
     screen.echo(f"{total} pending {'message' if total == 1 else 'messages'}")
+    _show_without_time(screen, without_time)
     screen.document(
         {
             "now": now.isoformat(),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from delayline.delayed.host import satellite_queues
 from delayline.errors import QueueNotFound
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from delayline.timeouts.persister import TimeoutCount
     from delayline.transport import Transport
 
+#: The most timeouts without a time whose ids are read.
+MOST_NAMED: Final = 10
+
 
 @dataclass(frozen=True, slots=True)
 class RemainingTimeouts:
@@ -31,10 +34,12 @@ class RemainingTimeouts:
     queues: Sequence[str]
     """Its existing queues."""
     table: str
+    without_time: Sequence[str] = ()
+    """The ids of timeouts without a time, the first ones."""
 
     @property
     def empty(self) -> bool:
-        """Whether no timeout and no message remains."""
+        """Whether no timeout that will be due, and no message, remains."""
         return self.queued == 0 and (self.timeouts is None or self.timeouts.number == 0)
 
 
@@ -88,6 +93,7 @@ async def remaining_timeouts(
         return RemainingTimeouts(None, queued, queues, table)
     await persister.open(endpoint_name)
     try:
-        return RemainingTimeouts(await persister.count(), queued, queues, table)
+        found = await persister.without_time(limit=MOST_NAMED)
+        return RemainingTimeouts(await persister.count(), queued, queues, table, [message.id for message in found])
     finally:
         await persister.close()

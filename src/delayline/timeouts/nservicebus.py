@@ -24,6 +24,8 @@ MAXIMUM_VERSION_LENGTH: Final = 23
 #: The value of the column PersistenceVersion; .NET writes the version of its persistence.
 PERSISTENCE_VERSION: Final = "delayline"
 SAME_TIME: Final = timedelta(seconds=2)
+#: The due time of a row without a time: .NET never dispatches it either.
+NEVER: Final = datetime.max.replace(tzinfo=UTC)
 #: The exact due time, in headers as .NET writes them in JSON.
 EXPIRE: Final = re.compile(rf'"{re.escape(TimeoutHeaders.EXPIRE)}"\s*:\s*"([^"]*)"')
 
@@ -85,22 +87,21 @@ class TimeoutTimes:
 
         Rows of delayline's own, by their version, have lost nothing: their times are rounded up.
 
-        .NET writes the exact time into a header too. A header with a time that is two seconds or more from the
-        column's is not about the same time, as after a reschedule; without a header the most that may be lost is added.
+        .NET writes the exact time into a header too. Without one, or with one that cannot be read or names another
+        time than the column can have come from, the most that may be lost is added.
         """
         time = self.read(kept)
-        if not self._lost or version == PERSISTENCE_VERSION:
+        if kept is None or not self._lost or version == PERSISTENCE_VERSION:
             return time
         text = headers.decode("utf-8", "replace") if isinstance(headers, bytes) else headers or ""
         found = EXPIRE.search(text)
-        if found is None:
-            return time + self._lost
         with contextlib.suppress(ValueError):
-            expire = from_wire_time(found[1])
-            if abs(expire - time) < SAME_TIME:
+            if found is not None and -self._lost <= (expire := from_wire_time(found[1])) - time < SAME_TIME:
                 return max(time, expire)
-        return time
+        return time + self._lost
 
     def read(self, kept: Any) -> datetime:  # noqa: ANN401 - a value of the driver
-        """Return the due time of a column's value."""
+        """Return the due time of a column's value, NEVER for NULL."""
+        if kept is None:
+            return NEVER
         return kept.replace(tzinfo=UTC) if isinstance(kept, datetime) else self._dialect.from_due(kept)

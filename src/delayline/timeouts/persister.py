@@ -13,11 +13,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import datetime
 
-    from delayline.message import Message
+    from delayline.message import DelayedMessage, Message
     from delayline.transaction import Transaction
 
 #: The saga id of a timeout that no saga requested.
 NO_SAGA: Final = uuid.UUID(int=0)
+#: What to do with a timeout without a time.
+TO_GIVE_A_TIME: Final = (
+    "Give each a time with `delayline reschedule ID --at TIME --timeouts`, or delete it with `delayline cancel ID "
+    "--timeouts`"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +207,13 @@ class SupportsTimeoutLocks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TimeoutCount:
-    """The number of stored timeouts, and the due times of the first and the last."""
+    """The number of stored timeouts that have a due time, and the due times of the first and the last."""
 
     number: int
     first: datetime | None
     last: datetime | None
+    without_time: int = 0
+    """The number of those that have none, and are never due: .NET may have left some."""
 
 
 @runtime_checkable
@@ -215,4 +222,17 @@ class SupportsCount(Protocol):
 
     async def count(self) -> TimeoutCount:
         """Count the stored timeouts, leased ones included."""
+        ...
+
+
+@runtime_checkable
+class SupportsWithoutTime(Protocol):
+    """Capability: the persister's table may have timeouts without a time, and it can name them."""
+
+    async def without_time(self, limit: int = 100) -> Sequence[DelayedMessage]:
+        """Return the messages of such timeouts, which are never due.
+
+        Args:
+            limit: The most messages to return; 1 or more.
+        """
         ...

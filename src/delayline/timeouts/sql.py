@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.schema import CreateIndex
 
-from delayline.checks import time_span
+from delayline.checks import time_span, whole_number
 from delayline.clock import EPOCH, from_microseconds, to_microseconds
 from delayline.delayed.store import DueCount, Forwarded, Outcome
 from delayline.errors import ConfigurationError, CorruptHeaders, NotStarted
@@ -42,6 +42,7 @@ from delayline.sql.transport import SqlTransport
 from delayline.timeouts.nservicebus import PERSISTENCE_VERSION, TimeoutTimes, table_prefix, timeout_table
 from delayline.timeouts.persister import (
     NO_SAGA,
+    TO_GIVE_A_TIME,
     DueTimeout,
     LockedTimeouts,
     Timeout,
@@ -71,6 +72,8 @@ MAXIMUM_REQUESTED: Final = 1000
 ACTIVE_LEASE: Final = timedelta(minutes=2)
 #: Id of the lease row that a poller locks, so that one poller at a time leases timeouts.
 POLLER_LOCK: Final = ""
+#: The most timeouts without a time that a line of the log names.
+MOST_NAMED: Final = 10
 COLUMNS: Final = ["Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion"]
 
 
@@ -107,7 +110,10 @@ class TimeoutStatements:
         self._delete_many = Prepared(delete(table).where(of_keys), sql, ["keys"])
         self._forwarding = dialect.timeout_forwarding(table, tables)
         self._first = Prepared(in_order.limit(bindparam("number")), sql, ["number"])
-        self._count = Prepared(select(func.count(), func.min(columns.Time), func.max(columns.Time)), sql, [])
+        times = (func.count(columns.Time), func.min(columns.Time), func.max(columns.Time))
+        self._count = Prepared(select(*times, func.count()), sql, [])
+        of_null = content.where(columns.Time.is_(None)).order_by(columns.Id)
+        self._without_time = Prepared(of_null.limit(bindparam("number")), sql, ["number"])
         lock_row = select(leases.c.until).where(ours, leases.c.id == bindparam("lock"))
         self._lock_row = Prepared(lock_row.with_for_update(), sql, ["store", "lock"])
         self._has_lock_row = Prepared(lock_row, sql, ["store", "lock"])
@@ -251,10 +257,13 @@ class TimeoutStatements:
 
     def count(self, connection: Connection) -> TimeoutCount:
         """Return the number of timeouts, and the due times of the first and the last."""
-        [(number, first, last)] = self._count.rows(connection)
-        if not number:
-            return TimeoutCount(0, None, None)
-        return TimeoutCount(number, *(None if one is None else self.times.read(one) for one in (first, last)))
+        [(number, first, last, rows)] = self._count.rows(connection)
+        first, last = (None if one is None else self.times.read(one) for one in (first, last))
+        return TimeoutCount(number, first, last, without_time=rows - number)
+
+    def without_time(self, connection: Connection, limit: int) -> list[Timeout]:
+        """Return timeouts whose column Time is NULL."""
+        return [self._timeout(row) for row in self._without_time.rows(connection, limit)]
 
     def _leases(self, connection: Connection, at: datetime) -> tuple[dict[str, datetime], list[str]]:
         """Return the current leases with their ends, and the ids of expired leases."""
@@ -377,6 +386,7 @@ class SqlTimeoutPersister(SqlStoreBackend):
                 await self._database.read(partial(_forget_missing_indexes, table=table))
             statements = TimeoutStatements(table, self._tables, self._database.dialect)
             await self._database.set_up(statements.lacks_lock_row, statements.set_up)
+            await self._database.read(partial(_name_those_without_time, statements=statements))
             if self._two_phase is not None:
                 await self._two_phase.start()
         except BaseException:
@@ -463,6 +473,18 @@ class SqlTimeoutPersister(SqlStoreBackend):
         """Return how many timeouts wait."""
         return await self._database.read(self._statements.count)
 
+    async def without_time(self, limit: int = 100) -> Sequence[DelayedMessage]:
+        """Return messages of the table whose column Time is NULL, which .NET may have left: they are never due.
+
+        `cancel` deletes one, `reschedule` gives it a time.
+
+        Args:
+            limit: The most messages to return; 1 or more.
+        """
+        limit = whole_number("limit", limit, at_least=1)
+        found = await self._database.read(partial(self._statements.without_time, limit=limit))
+        return [_delayed(timeout) for timeout in found]
+
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
         """Call `callback` with the new due time whenever a process reschedules a timeout."""
         return self._database.notifications.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
@@ -528,6 +550,18 @@ def _forget_missing_indexes(connection: Connection, table: Table) -> None:
         emit(logger, logging.WARNING, Event.INDEX_MISSING, text, table.name, index.name, statement)
 
 
+def _name_those_without_time(connection: Connection, statements: TimeoutStatements) -> None:
+    """Log a warning that names the rows whose time is NULL."""
+    found = statements.without_time(connection, MOST_NAMED)
+    if found:
+        text = "Table %s has timeouts whose Time is NULL, which are never due: %s%s. %s"
+        ids = ", ".join(_logical(timeout.message).id for timeout in found)
+        more = " and perhaps more" if len(found) == MOST_NAMED else ""
+        messages = tuple(map(_delayed, found))
+        table = statements.table.name
+        emit(logger, logging.WARNING, Event.WITHOUT_TIME, text, table, ids, more, TO_GIVE_A_TIME, messages=messages)
+
+
 MICROSECOND: Final = timedelta(microseconds=1)
 #: What means something in a pattern of LIKE; `[` on SQL Server only.
 LIKE_SIGNS: Final = re.compile(r"[%_/\[]")
@@ -548,7 +582,8 @@ class TimeoutManagement:
         exists = select(columns.Id).where(of_id).with_hint(self._table, *WAITING)
         self._free = Prepared(free, sql, ["key"])
         self._exists = Prepared(exists, sql, ["key"])
-        self._move = Prepared(update(self._table).where(of_id).values(Time=bindparam("at")), sql, ["at", "key"])
+        moved = {"Time": bindparam("at"), "PersistenceVersion": PERSISTENCE_VERSION}  # no longer the header's time
+        self._move = Prepared(update(self._table).where(of_id).values(moved), sql, ["at", "key"])
 
     def pending(self, connection: Connection, destination: str | None, limit: int, offset: int) -> list[DelayedMessage]:
         """Return a page of the pending messages, earliest due first."""
