@@ -317,6 +317,10 @@ class TestNamed:
             pass
         [warning] = [one for one in caplog.records if getattr(one, "event", None) == Event.DELIVERY_LIMITED]
         assert named in warning.getMessage()
+        if kind == "policies":
+            code, text = await run("rabbitmq", "verify", "--url", url)
+            assert code == 1
+            assert named in text
         # And the command in it cures it
         if kind != "argument":
             words = shlex.split(warning.getMessage().partition("rabbitmqctl ")[2])

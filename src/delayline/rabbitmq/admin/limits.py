@@ -122,6 +122,14 @@ async def read(api: ManagementApi, version: tuple[int, ...], queues: Collection[
     return {name: policies.limit_of(queue) for name, queue in facts.items()}
 
 
+async def limits_of(
+    api: ManagementApi, version: tuple[int, ...], queues: Collection[QueueFacts]
+) -> list[DeliveryLimit]:
+    """Return the limits of these queues. Raises BackendUnavailable or BackendUnusable."""
+    policies = await _policies(api, version)
+    return [policies.limit_of(queue) for queue in queues]
+
+
 async def lift(api: ManagementApi, version: tuple[int, ...], queues: Collection[str]) -> dict[str, DeliveryLimit]:
     """Set a policy for each queue that has no policy and the default limit; return the limits that are then in force.
 

@@ -55,8 +55,9 @@ async def verify(api: ManagementApi, infrastructure: DelayInfrastructure) -> lis
         checks.append(_flag(await api.version(), await api.feature_flags()))
     queues, bindings = await api.queues(), await api.bindings()
     version = version_of(await api.version())
-    caught = await limits.read(api, version, [catch_all_name(infrastructure)])
-    limited = [*await limits.read_levels(api, version, infrastructure), *caught.values()]
+    ends = [catch_all_name(infrastructure), *destinations(infrastructure, bindings)]
+    limited = await limits.read_levels(api, version, infrastructure)
+    limited += await limits.limits_of(api, version, [queues[name] for name in dict.fromkeys(ends) if name in queues])
     return [
         *checks,
         _exchanges(infrastructure, await api.exchanges()),
