@@ -21,6 +21,7 @@ from delayline.rabbitmq.amqp.channel import retrieve_exception
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.properties import message_from
 from delayline.rabbitmq.overlapping_copies import OverlappingCopies, meant_for_another
+from delayline.rabbitmq.read_ahead import ReadAhead
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
@@ -33,8 +34,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-READ_AHEAD: Final = 3
-"""How many messages a receiver holds for each that is handled at once."""
+LONGEST_WAIT: Final = 2.0
+"""Seconds without a handler that gets free after which messages that were sent ahead go back to the queue."""
+LONGEST_HELD: Final = 600.0
+"""Seconds after which a message that the error queue does not take goes back to its queue: brokers close the channel,
+and double all of its messages, if one is not acknowledged within `consumer_timeout`, 30 minutes by default."""
 MOST_UNACKNOWLEDGED: Final = 65_535
 STOP_PATIENCE: Final = 3.0
 """Seconds that each step of a stop waits for the broker."""
@@ -127,6 +131,11 @@ class RabbitMQReceiver:
         self._retries: set[asyncio.Task[None]] = set()
         self._unmoved: set[int] = set()
         self._last: dict[int, Delivery] = {}
+        self._ahead = ReadAhead()
+        self._newest = self._detached = 0
+        self._moved_on = 0.0
+        self._patience: asyncio.TimerHandle | None = None
+        self._returning: asyncio.Task[None] | None = None
         self._left_to: set[str] = set()
         self._copies = OverlappingCopies(bindings, queue, drop=self._drop_copy, keep=self._keep_copy)
         self._changed = asyncio.Event()
@@ -236,6 +245,7 @@ class RabbitMQReceiver:
             return
         self._held.discard(tag)
         self._last.pop(tag, None)
+        self._ahead.end(tag, self._time())
         if not self._acknowledged:
             flush = asyncio.create_task(self._flush())
             self._flushes.add(flush)
@@ -244,6 +254,7 @@ class RabbitMQReceiver:
 
     def _give_back(self, tag: int) -> None:
         self._held.discard(tag)
+        self._ahead.end(tag, self._time())
         if self._channel is not None:
             with contextlib.suppress(BackendUnavailable):
                 self._channel.requeue(tag)
@@ -276,6 +287,7 @@ class RabbitMQReceiver:
             self._pop()
             tag = DeliveryTag(self._number, delivered.tag)
             returns = delivered.returns if self._counted else int(delivered.redelivered)
+            self._ahead.begin(delivered.tag, self._time())
             batch.append(ReceivedMessage(message, tag, returns))
         return batch
 
@@ -302,9 +314,41 @@ class RabbitMQReceiver:
         }
         self._set_aside_soon(copy, marks)
 
+    def _time(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def _pop(self) -> None:
         self._held.add(self._buffer.popleft().tag)
         self._redelivered = max(0, self._redelivered - 1)
+        self._moved_on = self._time()
+
+    def _watch_buffer(self) -> None:
+        """See to it that messages sent ahead do not wait for long; called before one is buffered."""
+        if not self._buffer:
+            self._moved_on = self._time()
+        if self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(LONGEST_WAIT, self._return_what_waits)
+
+    def _return_what_waits(self) -> None:
+        self._patience = None
+        if self._stopped or not self._buffer:
+            return
+        left = self._moved_on + LONGEST_WAIT - self._time()
+        if left > 0:
+            self._patience = asyncio.get_running_loop().call_later(left, self._return_what_waits)
+        elif self._returning is None or self._returning.done():
+            self._returning = asyncio.create_task(self._return_buffer())
+
+    async def _return_buffer(self) -> None:
+        """Give messages that were sent ahead back to the queue; the next `receive` has the broker send fewer."""
+        async with self._opening:
+            channel = self._channel
+            if channel is None or self._stopped:
+                return
+            with contextlib.suppress(BackendUnavailable):
+                await self._cancel_consumers(channel)
+                await self._return_all(channel)
+        self._changed.set()
 
     async def _set_aside(self, delivered: Delivery, error: Exception) -> None:
         emit(logger, logging.ERROR, Event.POISON_MESSAGE, POISON, self._queue, error)
@@ -339,6 +383,7 @@ class RabbitMQReceiver:
             marks: headers to add.
             after: seconds until the first try.
         """
+        latest = self._time() + LONGEST_HELD
         while True:
             await asyncio.sleep(after)
             after = min(max(2 * after, FIRST_PAUSE), LONGEST_PAUSE)
@@ -346,6 +391,14 @@ class RabbitMQReceiver:
                 await self._move_aside(delivered, marks)
             except Exception as error:
                 emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_SET_ASIDE, self._queue, error)
+                channel = self._channel
+                if channel is not None and self._time() >= latest:
+                    self._unmoved.discard(delivered.tag)
+                    self._held.discard(delivered.tag)
+                    self._last.pop(delivered.tag, None)
+                    with contextlib.suppress(BackendUnavailable):
+                        await self._return(channel, delivered)
+                    return
             else:
                 self._unmoved.discard(delivered.tag)
                 self._done(delivered.tag)
@@ -356,24 +409,31 @@ class RabbitMQReceiver:
         async with self._opening:
             if self._stopped:
                 return
-            wanted = len(self._held) + (1 if self._one_by_one else limit)
-            if self._channel is not None and wanted <= self._capacity:
+            wanted, ahead = self._wanted(limit)
+            if self._channel is not None and wanted + ahead // 2 <= self._capacity:
                 return
             try:
-                await self._grow(wanted)
+                await self._grow(wanted + ahead)
             except NotFound as error:
                 self._forget()
                 self._lost = None
                 if not await self._restore(self._queue):
                     raise QueueNotFound(self._queue) from error
-                await self._grow(wanted)
+                await self._grow(wanted + ahead)
 
-    async def _grow(self, wanted: int) -> None:
+    def _wanted(self, limit: int) -> tuple[int, int]:
+        """Return how many messages the consumers should have sent, unacknowledged: for handlers, and ahead of them."""
+        at_work = sum(tag > self._detached for tag in self._held)
+        if self._one_by_one:
+            return at_work + 1, 0
+        wanted = min(at_work + limit, MOST_UNACKNOWLEDGED)
+        return wanted, min(self._ahead.number(wanted, self._time()), MOST_UNACKNOWLEDGED - wanted)
+
+    async def _grow(self, number: int) -> None:
         channel = self._channel
         if channel is None:
             channel = await self._open()
-        ahead = wanted if self._one_by_one else wanted * READ_AHEAD
-        more = min(ahead, MOST_UNACKNOWLEDGED) - self._capacity
+        more = number - self._capacity
         self._consumers.append(await channel.consume(self._queue, self._delivered, prefetch=more))
         self._capacity += more
 
@@ -393,6 +453,8 @@ class RabbitMQReceiver:
         """
         if self._one_by_one and not (self._counted and delivered.returns >= SUSPICIOUS):
             self._one_by_one = False
+        self._newest = delivered.tag
+        self._watch_buffer()
         if delivered.redelivered:
             self._buffer.insert(self._redelivered, delivered)
             self._redelivered += 1
@@ -402,9 +464,13 @@ class RabbitMQReceiver:
 
     def _cancelled(self) -> None:
         """Consume again: the broker ended it, because the queue was deleted or has moved to another node."""
-        self._consumers.clear()
-        self._capacity = 0
+        self._consumers_ended()
         self._changed.set()
+
+    def _consumers_ended(self) -> None:
+        """Note that what was received so far counts for no consumer."""
+        self._consumers.clear()
+        self._capacity, self._detached = 0, self._newest
 
     def _channel_ended(self, number: int, error: Exception) -> None:
         if number == self._number and self._channel is not None:
@@ -417,7 +483,8 @@ class RabbitMQReceiver:
         self._channel = None
         self._number += 1
         self._one_by_one = True
-        self._capacity = self._redelivered = 0
+        self._capacity = self._redelivered = self._newest = self._detached = 0
+        self._ahead.forget()
         self._consumers.clear()
         self._buffer.clear()
         self._held.clear()
@@ -446,8 +513,7 @@ class RabbitMQReceiver:
                 channel.acknowledge(tag)
 
     async def _stop_consuming(self, channel: Channel) -> None:
-        for consumer in self._consumers:
-            await channel.cancel(consumer)
+        await self._cancel_consumers(channel)
         for tag in self._unmoved:
             if (delivered := self._last.get(tag)) is None:
                 self._give_back(tag)
@@ -455,6 +521,15 @@ class RabbitMQReceiver:
             self._held.discard(tag)
             await self._return(channel, delivered)
         self._unmoved.clear()
+        await self._return_all(channel)
+
+    async def _cancel_consumers(self, channel: Channel) -> None:
+        for consumer in self._consumers:
+            await channel.cancel(consumer)
+        self._consumers_ended()
+
+    async def _return_all(self, channel: Channel) -> None:
+        self._redelivered = 0
         while self._buffer:
             await self._return(channel, self._buffer.popleft())
 

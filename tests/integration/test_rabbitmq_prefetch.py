@@ -1,0 +1,122 @@
+"""Messages that a receiver holds for handlers that are not free yet: few, and not for long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from typing import TYPE_CHECKING, ClassVar
+
+import pytest
+from tests.conftest import running
+from tests.eventually import eventually_async
+from tests.servers.rabbitmq import RabbitmqServer
+
+from delayline import Endpoint
+from delayline.rabbitmq import RabbitMQTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from delayline import Message, MessageContext
+
+
+@pytest.fixture(params=["", "?queue_type=classic"], ids=["quorum", "classic"])
+def url(request: pytest.FixtureRequest, rabbitmq_url: str) -> str:
+    return f"{rabbitmq_url}{request.param}"
+
+
+async def test_messages_behind_handlers_that_hang_go_back_to_the_queue(url: str) -> None:
+    """Given quick handlers, when one hangs, then the messages behind it are in the queue, for others, and come once."""
+    transport, hangs, handled = RabbitMQTransport(url), asyncio.Event(), Counter[str]()
+    endpoint = Endpoint("sales", transport=transport, concurrency=1)
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        if message.id == "hangs":
+            await hangs.wait()
+        handled[message.id] += 1
+
+    async with endpoint:
+        for number in range(100):
+            await endpoint.send("sales", b"", message_id=f"quick{number}")
+        await eventually_async(lambda: len(handled) == 100)
+        for name in ("hangs", "m1", "m2", "m3", "m4"):
+            await endpoint.send("sales", b"", message_id=name)
+
+        async def the_others_are_in_the_queue() -> bool:
+            return await transport.count("sales") == 4
+
+        await eventually_async(the_others_are_in_the_queue)
+        # And when the handler ends, each is handled
+        hangs.set()
+        await eventually_async(lambda: len(handled) == 105)
+        # And quick handlers have messages ahead again
+        for number in range(100):
+            await endpoint.send("sales", b"", message_id=f"again{number}")
+        await eventually_async(lambda: len(handled) == 205)
+    assert set(handled.values()) == {1}
+
+
+async def test_a_slow_handler_holds_no_further_message(url: str) -> None:
+    """Given a handler that takes seconds, when it has handled one message, then it holds one at a time."""
+    transport, began, go_on = RabbitMQTransport(url), asyncio.Queue[str](), asyncio.Semaphore(0)
+    endpoint = Endpoint("sales", transport=transport, concurrency=1)
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        began.put_nowait(message.id)
+        await go_on.acquire()
+
+    async with endpoint:
+        for number in range(4):
+            await endpoint.send("sales", b"", message_id=f"m{number}")
+        for left in (3, 2, 1):
+            await asyncio.wait_for(began.get(), 60)
+
+            async def others_are_in_the_queue(number: int = left) -> bool:
+                return await transport.count("sales") == number
+
+            await eventually_async(others_are_in_the_queue)
+            go_on.release()
+        go_on.release()
+        await asyncio.wait_for(began.get(), 60)
+
+
+class ImpatientServer(RabbitmqServer):
+    """A broker that takes a message back which is not acknowledged within six seconds."""
+
+    advanced: ClassVar[str] = (
+        "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 1000}, {quorum_tick_interval, 1000},"
+        " {consumer_timeout, 6000}, {channel_tick_interval, 1000}]}].\n"
+    )
+
+
+@pytest.fixture(scope="module")
+def impatient() -> Iterator[RabbitmqServer]:
+    with running(ImpatientServer) as server:
+        yield server
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [1, 3])
+async def test_messages_that_only_wait_do_not_reach_the_consumer_timeout(
+    impatient: RabbitmqServer, concurrency: int
+) -> None:
+    """Given a consumer timeout of twice a handler's time, when handlers slow down, then no message comes twice."""
+    handled, seconds = Counter[str](), {"quick": 0.0, "slow": 3.0}
+    transport = RabbitMQTransport(impatient.new_vhost())
+    endpoint = Endpoint("sales", transport=transport, concurrency=concurrency)
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        handled[message.id] += 1
+        await asyncio.sleep(seconds[message.text])
+
+    async with endpoint:
+        for number in range(50):
+            await endpoint.send("sales", "quick", message_id=f"quick{number}")
+        await eventually_async(lambda: len(handled) == 50)
+        for number in range(5 * concurrency):
+            await endpoint.send("sales", "slow", message_id=f"slow{number}")
+        await eventually_async(lambda: len(handled) == 50 + 5 * concurrency, patience=120)
+    assert set(handled.values()) == {1}
