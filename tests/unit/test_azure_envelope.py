@@ -84,6 +84,15 @@ def test_envelopes_round_trip(id: str, headers: dict[str, str], body: bytes) -> 
     assert unwrap("native", wrap(message)) == message
 
 
+@pytest.mark.parametrize("body", [b"", b"x" * LARGEST_TEXT])
+@pytest.mark.parametrize("headers", [{}, {Headers.FAILED_QUEUE: "q", "a": "\ud800"}])
+def test_an_id_that_is_no_text_is_refused(headers: dict[str, str], body: bytes) -> None:
+    """Given an id with a lone surrogate, when wrapped or checked, then the error is ours and says what is wrong."""
+    for takes in (wrap, check_size):
+        with pytest.raises(InvalidMessage, match="has an id that is no UTF-8"):
+            takes(Message("a\ud800", headers, body))
+
+
 def test_awkward_and_damaged_headers_are_kept() -> None:
     assert dict(unwrap("native", wrap(Message("m", AWKWARD_HEADERS, b""))).headers) == AWKWARD_HEADERS
     for encoded in (b"\xff{not json", b"[1]", b'{"half": "', b'{"a": "\\ud800"}'):

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ssl
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from delayline import ConfigurationError
 from delayline.rabbitmq.address import BrokerAddress, Node, Tls
@@ -140,6 +143,23 @@ def test_errors_do_not_contain_passwords(text: str) -> None:
         BrokerAddress.parse(text)
     error = f"{caught.value!r} {caught.value.__cause__!r}"
     assert all(part not in error for part in ("secr", "cret", "sec#", "ret@", "'et"))
+
+
+PARTS = st.sampled_from([
+    "amqp://", "amqps://", "host=", "hosts=", "u:p@", "h", ":5672", ":99999", ",", "/v", "?", "&", ";", "=", "%ff", "%",
+    "\ud800", "\0", "[::1]", "[", "]", "@", "#", "é", "٣", "x" * 300, "9" * 5000, "heartbeat=", "management=http://",
+    "password=", "port=", "useTls=true", "connection_timeout=", "server_timeout=nan", "verify=", "delays=", " ", "'",
+])  # fmt: skip
+
+
+@given(st.lists(PARTS | st.text(max_size=5), max_size=9).map("".join))
+def test_any_text_is_an_address_or_a_configuration_error(text: str) -> None:
+    """Given any text, when parsed, then it is refused with our error, or every use of the address works."""
+    with contextlib.suppress(ConfigurationError):
+        address = BrokerAddress.parse(text)
+        assert str(address)
+        assert address.management_url
+        assert len(address.in_turn()) == len(address.nodes)
 
 
 def test_an_address_does_not_show_its_passwords() -> None:

@@ -70,6 +70,30 @@ async def test_an_answer_to_nothing_is_ignored() -> None:
     assert batch.failures == {}
 
 
+@pytest.mark.parametrize("multiple", [True, False])
+@pytest.mark.parametrize("tag", [0, 4, 2**30, 2**63, 2**64 - 1])
+async def test_an_answer_to_what_was_never_published_is_refused(tag: int, multiple: bool) -> None:
+    """Given three publications, when the broker confirms another number, then that is an error, and settles none."""
+    confirms = Confirms()
+    batch = wrote(confirms, 3)
+    with pytest.raises(ValueError, match=f"confirms message {tag} of 3"):
+        confirms.settle(tag, multiple=multiple, acknowledged=True)
+    assert (batch.settled.done(), len(confirms)) == (False, 3)
+
+
+async def test_what_is_settled_one_by_one_is_not_looked_at_again() -> None:
+    """Given many single confirms, when a message returns, then only what is outstanding is searched for it."""
+    confirms = Confirms()
+    wrote(confirms, 1000)
+    for tag in range(1, 1001):
+        confirms.settle(tag, multiple=False, acknowledged=True)
+    batch = wrote(confirms, 1, prefix="later")
+    assert confirms._lowest == 1001
+    assert confirms.returned("", "q", "later-0", "312 NO_ROUTE")
+    confirms.settle(1001, multiple=True, acknowledged=True)
+    assert isinstance(batch.failures[0], Unroutable)
+
+
 async def test_returns_find_copies_of_one_message_one_after_the_other() -> None:
     """Given the same message three times, when it comes back twice, then two of its positions fail."""
     confirms, same = Confirms(), Publication(Message("same", {}, b""), "", "q")

@@ -50,7 +50,9 @@ class UnwrappedMessage(Message):
 
 
 def wrap(message: Message) -> str:
-    """Return the text that a queue keeps for the message; raises InvalidMessage for one that is too large for it.
+    """Return the text that a queue keeps for the message.
+
+    Raises InvalidMessage for a message that is too large for it, or whose id is no UTF-8.
 
     A failed message is shortened to fit: its stack trace is cut first.
     """
@@ -151,7 +153,12 @@ def _text(message: Message) -> str:
     except (CorruptHeaders, UnicodeEncodeError):
         encoded = base64.b64encode(message.encoded_headers).decode()
         damaged = {"MessageIntent": 1, "Headers": {}, "Body": body, "Recoverable": False, "EncodedHeaders": encoded}
-        return _encoded({"Id": message.id} | damaged)
+        try:
+            return _encoded({"Id": message.id} | damaged)
+        except UnicodeEncodeError as error:
+            raise InvalidMessage(
+                f"message {message.id!r} has an id that is no UTF-8, and queues take nothing else: give it another id"
+            ) from error
 
 
 def _encoded(wrapper: Mapping[str, Any]) -> str:

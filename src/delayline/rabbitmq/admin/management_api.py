@@ -91,7 +91,7 @@ def _understood(
     async def asked(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
         try:
             return await ask(*args, **kwargs)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (LookupError, TypeError, AttributeError, ValueError) as error:
             raise cast("ManagementApi", args[0]).not_understood() from error
 
     return asked
@@ -204,7 +204,7 @@ class ManagementApi:
     def _json(self, answer: httpx.Response) -> Any:  # noqa: ANN401 - JSON has no narrower type
         try:
             return answer.json()
-        except ValueError:
+        except (ValueError, RecursionError):
             raise self.not_understood() from None
 
     def not_understood(self) -> BackendUnusable:

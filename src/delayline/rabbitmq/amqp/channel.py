@@ -43,6 +43,7 @@ FRAME_START: Final = FRAME_OVERHEAD - 1
 METHOD_IDS: Final = 4
 CONTENT_HEAD: Final = 12
 TAG_AND_FLAG: Final = 9
+FRAME_MAX: Final = 1 << 17  # the largest frame that this side takes
 PROTOCOL: Final = b"AMQP"
 KINDS: Final = {FRAME_METHOD, FRAME_HEADER, FRAME_BODY, FRAME_HEARTBEAT}
 #: The methods that end a channel or a connection, with the reason.
@@ -313,6 +314,8 @@ def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callabl
         kind, number, size = _frame_start(data, start)
         if kind not in KINDS:
             raise ValueError(_no_frame(data[start : start + 16]))
+        if size > FRAME_MAX:
+            raise ValueError(f"a frame of {size} bytes, {data[start : start + 16]!r}")
         payload = start + FRAME_START
         end = payload + size
         if end >= length:

@@ -109,7 +109,9 @@ class Confirms:
             self._outstanding[sequence] = run
 
     def settle(self, tag: int, *, multiple: bool, acknowledged: bool) -> None:
-        """Take the broker's answer to one publication, or to all up to it."""
+        """Take the broker's answer to one publication, or to all up to it. Raises ValueError for one never written."""
+        if not 0 < tag < self._next:
+            raise ValueError(f"it confirms message {tag} of {self._next - 1} on a channel")
         outstanding = self._outstanding
         self.answers += 1
         self.refused = self.refused or not acknowledged
@@ -126,6 +128,8 @@ class Confirms:
                     run.batch.refuse(position, _rejected(run.batch.publications[position]))
                     run.batch.not_taken.append(position)
                 run.batch.settle(1)
+        while self._lowest < self._next and self._lowest not in outstanding:
+            self._lowest += 1
         if not outstanding:
             self._empty.set()
 

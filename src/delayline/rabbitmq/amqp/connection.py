@@ -14,10 +14,11 @@ from pamqp.exceptions import PAMQPException
 
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.events import Event, emit
-from delayline.rabbitmq.amqp.channel import Channel, ChannelEnded, PublishChannel, read_frames
+from delayline.rabbitmq.amqp.channel import FRAME_MAX, Channel, ChannelEnded, PublishChannel, read_frames
 from delayline.rabbitmq.amqp.confirms import Closed
 from delayline.rabbitmq.amqp.errors import none_connected, not_connected, refused_connection
 from delayline.rabbitmq.amqp.methods import ConnectionOpen
+from delayline.rabbitmq.amqp.properties import Delivery
 from delayline.rabbitmq.amqp.wire import passive_declare
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ logger = logging.getLogger("delayline.rabbitmq")
 
 MOST_CHANNELS: Final = 65_535
 WRITE_BUFFER: Final = 1 << 20  # bytes beyond which senders wait for the socket
-FRAME_MAX: Final = 1 << 17
+FRAME_MIN: Final = 1 << 12  # what the protocol asks for
 HEARTBEAT: Final = heartbeat.Heartbeat().marshal()
 CAPABILITIES: Final = {
     "publisher_confirms": True,
@@ -124,6 +125,8 @@ class AmqpConnection(asyncio.Protocol):
         tune = await self.call(
             0, commands.Connection.StartOk(client_properties=properties, mechanism="PLAIN", response=secret)
         )
+        if 0 < tune.frame_max < FRAME_MIN:
+            raise self._misunderstood(f"it takes frames of {tune.frame_max} bytes at most")
         self.frame_max = min(tune.frame_max or FRAME_MAX, FRAME_MAX)
         self._most_channels = tune.channel_max or MOST_CHANNELS
         heartbeat = self.address.short_heartbeat
@@ -239,9 +242,13 @@ class AmqpConnection(asyncio.Protocol):
         self.write(method if isinstance(method, bytes) else frame.marshal(method, channel))
         try:
             async with asyncio.timeout(self.address.server_timeout):
-                return await answer
+                answered = await answer
         except TimeoutError:
             raise self.give_up() from None
+        if not _answers(method, answered):
+            asked = getattr(method, "name", "a method")
+            raise self._misunderstood(f"{asked} was answered with {getattr(answered, 'name', 'a message')}")
+        return answered
 
     def give_up(self) -> BackendUnavailable:
         """Disconnect from a broker that has not answered within the limit, and return that error."""
@@ -259,6 +266,15 @@ class AmqpConnection(asyncio.Protocol):
             f"RabbitMQ at {self.address} was silent for {seconds:g} s: the connection is given up. What was not "
             "confirmed has an unknown outcome: it may have arrived"
         )
+
+    def _misunderstood(self, reason: str) -> BackendUnavailable:
+        """Disconnect from what sends something else than AMQP, and return that error."""
+        error = BackendUnavailable(
+            f"RabbitMQ at {self.address} does not speak AMQP 0-9-1: {reason}. Check host and port"
+        )
+        self._end(error)
+        self.abort()
+        return error
 
     # Callbacks of the event loop.
 
@@ -290,10 +306,7 @@ class AmqpConnection(asyncio.Protocol):
         try:
             self._rest = read_frames(self._rest + data if self._rest else data, self._channels, self._on_method)
         except (PAMQPException, ValueError, IndexError, OverflowError, RecursionError, struct.error) as error:
-            text = f"RabbitMQ at {self.address} does not speak AMQP 0-9-1: {error}. Check host and port"
-            self._end(BackendUnavailable(text))
-            assert self._transport is not None  # noqa: S101
-            self._transport.abort()
+            self._misunderstood(str(error))
 
     def _set_flow(self) -> None:
         if self.lost is not None or not (self._paused or self.blocked is not None):
@@ -390,6 +403,19 @@ class AmqpConnection(asyncio.Protocol):
         else:
             text = "RabbitMQ at %s takes no messages now (%s): sends wait until it does"
             emit(logger, logging.WARNING, Event.PUBLISHING_BLOCKED, text, self.address, reason, reason=reason)
+
+
+def _answers(method: frame.FrameTypes | bytes, answered: object) -> bool:
+    """Return whether this is an answer to the method."""
+    match method:
+        case header.ProtocolHeader():
+            return isinstance(answered, commands.Connection.Start)
+        case commands.Connection.StartOk():
+            return isinstance(answered, commands.Connection.Tune)
+        case commands.Basic.Get():
+            return isinstance(answered, Delivery | commands.Basic.GetEmpty)
+    expected = getattr(method, "valid_responses", None)
+    return expected is None or getattr(answered, "name", None) in expected
 
 
 def _fail(answer: asyncio.Future[Any], error: Exception) -> None:

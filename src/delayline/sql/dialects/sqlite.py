@@ -413,7 +413,7 @@ class Sqlite:
             raise ConfigurationError(
                 "an SQLite URL names a file, as in sqlite:///file.db; for memory use MemoryTransport"
             )
-        self.path = Path(url.database).resolve()
+        self.path = _path(url.database)
         self.identity = f"sqlite:{self.path}"
         self._timeout = _seconds(url)
         self._server_timeout: float | None = None
@@ -845,6 +845,16 @@ def _identity(path: Path | str) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+def _path(database: str) -> Path:
+    try:
+        path = Path(database).resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: a loop of links
+        raise ConfigurationError(f"{database!r} in the SQLite URL cannot be a file: {error}") from error
+    if not path.name:
+        raise ConfigurationError(f"{database!r} in the SQLite URL is a folder: give the path of a file")
+    return path
 
 
 def _seconds(url: URL) -> float:
