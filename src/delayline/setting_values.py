@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError
+from delayline.masking import masked as masked
 from delayline.message import UNUSABLE_IN_IDS
 from delayline.outgoing import check_endpoint_name
 from delayline.transaction import TransactionMode
@@ -178,11 +179,3 @@ def did_you_mean(word: str, known: Mapping[str, object] | tuple[str, ...]) -> st
     """Return a hint where a known word is close."""
     close = difflib.get_close_matches(word[:SHOWN], known, 1)
     return f"; did you mean {close[0]!r}?" if close else ""
-
-
-def masked(url: str) -> str:
-    """Return the URL without passwords: for people, logs and errors."""
-    url = re.sub(r"(//[^/@:]*):.*@", r"\1:***@", url)
-    return re.sub(
-        r"(?i)\b(password|passwd|pwd|secret|accountkey|sharedaccesssignature|sig|odbc_connect)=[^&;]*", r"\1=***", url
-    )

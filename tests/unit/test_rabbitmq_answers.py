@@ -241,3 +241,18 @@ async def test_answers_that_are_no_json_are_errors_of_ours(
     async with answering(answer, status, headers) as url, ManagementApi(ADDRESS, url) as api:
         with pytest.raises(kind):
             await api.queues()
+
+
+async def test_no_error_of_the_management_api_has_the_password_in_its_url() -> None:
+    """Given a user in the URL, when the API refuses, fails or is not there, then the error has no password."""
+    login = "http://admin:sesame@"
+    for status in ("401 Unauthorized", "404 Not Found", "500 Oops", "418 Teapot", "200 OK"):
+        async with answering(b"<html>", status) as url, ManagementApi(ADDRESS, login + url.partition("//")[2]) as api:
+            with pytest.raises(DelaylineError) as refused:
+                await api.queues()
+        assert "sesame" not in str(refused.value)
+        assert url in str(refused.value)
+    async with ManagementApi(BrokerAddress.parse("amqp://h?management=http://admin:sesame@127.0.0.1:1")) as api:
+        with pytest.raises(BackendUnavailable, match=r"no management API at http://127\.0\.0\.1:1: ") as gone:
+            await api.queues()
+    assert "sesame" not in str(gone.value)

@@ -23,6 +23,7 @@ from azure.storage.queue.aio import QueueServiceClient
 from delayline.azure.names import checked_sanitizer
 from delayline.checks import LoopGuard, positive_seconds
 from delayline.errors import ConfigurationError, NotStarted
+from delayline.masking import masked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -252,7 +253,7 @@ def _parts_of(url: str) -> tuple[str, str, str]:
         ) from None
     if ACCOUNT.fullmatch(parts.netloc) is None or parts.path.strip("/"):
         raise ConfigurationError(
-            f"azure://{parts.netloc.rpartition('@')[2]}{parts.path} does not name a storage account: write "
+            f"{masked(url.partition('?')[0])} does not name a storage account: write "
             "azure://ACCOUNT, 3 to 24 lower-case letters and digits, or azure:CONNECTION STRING"
         )
     if parts.query and "sig" not in query:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.bulk.cold_catalog import HOUR, ColdFile, hour_of
 from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
+from delayline.masking import masked
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -307,7 +308,5 @@ def _as_rows(rows: pa.RecordBatch | pa.Table) -> list[ColdRow]:
 
 
 def without_secrets(text: str) -> str:
-    """Return the text without keys and passwords of a URI in it."""
-    return re.sub(
-        r"//[^/@\s]*@", "//***@", re.sub(r"(?i)(access_key|secret_key|token|password)=[^&\s]*", r"\1=***", text)
-    )
+    """Return the text without keys, their names and passwords of a URI in it."""
+    return re.sub(r"//[^/@\s]*@", "//***@", masked(text))

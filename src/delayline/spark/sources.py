@@ -33,6 +33,7 @@ from pyspark.sql.window import Window
 
 from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
+from delayline.masking import masked
 from delayline.message import encode_body
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> D
     except Exception as error:  # errors of a driver come as different classes from Py4J and Spark Connect
         if isinstance(error, PySparkException) and OF_JDBC.search(str(error)) is None:
             raise
-        raise _unreadable(url.partition("?")[0], str(error)) from None
+        raise _unreadable(masked(url.partition("?")[0]), masked(str(error))) from None
 
 
 def _unreadable(url: str, text: str) -> ConfigurationError:

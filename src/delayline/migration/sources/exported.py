@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from sqlalchemy import select
 
 from delayline.errors import ConfigurationError
+from delayline.masking import masked
 from delayline.migration.collected import CollectedMessage, CollectedSource
 from delayline.migration.journal import BatchState, MigrationJournal
 from delayline.migration.source import BATCH, NUMBER
@@ -28,7 +29,7 @@ class ExportedFiles(CollectedSource):
     """The program that has written the files."""
 
     def __str__(self) -> str:
-        return f"{self.written_by}'s export {self.place}"
+        return f"{self.written_by}'s export {masked(self.place)}"
 
     @property
     def files(self) -> list[str]:
@@ -36,7 +37,7 @@ class ExportedFiles(CollectedSource):
         found = [self.place] if Path(self.place).is_file() else sorted(glob.glob(self.place))  # noqa: PTH207 - anywhere
         if not found:
             raise ConfigurationError(
-                f"there is no file {self.place}: give the path of a file written by {self.written_by}"
+                f"there is no file {masked(self.place)}: give the path of a file written by {self.written_by}"
             )
         return [str(Path(one).absolute()) for one in found]
 
