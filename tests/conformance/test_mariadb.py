@@ -37,6 +37,9 @@ class TestMariadbDelivery(OnMariadb, DeliveryConformance):
     async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
+    def urls(self, tmp_path: Path) -> tuple[str, str]:
+        return self.url, self.url
+
 
 class TestMariadbDeliveryOverTwoDatabases(OnMariadb, OtherLayout):
     """The store in one database, the queues in another: due messages pass through this process."""

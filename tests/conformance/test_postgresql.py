@@ -39,6 +39,9 @@ class TestPostgresqlDelivery(OnPostgresql, DeliveryConformance):
     async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.url), SqlDelayedMessageStore(self.url)
 
+    def urls(self, tmp_path: Path) -> tuple[str, str]:
+        return self.url, self.url
+
 
 class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, OtherLayout):
     """The store in one database, the queues in another: no common transaction, so the lower modes only."""
@@ -51,6 +54,9 @@ class TestPostgresqlDeliveryOverTwoDatabases(OnPostgresql, OtherLayout):
 
     async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
+
+    def urls(self, tmp_path: Path) -> tuple[str, str]:
+        return self.second, self.url
 
 
 class TestPostgresqlDeliveryInTwoPhases(OnPostgresql, OtherLayout):

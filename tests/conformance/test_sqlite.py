@@ -33,12 +33,18 @@ class TestSqliteDelivery(DeliveryConformance):
     async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(url(tmp_path)), SqlDelayedMessageStore(url(tmp_path))
 
+    def urls(self, tmp_path: Path) -> tuple[str, str]:
+        return url(tmp_path), url(tmp_path)
+
 
 class TestSqliteDeliveryOverTwoFiles(OtherLayout):
     """The store in one file, the queues in another: no common transaction, so the lower modes only."""
 
     async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(url(tmp_path, "queues")), SqlDelayedMessageStore(url(tmp_path, "store"))
+
+    def urls(self, tmp_path: Path) -> tuple[str, str]:
+        return url(tmp_path, "queues"), url(tmp_path, "store")
 
 
 class TestSqliteSixVerbDelivery(OtherLayout):

@@ -30,6 +30,7 @@ from delayline.message import DelayedMessage, Headers, Message, from_wire_time
 from delayline.recoverability import Recoverability
 from delayline.testing.clock import ManualClock, settle
 from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, PATIENCE, TICK, delayed
+from delayline.testing.conformance.processes import DeliveryBetweenProcesses
 from delayline.testing.conformance.store import closed, opened
 from delayline.testing.conformance.transport import nothing_left, received
 from delayline.testing.faults import FETCH, REMOVE, STORE, Fault
@@ -1153,8 +1154,17 @@ class DeliveryForwarding(DeliveryFixtures):
         assert await (await opened(forwarding.store)).next_due() is None
 
 
-class DeliveryConformance(DeliveryTiming, DeliveryFailures, DeliveryFaults, DeliveryBreakers, DeliveryForwarding):
+class DeliveryConformance(
+    DeliveryTiming,
+    DeliveryFailures,
+    DeliveryFaults,
+    DeliveryBreakers,
+    DeliveryForwarding,
+    DeliveryBetweenProcesses,
+):
     """The delivery suite of an endpoint on a transport and a store: subclass it, override `make_backends`, run pytest.
+
+    Override `urls` too where other processes can reach the two.
 
     Transaction modes that the two do not support together are reported as `not claimed`.
     """
