@@ -10,7 +10,8 @@ from tests.integration.test_rabbitmq_infrastructure import a_channel
 
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.admin.management_api import ManagementApi, Policy
+from delayline.rabbitmq.admin.limits import lift_levels
+from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, version_of
 from delayline.rabbitmq.admin.operations import (
     WINDOWS,
     Window,
@@ -45,6 +46,7 @@ async def api(rabbitmq: RabbitmqServer, address: BrokerAddress) -> AsyncIterator
 async def test_levels_are_created_and_then_nothing_is_pending(address: BrokerAddress, api: ManagementApi) -> None:
     for _ in range(2):
         await create(address, V2)
+        await lift_levels(api, version_of(await api.version()), V2)
     assert all(check.ok for check in await verify(api, V2))
     assert await pending(address, V2) == [0] * 28
 
@@ -115,6 +117,7 @@ async def test_a_blocked_level_continues_after_undeliverable_messages_are_caught
             pytest.fail(f"{caught} were caught")
 
     # And the levels are still what .NET declares; switched off, the policy is gone
+    await lift_levels(api, version_of(await api.version()), V2)
     assert all(check.ok for check in await verify(api, V2))
     assert await catch_all_off(V2, api)
     assert not await catch_all_off(V2, api)

@@ -14,6 +14,7 @@ from tests.servers.rabbitmq import RabbitmqServer
 
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.admin.limits import lift_levels
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, version_of
 from delayline.rabbitmq.admin.verification import Check, check_version, destinations, examine, verify
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
@@ -58,6 +59,7 @@ async def test_levels_that_were_declared_are_all_right(
     api: ManagementApi, channel: AbstractChannel, rabbitmq_url: str, infrastructure: DelayInfrastructure
 ) -> None:
     await declare_levels(rabbitmq_url, infrastructure)
+    await lift_levels(api, version_of(await api.version()), infrastructure)
     checks = await verify(api, infrastructure)
     assert [check for check in checks if not check.ok] == []
     assert {"version", "exchanges", "queues", "bindings", "policies"} <= set(by_name(checks))
