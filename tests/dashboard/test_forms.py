@@ -6,20 +6,28 @@ import asyncio
 import re
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from html.parser import HTMLParser
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from tests.dashboard.pages import client_of, csrf_of
 from tests.dashboard.world import fill
 
+from delayline.config import Settings
 from delayline.dashboard import Actor
-from delayline.dashboard.forms import header_lines, headers_of, instant_of, whole
+from delayline.dashboard.forms import body_of, editable, header_lines, headers_of, instant_of, whole
 from delayline.dashboard.live import Shared, event
 from delayline.dashboard.service import EndpointService
 from delayline.errors import InvalidDueTime, InvalidMessage
+from delayline.message import NO_VALUE, Message
+from delayline.sql import SqlTransport
 from delayline.testing import ManualClock
+from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
     from pathlib import Path
 
 NOW = datetime(2026, 5, 1, 9, tzinfo=UTC)
@@ -56,6 +64,105 @@ def test_another_text_is_refused_with_how_to_write_it(text: str, reason: str) ->
 def test_headers_keep_their_values_as_lines_of_a_form() -> None:
     headers = {"a": "1", "trace": "one\ntwo\r\n\\n three", "empty": "", "colon": "a: b", "path": "C:\\new\\"}
     assert headers_of(header_lines(headers).replace("\n", "\r\n")) == headers
+
+
+HEADERS = st.dictionaries(st.text(min_size=1, max_size=9) | st.just("a: b"), st.text(max_size=9), max_size=4)
+PARTS = ["\ufeff", "\r\n", "\n", "\r", " ", "a", "\0", "<", "&amp;", "\t", "\x0c", "é", "</textarea>"]
+BODIES = st.binary(max_size=20) | st.lists(st.sampled_from(PARTS), max_size=9).map("".join).map(str.encode)
+
+
+def sent(text: str) -> str:
+    """Return a field's text as a browser sends it that was given it in a page."""
+    return text.replace("\0", "\ufffd").replace("\r\n", "\n").replace("\r", "\n").replace("\n", "\r\n")
+
+
+@given(HEADERS, BODIES)
+@example({"a": "1"}, b"one\r\ntwo\r\n")
+@example({"a": "1"}, b"\xef\xbb\xbf<x>\r\n</x>")
+@example({"a": "1"}, b"\nfirst line is empty\n")
+def test_a_form_gives_back_every_byte_or_is_not_shown(headers: dict[str, str], body: bytes) -> None:
+    """Given any message, when its form is sent without an edit, then headers and body are the same to the byte."""
+    fields = editable(Message("m", headers, body))
+    if fields is not None:
+        assert headers_of(sent(fields.headers)) == headers
+        assert body_of(sent(fields.body), fields.marks) == body
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"plain", b'{"a": 1}\n', b"a\r\nb", b"\xef\xbb\xbf{}", b"\xef\xbb\xbf<a>\r\n</a>\r\n", "ä\x0c".encode()],
+)
+def test_texts_of_either_system_have_a_form(body: bytes) -> None:
+    """Given text with either end of line, with and without a byte order mark, when edited, then there is a form."""
+    assert editable(Message("m", {"a": "b: c", "d": "1\r\n2\\n"}, body)) is not None
+
+
+@pytest.mark.parametrize(
+    ("headers", "body"),
+    [
+        ({"a: b": "1"}, b""), ({" a": "1"}, b""), ({"a\nb": "1"}, b""), ({"": "1"}, b""), ({"a": "\0"}, b""),
+        ({}, b"a\rb"), ({}, b"a\r\nb\n"), ({}, b"a\nb\r\n"), ({}, b"\0"), ({}, b"\xff"), ({}, b"x" * 70_000),
+        ({"NServiceBus.FailedQ": " q"}, b""), ({"a": "\ud800"}, b""),
+    ],
+)  # fmt: skip
+def test_what_a_form_would_change_has_none(headers: dict[str, str], body: bytes) -> None:
+    assert editable(Message("m", headers, body)) is None
+
+
+class Fields(HTMLParser):
+    """What a browser would send of a page's form that nobody has edited."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: dict[str, str] = {}
+        self._area: str | None = None
+        self.feed(page.replace("\r\n", "\n").replace("\r", "\n"))
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attributes}
+        if tag == "input" and "name" in given:
+            self.found[given["name"]] = given.get("value", "")
+        elif tag == "textarea":
+            self._area = given["name"] or ""
+            self.found[self._area] = ""
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag == "textarea" and self._area is not None:
+            self.found[self._area] = self.found[self._area].removeprefix("\n").replace("\n", "\r\n")
+            self._area = None
+
+    def handle_data(self, data: str) -> None:
+        if self._area is not None:
+            self.found[self._area] += data
+
+
+@pytest.mark.parametrize("body", [b"\n a\n", b"a\r\nb", b"\xef\xbb\xbf<a b='1'>&amp;</textarea>\r\n", b"a\rb"])
+def test_an_unedited_copy_is_the_same_message(body: bytes, tmp_path: Path) -> None:
+    """Given a failed message, when its form is sent as it is, then the copy has its bytes; else there is no form."""
+    url = f"sqlite:///{tmp_path / 'delayline.db'}"
+    headers = {"a": "b: c\r\n", "empty": NO_VALUE, "NServiceBus.FailedQ": "sales"}
+
+    async def at(work: Callable[[SqlTransport], Awaitable[Any]]) -> Any:  # noqa: ANN401 - whatever the work returns
+        transport = SqlTransport(url)
+        await transport.setup_infrastructure(["sales", "error"])
+        await transport.start()
+        try:
+            return await work(transport)
+        finally:
+            await transport.stop()
+
+    settings = Settings(endpoint="sales", url=url)
+    asyncio.run(at(lambda it: it.dispatch([TransportOperation(Message("m 1", headers, body), "error")])))
+    with client_of(settings, read_only=False, authorize=lambda _: Actor("ana", may_act=True)) as client:
+        page = client.get("/errors/edit", params={"endpoint": "sales", "id": "m 1"}).text
+        if body == b"a\rb":
+            assert "A form would change this message" in page
+            assert "<textarea" not in page
+            return
+        client.post("/errors/edit", data=Fields(page).found)
+    [copy] = asyncio.run(at(lambda it: it.browse("sales", 2)))
+    assert (copy.id, copy.body) == ("m 1", body)
+    assert {name: copy.headers[name] for name in ("a", "empty")} == {"a": "b: c\r\n", "empty": ""}
 
 
 @pytest.mark.parametrize(

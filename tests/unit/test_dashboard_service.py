@@ -368,6 +368,15 @@ async def test_errors_are_grouped_with_their_trend(endpoint: Endpoint, service: 
     assert [one["id"] for one in documents] == ["a", "b", "c", "d"]
 
 
+async def test_an_export_has_every_failed_message(service: EndpointService, endpoint: Endpoint) -> None:
+    """Given more failed messages than are read to be grouped, when exported, then none is left out."""
+    number = 10_500
+    for first in range(0, number, 500):
+        batch = [TransportOperation(Message(f"m{n}", {}, b""), "error") for n in range(first, first + 500)]
+        await endpoint.transport.dispatch(batch)
+    assert {document["id"] async for document in service.export()} == {f"m{n}" for n in range(number)}
+
+
 async def test_a_group_is_retried(endpoint: Endpoint, service: EndpointService) -> None:
     await fail(endpoint, "a", ValueError("no stock"))
     await fail(endpoint, "b", ValueError("no stock"))

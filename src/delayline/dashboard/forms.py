@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import re
+from typing import TYPE_CHECKING, Final
 
-from delayline.errors import InvalidDueTime, InvalidMessage
+from delayline.dashboard.model import EditableMessage
+from delayline.errors import CorruptHeaders, InvalidDueTime, InvalidMessage
+from delayline.message import Headers
 from delayline.readable import parse_delay, parse_instant
+from delayline.recoverability import FAILURE_HEADERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import datetime
+
+    from delayline.message import Message
+
+#: Characters of the headers, and of the body, of a message that a form is shown for.
+LARGEST_FIELD: Final = 65_536
+BYTE_ORDER_MARK: Final = "\ufeff"
+BOM, CRLF = "bom", "crlf"
+#: What a form's field does not give back as it was: browsers send every end of a line as CR LF, and no NUL.
+UNFIT: Final = re.compile("[\0\r]")
 
 
 def instant_of(text: str, now: datetime) -> datetime:
@@ -37,6 +50,39 @@ def whole(text: str, name: str, largest: int) -> int:
     if not text.isascii() or not text.isdigit() or len(text) > 12 or not 1 <= int(text) <= largest:
         raise InvalidMessage(f"{name} must be a number from 1 to {largest:,}, not {text[:20]!r}")
     return int(text)
+
+
+def editable(message: Message) -> EditableMessage | None:
+    """Return a message as the fields of a form; None where the form would not give back every byte."""
+    try:
+        headers, text = dict(message.headers), message.body.decode()
+    except (CorruptHeaders, UnicodeDecodeError):
+        return None
+    kept = {name: value for name, value in headers.items() if not name.startswith(FAILURE_HEADERS)}
+    lines, marks = header_lines(kept), []
+    if text.startswith(BYTE_ORDER_MARK):
+        text = text.removeprefix(BYTE_ORDER_MARK)
+        marks.append(BOM)
+    if text.count("\r\n") == text.count("\n") > 0:
+        text = text.replace("\r\n", "\n")
+        marks.append(CRLF)
+    found = EditableMessage(headers.get(Headers.FAILED_QUEUE, ""), lines, text, " ".join(marks))
+    try:
+        fits = headers_of(lines) == kept and body_of(text, found.marks) == message.body
+        f"{lines}{message.id}".encode()
+    except (InvalidMessage, UnicodeEncodeError):
+        return None
+    one_line = f"{found.to}{message.id}"
+    fits = fits and found.to == found.to.strip() and "\n" not in one_line
+    fields = (one_line, lines, text)
+    return found if fits and all(len(field) <= LARGEST_FIELD and not UNFIT.search(field) for field in fields) else None
+
+
+def body_of(text: str, marks: str) -> bytes:
+    """Return the body of a form's field, with the marks of `editable`."""
+    plain = text.replace("\r\n", "\n")
+    ended = plain.replace("\n", "\r\n") if CRLF in marks.split() else plain
+    return f"{BYTE_ORDER_MARK if BOM in marks.split() else ''}{ended}".encode()
 
 
 def header_lines(headers: Mapping[str, str]) -> str:

@@ -266,6 +266,18 @@ class HeaderRow:
 
 
 @dataclass(frozen=True, slots=True)
+class EditableMessage:
+    """A failed message as the fields of a form, which give back the same bytes where they are not edited."""
+
+    to: str
+    headers: str
+    """A header a line, without those that describe the failure."""
+    body: str
+    marks: str
+    """What the body has beside its text: `bom`, `crlf`, both or none."""
+
+
+@dataclass(frozen=True, slots=True)
 class MessageDetails:
     """One message with headers and body."""
 
@@ -279,6 +291,8 @@ class MessageDetails:
     """Why the headers cannot be read; None if they can."""
     body: Body
     message_type: str
+    editable: EditableMessage | None = None
+    """The message as fields of a form; None where a form would change it."""
 
 
 class Action(StrEnum):

@@ -18,7 +18,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 
 from delayline.dashboard import charts
 from delayline.dashboard.contents import FORMS, Form
-from delayline.dashboard.forms import header_lines, headers_of, instant_of, whole
+from delayline.dashboard.forms import body_of, headers_of, instant_of, whole
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
 from delayline.dashboard.model import (
     Action,
@@ -39,7 +39,6 @@ from delayline.dashboard.service import HIGHEST_RATE, MOST_CHANGED, EndpointServ
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, Headers
 from delayline.readable import parse_delay, parse_instant
-from delayline.recoverability import FAILURE_HEADERS
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:
@@ -280,21 +279,6 @@ class Pages:
         """Show a failed message as a form."""
         service, message_id = self._service(request), _id(request.query_params)
         found = await _attempt(service.error(message_id, form="text"))
-        context: dict[str, Any] = {"obstacle": None, "to": "", "lines": ""}
-        if isinstance(found, MessageDetails):
-            headers = {one.name: one.value for one in found.headers}
-            context["to"] = headers.get(Headers.FAILED_QUEUE, "")
-            kept = {name: value for name, value in headers.items() if not name.startswith(FAILURE_HEADERS)}
-            context["lines"] = header_lines(kept)
-            if (
-                found.damaged
-                or found.body.cut
-                or found.body.kind not in ("text", "empty")
-                or any(one.cut for one in found.headers)
-            ):
-                context["obstacle"] = (
-                    "This message is too large for a form, or is not text: it can be retried as it is, or exported."
-                )
         return self._page(
             request,
             "error_edit.html",
@@ -303,7 +287,6 @@ class Pages:
             endpoint=service,
             found=found,
             id=message_id,
-            **context,
         )
 
     async def life(self, request: Request) -> Response:
@@ -412,9 +395,9 @@ class Pages:
     async def edit(self, request: Request) -> Response:
         """Send an edited copy of a failed message, and remove the message."""
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
-        headers, body = headers_of(form.get("headers", "")), form.get("body", "").replace("\r\n", "\n")
+        headers, body = headers_of(form.get("headers", "")), body_of(form.get("body", ""), form.get("marks", ""))
         to = form.get("to", "").strip() or None
-        outcome = await service.edit(form.get("id", ""), headers=headers, body=body.encode(), to=to, actor=actor)
+        outcome = await service.edit(form.get("id", ""), headers=headers, body=body, to=to, actor=actor)
         return self._outcome(request, [outcome], "/errors", service)
 
     async def purge(self, request: Request) -> Response:

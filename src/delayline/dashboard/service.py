@@ -36,6 +36,7 @@ from delayline.dashboard.contents import (
     place_of,
     wire_time,
 )
+from delayline.dashboard.forms import editable
 from delayline.dashboard.live import Shared
 from delayline.dashboard.model import (
     Action,
@@ -149,6 +150,8 @@ PASS_SECONDS: Final = 600.0
 MOST_GROUPED: Final = 10_000
 #: Failed messages that are read where each has to be taken from the broker and given back.
 MOST_TAKEN: Final = 1_000
+#: More than a queue has.
+ALL: Final = 2**31
 #: Days of the trend of failures.
 TREND: Final = 14
 #: Destinations that a forecast shows by name.
@@ -508,9 +511,9 @@ class EndpointService:
         return [ActionOutcome("", done=True, text=f"{number} deleted")]
 
     async def export(
-        self, group: str | None = None, *, limit: int = MOST_GROUPED
+        self, group: str | None = None, *, limit: int | None = None
     ) -> AsyncGenerator[Mapping[str, object], None]:
-        """Yield failed messages as documents with id, headers and body (Base64 where it is not text)."""
+        """Yield all failed messages as documents with id, headers and body (Base64 where it is not text)."""
         async for message in self._failed(group, limit):
             yield exported(message)
 
@@ -1052,21 +1055,28 @@ class EndpointService:
                 job.problems.append(f"{message_id}: {outcome.text}")
             job.shown = replace(job.shown, failed=job.shown.failed + 1, problems=tuple(job.problems))
 
-    async def _failed(self, group: str | None, most: int) -> AsyncGenerator[Message, None]:
-        """Yield failed messages, oldest first; where the broker has to give them back, the first thousand."""
+    async def _failed(self, group: str | None, most: int | None) -> AsyncGenerator[Message, None]:
+        """Yield failed messages, oldest first.
+
+        Args:
+            group: The group's key; None for all.
+            most: How many to look at; where the broker has to give them back, a thousand at most. None for all.
+        """
         queues, number = await self._managed_queues(), 0
         transport = await self._opened_transport()
-        if not isinstance(transport, SupportsTransportTransactions):
-            for message in await queues.browse(self._error_queue, min(most, MOST_TAKEN)):
+        shared = isinstance(transport, SupportsTransportTransactions)
+        if not shared and (most is not None or not isinstance(transport, SupportsQueuePass)):
+            for message in await queues.browse(self._error_queue, ALL if most is None else min(most, MOST_TAKEN)):
                 if group in (None, group_key(message)):
                     yield message
             return
-        async for message in error_queue.browse(queues, self._error_queue):
-            if group in (None, group_key(message)):
-                yield message
-            number += 1
-            if number >= most:
-                return
+        async with contextlib.aclosing(error_queue.browse(queues, self._error_queue)) as messages:
+            async for message in messages:
+                if group in (None, group_key(message)):
+                    yield message
+                number += 1
+                if number == most:
+                    return
 
     async def _error_groups(self) -> ErrorGroups:
         queues = await self._managed_queues()
@@ -1104,7 +1114,8 @@ class EndpointService:
         if message is None:
             return None
         headers, _ = headers_of(message)
-        return details(message, headers.get(Headers.FAILED_QUEUE, ""), None, 0, len(message.body), form)
+        found = details(message, headers.get(Headers.FAILED_QUEUE, ""), None, 0, len(message.body), form)
+        return replace(found, editable=editable(message))
 
     async def _held(
         self, transport: Transport, group: str | None, rate: float
@@ -1178,7 +1189,9 @@ class EndpointService:
         if not destination:
             text = f"it has no {Headers.FAILED_QUEUE} header: name the queue to send it to"
             return ActionOutcome(message.id, done=False, text=text)
-        copy = Message(message.id, dict(headers), body).with_headers({}, without=FAILURE_HEADERS)
+        kept = headers_of(message)[0]  # a header without a value stays one: a form cannot tell it from an empty text
+        same = {name: kept[name] if kept.get(name) == value else value for name, value in headers.items()}
+        copy = Message(message.id, same, body).with_headers({}, without=FAILURE_HEADERS)
         transport = await self._opened_transport()
         return _of_retry(await error_queue.replace(transport, self._error_queue, held, copy, destination))
 
