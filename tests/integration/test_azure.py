@@ -24,6 +24,7 @@ from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTr
 from delayline.azure.envelope import unwrap, wrap
 from delayline.azure.names import delays_name, message_key, place_key
 from delayline.delayed.store import Outcome
+from delayline.errors import DispatchFailed, QueueNotFound
 from delayline.testing import ManualClock, Signals
 from delayline.testing.conformance.messages import delayed
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
@@ -488,3 +489,49 @@ async def test_an_index_row_of_another_message_hides_no_message(
     assert [message.id for message in await store.pending()] == ["other", "mine"]
     assert await store.cancel("mine") is Outcome.DONE
     assert [message.id for message in await store.pending()] == ["other"]
+
+
+async def test_a_missing_queue_is_asked_for_once_a_second_and_found_when_it_is_made(
+    azure_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a queue that does not exist, and one that does
+    asked: list[str] = []
+    send = QueueClient.send_message
+
+    async def counted(client: QueueClient, *arguments: object, **options: object) -> object:
+        asked.append(client.queue_name)
+        return await send(client, *arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(QueueClient, "send_message", counted)
+    transport = AzureStorageQueueTransport(azure_url)
+    await transport.setup_infrastructure(["there"])
+    await transport.start()
+    # When many messages for both are sent together
+    names = ["gone", "there"] * 200
+    operations = [TransportOperation(Message(str(number), {}, b""), name) for number, name in enumerate(names)]
+    with pytest.raises(DispatchFailed) as failed:
+        await transport.dispatch(operations)
+    # Then those for the missing one fail, few of which were asked for, and the others are sent
+    assert {names[position] for position in failed.value.failures} == {"gone"}
+    assert all(isinstance(error, QueueNotFound) for error in failed.value.failures.values())
+    assert len(failed.value.failures) == asked.count("there") == 200
+    assert asked.count("gone") < 150
+    # When another process makes it
+    other = AzureStorageQueueTransport(azure_url)
+    await other.setup_infrastructure(["gone"])
+
+    # Then it is found within a second or so
+    async def arrives() -> bool:
+        try:
+            await transport.dispatch(operations[:1])
+        except DispatchFailed:
+            return False
+        return True
+
+    await eventually_async(arrives, "the queue is found")
+    # And at once where this one makes it
+    with pytest.raises(DispatchFailed):
+        await transport.dispatch([TransportOperation(Message("n", {}, b""), "new")])
+    await transport.setup_infrastructure(["new"])
+    await transport.dispatch([TransportOperation(Message("n", {}, b""), "new")])
+    await transport.stop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import pytest
 from tests.unit.conftest import SCOPES, Scenario, build, delayed, sent_to
 
 from delayline import BackendUnavailable, Endpoint, MemoryTransport, StoredDelivery, TransactionMode
+from delayline.errors import DispatchFailed
 from delayline.spi import Transaction
 from delayline.testing import Fault, FaultyTransport
 from delayline.testing.clock import settle
@@ -217,6 +219,56 @@ async def test_a_failure_that_cannot_be_counted_holds_up_no_others(clock: Manual
         await clock.advance(1)
     assert scenario.critical == []
     await scenario.endpoint.stop()
+
+
+@pytest.mark.parametrize("retries", [0, 5])
+async def test_many_messages_that_fail_do_not_hold_up_those_due_after_them(clock: ManualClock, retries: int) -> None:
+    """Where moving one to the error queue takes a request, as on Azure, hundreds would take seconds."""
+    # Given 300 messages to missing queues or of failing sends
+    scenario = scenario_of(clock, "no transaction", number_of_retries=retries)
+    scenario.faults.inject(
+        Fault("dispatch", lambda sent: DispatchFailed(dict.fromkeys(range(len(sent)), BOOM)), when=sent_to("bad"))
+    )
+    await scenario.transport.setup_infrastructure(["bad"])
+    await scenario.put(*[delayed(f"{number:03}", to="bad" if retries else "nowhere") for number in range(300)])
+    # When another one is due while the first of them are recovered
+    recovered: list[int] = []
+    step, size = ("retry_many", 1) if retries else ("dispatch", 32)
+
+    def note() -> None:
+        recovered.append(size)
+        if len(recovered) == 1:
+            with contextlib.suppress(StopIteration):  # a store in memory does not wait
+                scenario.put(delayed("good")).send(None)
+
+    seen: list[int] = []
+    scenario.faults.inject(
+        Fault(step, before=note, when=None if retries else sent_to("error")),
+        Fault("dispatch", before=lambda: seen.append(sum(recovered)), when=sent_to("out")),
+    )
+    await start(scenario)
+    # Then they leave before most of those have been recovered
+    assert await scenario.ids("out") == ["good"]
+    assert len(seen) == 1
+    assert seen[0] <= 96
+    # And all of these are recovered, once each
+    await clock.advance(120)
+    assert sorted(await scenario.ids("error")) == [f"{number:03}" for number in range(300)]
+    assert await scenario.pending() == []
+    await scenario.endpoint.stop()
+
+
+async def test_failures_left_at_a_stop_are_free_for_others(clock: ManualClock) -> None:
+    scenario = scenario_of(clock, "no transaction")
+    await scenario.put(*[delayed(f"{number:03}", to="nowhere") for number in range(100)])
+    await start(scenario)
+    await scenario.endpoint.stop()
+    moved = await scenario.ids("error")
+    async with scenario.endpoint:
+        await clock.advance(1)
+        assert len(await scenario.ids("error")) == 100
+    assert set(moved) <= set(await scenario.ids("error"))
+    assert await scenario.pending() == []
 
 
 @APART

@@ -46,6 +46,8 @@ SEVEN_DAYS: Final = timedelta(days=7)
 SENT_AT_ONCE: Final = 32
 FOR_EVER: Final = -1
 LONGEST_LIFE: Final = 2**31 - 1  # seconds
+#: Seconds for which a queue that does not exist is not asked for again.
+MISSING_FOR: Final = 1.0
 #: How long a walk through a queue hides messages from others, at most.
 WALK: Final = 60
 #: How many addresses are compared with new ones; those of replies come from outside.
@@ -97,6 +99,8 @@ class AzureStorageQueueTransport:
         self._slots = asyncio.Semaphore(SENT_AT_ONCE)
         self._clients: dict[str, QueueClient] = {}
         self._events: dict[str, asyncio.Event] = {}
+        self._missing: dict[str, float] = {}
+        """Queues that did not exist a moment ago, and until when that is taken for granted."""
         self._seen: dict[tuple[str, str], list[tuple[str, str]]] = {}
 
     @property
@@ -149,6 +153,7 @@ class AzureStorageQueueTransport:
         """Undo one `start`."""
         self._requests.begin()
         self._clients.clear()
+        self._missing.clear()
         await self._account.close()
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
@@ -271,11 +276,31 @@ class AzureStorageQueueTransport:
             emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
             return
         text = wrap(message)
-        async with self._asking("send to", queue, self._slots):
-            await client.send_message(text, time_to_live=_life(span))
+        name = client.queue_name
+        try:
+            async with self._asking("send to", queue, self._slots):
+                self._check_not_missing(queue, name)
+                await client.send_message(text, time_to_live=_life(span))
+        except QueueNotFound:
+            self._missing.setdefault(name, asyncio.get_running_loop().time() + MISSING_FOR)
+            raise
+        self._missing.pop(name, None)
         self._event_of(queue).set()
 
+    def _check_not_missing(self, queue: str, name: str) -> None:
+        """Raise QueueNotFound if the queue did not exist a moment ago; once that is over one send at a time asks."""
+        if not self._missing:
+            return
+        now = asyncio.get_running_loop().time()
+        if now < self._missing.get(name, 0.0):
+            raise QueueNotFound(queue)
+        for other in [other for other, until in self._missing.items() if until <= now - MISSING_FOR]:
+            del self._missing[other]
+        if name in self._missing:
+            self._missing[name] = now + MISSING_FOR
+
     async def _create(self, name: str) -> None:
+        self._missing.pop(name, None)
         async with self._requests.ask(f"create queue {name!r}"):
             try:
                 await self._account.clients.queues.create_queue(name)

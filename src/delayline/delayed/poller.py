@@ -172,8 +172,7 @@ class Poller:
             self._remove_failed(error)
 
     async def _poll(self) -> None:
-        await self._mover.end_set_aside(self._clock.now())
-        if not await self._remove_sent():
+        if not await self._finish_earlier():
             return
         if self._mover.has_prefetched and await self._dispatch_due(self._clock.now()):
             return
@@ -184,18 +183,29 @@ class Poller:
         if due is not None and due <= now:
             if await self._dispatch_due(now):
                 self._looks_after = LOCKED_ELSEWHERE
-            elif known is None or self._mover.set_aside_until is not None:
+            elif not self._mover.has_failures and (known is None or self._mover.set_aside_until is not None):
                 await self._sleep_while_locked(now)
             return
         self._singles_left = 0
         self._fetch_breaker.success()
         if self._observer is not None:
             self._observer.polled(0, None)
+        if self._mover.has_failures:
+            return
         latest = min(now + self._maximum_sleep, self._mover.set_aside_until or LATEST)
         if due is None or due > latest:
             await self._sleep_until(latest)
         elif await self._sleep_until(due):
             self._known = Forwarded(0, due)
+
+    async def _finish_earlier(self) -> bool:
+        """Finish what is left of earlier batches, some of it, and return whether another one may be moved."""
+        await self._mover.end_set_aside(self._clock.now())
+        if not await self._remove_sent():
+            return False
+        if self._mover.has_failures:
+            await self._recover_some()
+        return True
 
     async def _dispatch_due(self, now: datetime) -> int:
         """Move one batch and return its size; failures of the batch are handled here."""
@@ -283,6 +293,18 @@ class Poller:
         else:
             self._singles_left = max(0, self._singles_left - 1)
             await self._mover.recover(batch, error)
+
+    async def _recover_some(self) -> None:
+        """Recover some of the messages that failed in an earlier batch."""
+        batch = Batch()
+        try:
+            await self._mover.recover_some(batch, self._clock.now())
+        except Exception as error:
+            self._remove_failed(error)
+            batch.backend_error = error
+        await self._release(batch.kept)
+        if batch.backend_error is not None:
+            await self._back_end_failed(batch.backend_error)
 
     async def _find_unremovable(self) -> Exception | None:
         """Remove the messages that were sent one by one, and return the error that none of them could be."""
@@ -402,6 +424,12 @@ class Poller:
 
 #: How long a prefetched batch may be used: a store's lock may be a lease, and a transport may block for minutes.
 FRESH: Final = timedelta(seconds=5)
+#: Failed messages that are recovered before the next batch is fetched, where their claims outlast a batch; fewer if
+#: that takes more than so many seconds ...
+RECOVERED_AT_ONCE: Final = 32
+RECOVERED_WITHIN: Final = 0.25
+#: ... while there are not more than this, as a claim may end after a minute.
+MOST_FAILURES: Final = 1000
 #: The most transactions kept open to lock messages that are set aside ...
 MOST_LOCKED: Final = 8
 #: ... and how long each stays open at most, once there are so many.
@@ -520,6 +548,9 @@ class Mover:
         self._prefetches = prefetches and not scope.shared
         self._aside = SetAside() if aside is None else aside
         self._prefetch: asyncio.Task[FetchedBatch] | None = None
+        #: What has failed and is recovered between later batches, so that these are not held up.
+        self._failures: Failures = []
+        self._at_once = RECOVERED_AT_ONCE
         #: What a batch has sent outside a transaction, until it is removed.
         self._sent: list[DelayedMessage] = []
         self._unreleased: list[DelayedMessage] = []
@@ -533,6 +564,20 @@ class Mover:
     def set_aside_until(self) -> datetime | None:
         """When the first message that is set aside is tried again; None for never."""
         return self._aside.first_end
+
+    @property
+    def has_failures(self) -> bool:
+        """Whether messages that have failed are still to be recovered."""
+        return bool(self._failures)
+
+    async def recover_some(self, batch: Batch, now: datetime) -> None:
+        """Recover a few of the messages that have failed. Raises the error of removing them from the store."""
+        failures, self._failures = self._failures[: self._at_once], self._failures[self._at_once :]
+        began = time.monotonic()
+        async with self._removing(batch, now):
+            await self._finish(batch, failures, None)
+        quick = time.monotonic() - began < RECOVERED_WITHIN
+        self._at_once = min(2 * self._at_once, RECOVERED_AT_ONCE) if quick else max(1, self._at_once // 2)
 
     @property
     def has_prefetched(self) -> bool:
@@ -752,6 +797,9 @@ class Mover:
             text = "dispatched %d messages"
             emit(logger, logging.DEBUG, Event.DISPATCHED, text, len(sent), messages=sent, count=len(sent))
         batch.sent += before
+        if self._scope.begin is None and len(failures) + len(self._failures) <= MOST_FAILURES:
+            self._failures += failures[self._at_once :]
+            failures = failures[: self._at_once]
         await self._finish(batch, failures, transaction)
 
     async def _finish(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
