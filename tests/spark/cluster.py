@@ -52,7 +52,8 @@ class Cluster:
             "SPARK_DAEMON_MEMORY": "256m",
             "SPARK_DAEMON_JAVA_OPTS": JAVA,
         }
-        self.archive = self._build()
+        self.wheel = self._build()
+        self.archive = Path(shutil.copy(self.wheel, self.folder / "delayline.zip"))
 
     def __enter__(self) -> Cluster:
         ports = ["--webui-port", "0", "--host"]
@@ -82,12 +83,14 @@ class Cluster:
         """Return where a worker keeps what its executors got and said."""
         return self.folder / f"work-{number}"
 
-    def submit(self, program: str, *arguments: str, conf: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
-        """Run a program through spark-submit, which ships delayline to the executors as a zip."""
+    def submit(
+        self, program: str, *arguments: str, conf: Sequence[str] = (), shipped: Path | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a program through spark-submit, which ships delayline as a zip, or the file that is given."""
         job = self.folder / "job.py"
         job.write_text(program)
         settings = ["spark.executor.memory=512m", f"spark.executor.extraJavaOptions={JAVA}", *SETTINGS, *conf]
-        command = [str(BIN / "spark-submit"), "--master", self.url, "--py-files", str(self.archive)]
+        command = [str(BIN / "spark-submit"), "--master", self.url, "--py-files", str(shipped or self.archive)]
         command += [word for one in settings for word in ("--conf", one)]
         return subprocess.run(
             [*command, str(job), *arguments],
@@ -117,7 +120,7 @@ class Cluster:
         command = [*map(str, uv), "build", "--quiet", "--wheel", "--out-dir", str(self.folder / "dist")]
         subprocess.run([*command, str(ROOT)], check=True, timeout=120)
         [wheel] = (self.folder / "dist").glob("*.whl")
-        return Path(shutil.copy(wheel, self.folder / "delayline.zip"))
+        return wheel
 
     def _start(self, name: str, kind: str, *arguments: str) -> None:
         with (self.folder / f"{name}.log").open("wb") as log:

@@ -75,7 +75,11 @@ def test_jobs_run_on_a_cluster_and_tasks_that_are_run_twice_count_once(store: St
     with Cluster(tmp_path) as cluster:
         conf = [f"spark.speculation{one}" for one in SPECULATION]
         done = cluster.submit(PROGRAM, json.dumps(commands), store.url, str(flag), str(ROWS), conf=conf)
-    assert done.returncode == 0, done.stderr[-3000:]
+        # And once more by a driver that got the wheel, which Spark itself does not put on the executors' path
+        by_wheel = cluster.submit(PROGRAM, "[]", store.url, str(flag), str(ROWS), shipped=cluster.wheel)
+    for one in (done, by_wheel):
+        assert one.returncode == 0, one.stderr[-3000:]
+    assert '{"twice": 0}' in by_wheel.stdout.splitlines()  # its messages wait already
     twice, in_files, scheduled, totals = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
     # Then both workers got delayline, a task was run twice, and each of its messages is there once
     assert all(list(cluster.work(number).rglob(cluster.archive.name)) for number in range(WORKERS))

@@ -280,8 +280,8 @@ def check_input(run: str, kept: str | None, rows: int, given: Fingerprint | None
     else:
         how = "the rows of this one have other " + ("ids" if given.ids != before.ids else "contents")
     raise DifferentInput(
-        f"the run {run!r} was used for another input: {how}. Nothing was stored now; give each input a run name of its "
-        "own, or this name the earlier rows to repeat it"
+        f"the run {run!r} was used for another input: {how}. Nothing was stored now. Give each input a run name of its "
+        "own; under this name only the earlier rows may come again"
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -133,6 +135,9 @@ def registered(spark: SparkSession) -> SparkSession:
     if spark not in _with_data_source:
         from delayline.spark.datasource import DelayedMessages
 
+        if not is_remote():
+            _ship_wheel(spark)
+
         try:
             spark.dataSource.register(DelayedMessages)
         except PySparkException as error:
@@ -140,6 +145,18 @@ def registered(spark: SparkSession) -> SparkSession:
                 raise
         _with_data_source.add(spark)
     return spark
+
+
+def _ship_wheel(spark: SparkSession) -> None:
+    """Ship the wheel that this is imported from, if it is one, under a name that executors put on Python's path.
+
+    `--py-files` takes wheels to the driver's path only.
+    """
+    wheel = Path(__file__).parents[2]
+    if wheel.suffix == ".whl" and wheel.is_file():
+        folder = Path(tempfile.mkdtemp(prefix="delayline-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        spark.sparkContext.addPyFile(str(shutil.copy(wheel, folder / f"{wheel.stem}.zip")))
 
 
 def parallelism(spark: SparkSession) -> int:
