@@ -320,7 +320,8 @@ def test_destinations_that_lead_to_no_queue_are_reported(
 
 def limit(rabbitmq: RabbitmqServer, url: str, queue: str) -> None:
     """Have a queue take one message and refuse others."""
-    definition = {"max-length": 1, "overflow": "reject-publish"}
+    # With the limit of returns that set-up would set: a queue has one policy.
+    definition = {"max-length": 1, "overflow": "reject-publish", "delivery-limit": 100_000}
     content = {"pattern": f"^{queue}$", "definition": definition, "apply-to": "queues", "priority": 1}
     rabbitmq.api("PUT", f"policies/{url.rsplit('/', 1)[1]}/limit-{queue}", json=content)
 
