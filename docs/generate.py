@@ -273,6 +273,7 @@ EVENT_MEANING: Final = {
     Event.SEND_ABANDONED: "A send went on after its caller was cancelled, and has failed.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",
     Event.HANDLER_FAILED: "One attempt to handle a message failed.",
+    Event.HANDLER_REPEATED: "A handler runs again at once, as its own transaction gave way to another (a deadlock).",
     Event.DISCARDED: "A retry policy has dropped a message whose handler failed.",
     Event.HANDLERS_CANCELLED: "Handlers have not ended within the grace period of a stop.",
     Event.HANDLER_BLOCKED: "A coroutine handler has blocked the event loop for more than a second.",

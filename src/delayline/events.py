@@ -20,6 +20,7 @@ class Event(StrEnum):
     CRITICAL_ERROR_ACTION_FAILED = "endpoint.critical_error_action_failed"
     HANDLED = "receive.handled"
     HANDLER_FAILED = "receive.handler_failed"
+    HANDLER_REPEATED = "receive.handler_repeated"
     RETRIED_LATER = "receive.retried_later"
     RECEIVE_FAILED = "receive.failed"
     RECEIVE_LOST = "receive.lost"

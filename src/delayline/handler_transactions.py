@@ -99,6 +99,15 @@ class SupportsEngines(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsConflicts(Protocol):
+    """Capability of a transport: tell conflicts between transactions, which go away when one is repeated."""
+
+    def gave_way(self, error: BaseException) -> bool:
+        """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
+        ...
+
+
 class HandlerTransaction(Protocol):
     """The transaction of one message's handler, on a separate connection."""
 
@@ -188,6 +197,10 @@ class HandlerTransactions:
                 "store: keep it in that of the queues, or use TransactionMode.SENDS_ATOMIC_WITH_RECEIVE"
             )
         return False
+
+    def gave_way(self, error: BaseException) -> bool:
+        """Return whether a handler can be repeated, as its transaction has ended in favour of another."""
+        return isinstance(self._transport, SupportsConflicts) and self._transport.gave_way(error)
 
     async def enlist(self, own: HandlerTransaction) -> Transaction:
         """Return the open transaction as one of delayline's. Raises ConfigurationError for another database."""

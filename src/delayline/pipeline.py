@@ -10,12 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeVar
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED, BreakerState, RepeatedFailuresOverTime, first_of, is_cancelled
@@ -100,6 +100,10 @@ WAIT_FOR_SLOT: Final = timedelta(milliseconds=100)
 CANCELLED_WITHIN: Final = 5.0
 #: Messages that are completed together.
 MAXIMUM_COMPLETED: Final = 500
+#: So often a handler is repeated, within one attempt, whose own transaction has ended in favour of another ...
+CONFLICTS: Final = 20
+#: ... after a pause in seconds that doubles from a millisecond up to this, so that each of many gets its turn.
+LONGEST_CONFLICT_PAUSE: Final = 0.25
 #: A satellite attempts a message 5 times at once, as NServiceBus does.
 SATELLITE_RETRIES: Final = 4
 
@@ -461,10 +465,20 @@ class Pipeline:
             await self.receiver.release(received)
             raise
 
+    def _failure(self, caught: Exception | asyncio.CancelledError) -> Exception:
+        """Return what has failed; raises a cancellation that ends the endpoint."""
+        if not isinstance(caught, asyncio.CancelledError):
+            return caught
+        failure = self._survives(caught)
+        if failure is None:
+            raise caught
+        return failure
+
     async def _handle(self, received: ReceivedMessage) -> None:
         """Run attempts until one succeeds or the message has gone elsewhere."""
         message = received.message
-        for attempt in count(1):
+        attempt, conflicts = 1, 0
+        while True:
             handled = False
             try:
                 calls = self.handlers.calls(message.logical)
@@ -485,8 +499,9 @@ class Pipeline:
             running: list[Call] = []
             began = ended = time.perf_counter()
             try:
-                run = self._run_within_limit if self.slots else self._run_handlers
-                context = await run(received, attempt, calls, running)
+                context = MessageContext(message, self.queue, attempt, self.composer, self.transactions)
+                run = partial(self._run_within_limit, received) if self.slots else self._run_handlers
+                await run(context, calls, running)
                 ended = time.perf_counter()
                 handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
                 await self._complete_handled(received, context)
@@ -496,15 +511,18 @@ class Pipeline:
                 await self.receiver.release(received)
                 return
             except (Exception, asyncio.CancelledError) as caught:
-                failure = self._survives(caught) if isinstance(caught, asyncio.CancelledError) else caught
-                if failure is None:
-                    raise
+                failure = self._failure(caught)
+                if conflicts < CONFLICTS and self._gave_way(context, failure):
+                    await self._wait(_pause_after_conflict(conflicts))
+                    conflicts += 1
+                    continue
                 own = running[-1].recoverability if running else None
                 if self._observer is not None:
                     ended = ended if handled else time.perf_counter()
                     self._observer.handled(self.queue, message, ended - began, failure)
                 if not await self._recover(received, failure, attempt, own or self.recoverability, handled=handled):
                     return
+                attempt, conflicts = attempt + 1, 0
             else:
                 self._succeeded(message, context.outgoing, began, ended)
                 return
@@ -572,15 +590,16 @@ class Pipeline:
         )
 
     async def _run_within_limit(
-        self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]
-    ) -> MessageContext:
+        self, received: ReceivedMessage, context: MessageContext, calls: Sequence[Call], running: list[Call]
+    ) -> None:
         """Run the handlers once the limit of their type admits the message, which waits beside those that are handled.
 
         Raises _Stopping if the endpoint stops first.
         """
         name, slot = calls[0].type_name, None
         if (slots := self.slots.get(name)) is None:
-            return await self._run_handlers(received, attempt, calls, running)
+            await self._run_handlers(context, calls, running)
+            return
         with self._outside_limit(received):
             async with self._turns.setdefault(name, asyncio.Lock()):
                 while (slots := self.slots.get(name)) is not None or self._free < 0:  # the limit may be removed
@@ -588,7 +607,7 @@ class Pipeline:
                         break
                     await self._wait(WAIT_FOR_SLOT)
         try:
-            return await self._run_handlers(received, attempt, calls, running)
+            await self._run_handlers(context, calls, running)
         finally:
             if slots is not None and slot is not None:
                 with contextlib.suppress(BackendUnavailable):  # the slot is free once the connection has ended
@@ -605,11 +624,8 @@ class Pipeline:
         except BackendUnavailable:  # the receiver reports it
             return None
 
-    async def _run_handlers(
-        self, received: ReceivedMessage, attempt: int, calls: Sequence[Call], running: list[Call]
-    ) -> MessageContext:
-        """Return the context with the handlers' sends; append each handler that has begun to `running`."""
-        context = MessageContext(received.message, self.queue, attempt, self.composer, self.transactions)
+    async def _run_handlers(self, context: MessageContext, calls: Sequence[Call], running: list[Call]) -> None:
+        """Run the handlers, whose sends the context takes; append each that has begun to `running`."""
         try:
             for call in calls:
                 running.append(call)
@@ -620,7 +636,25 @@ class Pipeline:
                 await context.own.roll_back()
             raise
         context.end()
-        return context
+
+    def _gave_way(self, context: MessageContext, error: BaseException) -> bool:
+        """Return whether the handlers run again at once, as their own transaction has ended in favour of another."""
+        if context.own is None or self.transactions is None or self._stopping.is_set():
+            return False
+        if not self.transactions.gave_way(error):
+            return False
+        message, text = context.message, "Message %s is handled again, as its transaction gave way to another: %s"
+        emit(
+            logger,
+            logging.DEBUG,
+            Event.HANDLER_REPEATED,
+            text,
+            message.id,
+            brief(error),
+            message=message,
+            queue=self.queue,
+        )
+        return True
 
     async def _recover(
         self,
@@ -955,6 +989,11 @@ class Pipeline:
 
     async def _pause(self, error: Exception) -> None:
         await first_of(self._stopping.wait(), self._breaker.failure(error))
+
+
+def _pause_after_conflict(number: int) -> timedelta:
+    """Return how long to wait before the handler runs again, after so many conflicts before this one."""
+    return timedelta(seconds=min(0.001 * 2**number, LONGEST_CONFLICT_PAUSE) * random.random())  # noqa: S311 - spreads load
 
 
 async def open_satellite(host: DeliveryHost, satellite: Satellite) -> Pipeline:

@@ -205,3 +205,38 @@ async def test_a_text_without_django_is_refused(tmp_path: Path) -> None:
     async with Endpoint("shop", transport=SqlTransport(f"sqlite:///{tmp_path}/shop.db")) as shop:
         with pytest.raises(ConfigurationError, match="alias of Django's DATABASES"):
             await shop.send("shop", "", transaction="default")
+
+
+@pytest.mark.parametrize("url", ["mariadb118"], indirect=True)
+def test_an_atomic_block_that_goes_on_after_a_conflict_is_rolled_back(in_django: Callable[[str], None]) -> None:
+    """Given a snapshot that another send has overtaken, when the block swallows the error, then nothing is kept."""
+    in_django("""
+    connections.settings["default"].setdefault("OPTIONS", {})["isolation_level"] = "repeatable read"
+    with connection.cursor() as cursor:
+        cursor.execute("CREATE TABLE orders (id VARCHAR(50) PRIMARY KEY)")
+    from django.db import DatabaseError
+    from delayline import BackendUnavailable
+
+    with SyncEndpoint(shop) as sync:
+        with transaction.atomic():
+            with connection.cursor() as cursor:
+                cursor.execute("INSERT INTO orders VALUES ('before')")
+                cursor.execute("SELECT * FROM orders")
+            sync.send("shop", "", delay=DAY, message_id="same")
+            try:
+                sync.send("shop", "", delay=DAY, message_id="same", transaction=connection)
+            except BackendUnavailable:
+                pass
+            else:
+                raise AssertionError("there was no conflict")
+            try:
+                with connection.cursor() as cursor:
+                    cursor.execute("INSERT INTO orders VALUES ('after')")
+            except DatabaseError:
+                pass
+            else:
+                raise AssertionError("the block went on")
+        with connection.cursor() as cursor:
+            cursor.execute("SELECT id FROM orders")
+            assert list(cursor.fetchall()) == [], cursor.fetchall()
+    """)

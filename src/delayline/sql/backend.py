@@ -41,6 +41,10 @@ class SqlBackend:
         """The domain of external transactions, which reach this one database."""
         return self._database.domain
 
+    def gave_way(self, error: BaseException) -> bool:
+        """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
+        return self._database.gave_way(error)
+
     @property
     def transaction_domain(self) -> Hashable:
         """The database, or the two-phase commit that joins two."""

@@ -232,7 +232,7 @@ class Database(ABC):
         Raises ConfigurationError for a transaction on another database, without a transaction, or for an object that is
         not a connection.
         """
-        enlisted = EnlistedTransaction(self.domain, await hold_of(external), self.dialect)
+        enlisted = EnlistedTransaction(self.domain, await hold_of(external), self.dialect, self.has_rolled_back)
         theirs = await enlisted.run(partial(self._theirs, table=table))
         ours = await self.read(partial(self.dialect.place, table=table))
         if theirs.database != ours.database:
@@ -255,6 +255,16 @@ class Database(ABC):
                 "begin it with the same search_path, or name the schema to delayline's parts, as in schema='public'"
             )
         return enlisted
+
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Return whether the error has ended the whole transaction, in which later work would start another."""
+        del error
+        return False
+
+    def gave_way(self, error: BaseException) -> bool:
+        """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
+        del error
+        return False
 
     async def notify_on_commit(self, notifications: Mapping[str, int], transaction: Transaction | None = None) -> None:
         """Notify the listeners of each channel of the earliest new due time, after the commit."""

@@ -23,6 +23,7 @@ from delayline.sql.setup import RequiredTables, version_findings
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
+    from sqlalchemy.engine import ExceptionContext
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from delayline.sql.database import Database
@@ -137,7 +138,7 @@ ASYNCHRONOUS: Final = {
 
 
 def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
-    """Return a new Engine on the URL's database, with the settings that its user would have.
+    """Return a new Engine on the URL's database, with the settings that its user would have, at READ COMMITTED.
 
     Args:
         url: The database.
@@ -150,12 +151,14 @@ def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngin
     """
     parsed = make_url(full_scheme(url)).difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
     product = parsed.get_backend_name()
-    pool = {"pool_size": size, "max_overflow": 0, "pool_pre_ping": True, "hide_parameters": True}
+    pool: dict[str, Any] = {"pool_size": size, "max_overflow": 0, "pool_pre_ping": True, "hide_parameters": True}
     database = database_at(url)
+    if isinstance(database, ServerDatabase):  # as our own connections, whatever the server's default is
+        pool["isolation_level"] = "READ COMMITTED"
     if not asynchronous:
         dialect = database.dialect.sql
         engine = create_engine(parsed.set(drivername=f"{dialect.name}+{dialect.driver}"), **pool)
-        _replace_after_failovers(engine, database)
+        _watch_over(engine, database)
         return engine
     if product not in ASYNCHRONOUS:
         raise ConfigurationError(
@@ -168,15 +171,23 @@ def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngin
         asynchronous_engine = create_async_engine(parsed.set(drivername=ASYNCHRONOUS[product]), **pool)
     except (ImportError, InvalidRequestError) as error:
         raise MissingExtra(product, "context.transaction() in a coroutine handler") from error
-    _replace_after_failovers(asynchronous_engine.sync_engine, database)
+    _watch_over(asynchronous_engine.sync_engine, database)
     return asynchronous_engine
 
 
 MADE: Final = "delayline made"  # the key in the pool's `info`: for which generation of connections
 
 
-def _replace_after_failovers(engine: Engine, database: Database) -> None:
-    """Replace the Engine's connections too when older ones are outdated."""
+def _watch_over(engine: Engine, database: Database) -> None:
+    """Give up connections that are outdated, or on which the server has rolled a whole transaction back.
+
+    After the latter a handler that goes on would commit a part of its work.
+    """
+
+    def failed(context: ExceptionContext) -> None:
+        error = context.original_exception
+        if isinstance(error, Exception) and database.has_rolled_back(error):
+            context.is_disconnect, context.invalidate_pool_on_disconnect = True, False
 
     def made(driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
         del driver
@@ -189,6 +200,7 @@ def _replace_after_failovers(engine: Engine, database: Database) -> None:
 
     event.listen(engine, "connect", made)
     event.listen(engine, "checkout", used)
+    event.listen(engine, "handle_error", failed)
 
 
 def _checked_size(size: object) -> int:

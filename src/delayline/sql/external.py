@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sqlite3
 import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from sqlalchemy.exc import DBAPIError
@@ -37,16 +38,34 @@ class ConnectionAdapter(Protocol):
 
 
 class BorrowedConnection:
-    """The part of a user's connection that statements need: cursors that return tuples, and the product's name."""
+    """The part of a user's connection that statements need: cursors that return tuples, and the product's name.
 
-    def __init__(self, product: str, cursor: Callable[[], object]) -> None:
+    abort: makes the transaction refuse statements until it is rolled back; None for a driver that cannot.
+    """
+
+    def __init__(self, product: str, cursor: Callable[[], Any], abort: Callable[[], None] | None = None) -> None:
         self.product = product
         self.cursor = cursor
+        self._abort = abort
 
     @property
     def connection(self) -> BorrowedConnection:
         """Where SQLAlchemy's connections keep the driver's."""
         return self
+
+    def abort(self) -> None:
+        """Have the transaction write nothing more: the server has rolled back what it wrote before.
+
+        Otherwise a user who goes on after an error would commit a part of it.
+        """
+        if self._abort is not None:
+            self._abort()
+            return
+        cursor = self.cursor()
+        try:
+            cursor.execute("START TRANSACTION READ ONLY")  # until the user ends it
+        finally:
+            cursor.close()
 
 
 async def hold_of(external: ExternalTransaction) -> ConnectionAdapter:
@@ -298,7 +317,9 @@ def borrow_django(given: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 -
     for module, name, borrow in SYNCHRONOUS:
         if _is(wrapper.connection, module, name):
             with borrow(wrapper.connection) as borrowed:
-                yield borrowed
+                yield BorrowedConnection(
+                    borrowed.product, borrowed.cursor, partial(setattr, wrapper, "needs_rollback", True)
+                )
             return
     raise ConfigurationError(
         f"transaction= is Django's connection {wrapper.alias!r} to {wrapper.vendor}, and messages can be stored beside "
@@ -366,15 +387,14 @@ def borrow_connection(connection: Connection) -> Iterator[BorrowedConnection]:
         if begun is not None:
             begun.rollback()
         raise
-    cursor: Callable[[], object] = connection.connection.cursor
+    plain: Callable[[], object] = connection.connection.cursor
+    cursor = plain
     if connection.dialect.paramstyle == "numeric_dollar":
-        borrowed = BorrowedConnection(connection.dialect.name, lambda: NumberedCursor(cursor()))
+        cursor = lambda: NumberedCursor(plain())  # noqa: E731
     elif connection.dialect.driver == "psycopg2":
-        borrowed = BorrowedConnection(connection.dialect.name, lambda: PlainCursor(cursor()))
-    else:
-        borrowed = BorrowedConnection(connection.dialect.name, cursor)
+        cursor = lambda: PlainCursor(plain())  # noqa: E731
     try:
-        yield borrowed
+        yield BorrowedConnection(connection.dialect.name, cursor, connection.invalidate)
     except connection.dialect.loaded_dbapi.Error as error:
         if isinstance(error, sqlite3.Error):
             raise

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import select
+from sqlalchemy.exc import DBAPIError
 
 from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
 from delayline.sql.database import Database
@@ -602,6 +603,19 @@ class ServerDatabase(Database):
                 each = partial(self.dialect.insert_rows, insert=statement, rows=rows)
                 session.run(partial(self._again_after_deadlocks, partial(session.in_transaction, each)))
 
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Ask the dialect."""
+        return self.dialect.has_rolled_back(error)
+
+    def gave_way(self, error: BaseException) -> bool:
+        """Ask the dialect about the error, and those that it was raised from."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, Exception) and _is_of_driver(cause) and self.dialect.is_deadlock(cause):
+                return True
+            cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        return False
+
     def _again_after_deadlocks(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         """Run work in its own transaction; retried if a deadlock has rolled it back as a whole."""
         for _ in range(DEADLOCKS):
@@ -727,3 +741,8 @@ def _nothing() -> None:
 
 #: Kept for ever: closing inherited connections would end those of the parent process.
 _inherited: Final[list[object]] = []
+
+
+def _is_of_driver(error: Exception) -> bool:
+    """Return whether a driver, SQLAlchemy for one, or Django has raised it: PEP 249 names the base class of theirs."""
+    return isinstance(error, DBAPIError) or any(kind.__name__ == "Error" for kind in type(error).__mro__)

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from abc import abstractmethod
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from sqlalchemy.exc import InvalidRequestError, PendingRollbackError
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.sql.dialect import Dialect
-    from delayline.sql.external import ConnectionAdapter
+    from delayline.sql.external import BorrowedConnection, ConnectionAdapter
 
 
 Result = TypeVar("Result")
@@ -60,15 +60,18 @@ class CheckoutTransaction(Protocol):
 class EnlistedTransaction(Transaction):
     """An external transaction on one database: the user's code commits it or rolls it back."""
 
-    def __init__(self, domain: Hashable, hold: ConnectionAdapter, dialect: Dialect) -> None:
+    def __init__(
+        self, domain: Hashable, hold: ConnectionAdapter, dialect: Dialect, has_rolled_back: Callable[[Exception], bool]
+    ) -> None:
         super().__init__(domain)
         self._hold = hold
         self._dialect = dialect
+        self._has_rolled_back = has_rolled_back
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in the transaction; of the connection it may use cursors only."""
         try:
-            return await self._hold.run(work)
+            return await self._hold.run(partial(self._work, work))
         except PendingRollbackError as error:  # from SQLAlchemy, on any database; its text may contain parameters
             raise TransactionAborted(
                 "transaction= is aborted, as something in it has failed before or its connection was lost: roll it "
@@ -78,6 +81,14 @@ class EnlistedTransaction(Transaction):
             raise ConfigurationError(f"transaction= cannot be used: {str(error).partition(chr(10))[0]}") from error
         except self._dialect.errors as error:
             raise await in_thread(partial(self._dialect.translated, error)) from error  # which may ask the server
+
+    def _work(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        try:
+            return work(connection)
+        except Exception as error:
+            if self._has_rolled_back(error):
+                cast("BorrowedConnection", connection).abort()
+            raise
 
     def after_commit(self, callback: Callable[[], None]) -> None:
         """No-op: the end of an external transaction cannot be observed; see `Database.notify_on_commit`."""

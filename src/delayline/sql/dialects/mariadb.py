@@ -48,8 +48,11 @@ if TYPE_CHECKING:
 
 #: The connection is of no use any more: the server shuts down, has killed it, or is not there.
 DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031}
-#: Deadlocks end the whole transaction; whatever else fails undoes its statement only.
-ROLLED_BACK: Final = {1213, 1614}
+#: The transaction gave way to another. 1020: that one has changed a row since this one's snapshot
+#: (innodb_snapshot_isolation, which is on since MariaDB 11.6.2).
+GAVE_WAY: Final = {1020, 1213, 1614}
+#: These errors end the whole transaction, 1206 for want of room for its locks; others undo their statement only.
+ROLLED_BACK: Final = GAVE_WAY | {1206}
 #: The server, or the session, takes no writes: a primary that has become a replica.
 NO_WRITES: Final = (1290, 1792, 1836)
 #: A node of a cluster that is not a part of it now; others may be reached by a new connection.
@@ -507,8 +510,12 @@ class Mariadb(ServerDialect):
         [values] = run(connection, "SELECT @@GLOBAL.read_only, @@GLOBAL.innodb_read_only")
         return all(str(value) in {"0", "OFF"} for value in values)  # MariaDB 12 has words for the first one
 
+    def is_deadlock(self, error: Exception) -> bool:
+        """Return whether the transaction gave way to another."""
+        return number_of(error) in GAVE_WAY
+
     def has_rolled_back(self, error: Exception) -> bool:
-        """Return whether a deadlock has rolled the whole transaction back."""
+        """Return whether the whole transaction is rolled back, after a deadlock for instance."""
         return number_of(error) in ROLLED_BACK
 
     def translated(self, error: Exception) -> Exception:
