@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import create_engine, text
+from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
 from tests.eventually import eventually_async
 from tests.integration.test_callers_elsewhere import raw_connection, shop_in
@@ -99,6 +100,23 @@ async def test_a_send_in_a_transaction_that_was_rolled_back_is_refused(mariadb11
                 await shop.send("shop", "", delay=LATER, message_id="same", transaction=caller.connection)
             with pytest.raises(TransactionAborted):
                 await shop.send("shop", "", delay=LATER, message_id="other", transaction=caller.connection)
+
+
+async def test_a_coroutine_that_goes_on_after_a_conflict_commits_nothing(mariadb118_url: str) -> None:
+    """Given a snapshot that another send has overtaken, when an AsyncConnection goes on, then nothing is kept."""
+    source = create_async_engine(mariadb118_url.replace("mariadb:", "mariadb+asyncmy:"))
+    async with shop_in(mariadb118_url) as shop, source.connect() as connection:
+        await connection.execute(text(ORDERS))
+        await connection.execute(text("INSERT INTO orders VALUES ('before', 1)"))
+        await connection.execute(text("SELECT id FROM orders"))
+        await shop.send("shop", "", delay=LATER, message_id="same")
+        with pytest.raises(BackendUnavailable, match="gave this transaction up"):
+            await shop.send("shop", "", delay=LATER, message_id="same", transaction=connection)
+        with pytest.raises(Exception, match=r"(?i)read.only|rolled back"):
+            await connection.execute(text("INSERT INTO orders VALUES ('after', 1)"))
+        await connection.rollback()
+        assert (await connection.execute(text("SELECT id FROM orders"))).all() == []
+    await source.dispose()
 
 
 @pytest.mark.parametrize("kind", ["Connection", "pymysql"])
@@ -195,6 +213,43 @@ async def test_handlers_whose_own_transactions_conflict_run_again(
     assert (found, counter.failed) == (MESSAGES, 0)
     assert set(counter.attempts) == {1}
     assert counter.runs > MESSAGES, "no conflict came about"
+
+
+@pytest.mark.parametrize("product", ["postgresql", "mariadb118"])
+async def test_coroutines_whose_own_transactions_conflict_run_again(
+    product: str, request: pytest.FixtureRequest
+) -> None:
+    """Given coroutine handlers on an AsyncEngine, when they conflict, then they run again within the attempt."""
+    url = str(request.getfixturevalue(f"{product}_url"))
+    named = url.replace("postgresql:", "postgresql+psycopg:").replace("mariadb:", "mariadb+asyncmy:")
+    level = "SERIALIZABLE" if product == "postgresql" else "REPEATABLE READ"
+    with engine_at(url).begin() as connection:
+        connection.execute(text(ORDERS))
+        connection.execute(text("INSERT INTO orders VALUES ('a', 0)"))
+    source, attempts = create_async_engine(named, isolation_level=level), list[int]()
+    transport = SqlTransport(url)
+    endpoint = Endpoint("shop", transport=transport, concurrency=4, recoverability=Recoverability(0, 0))
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        attempts.append(context.attempt)
+        own = await context.transaction(source)
+        number = (await own.execute(text(NUMBER))).scalar_one()
+        await asyncio.sleep(0.02)  # for others to read the same
+        await own.execute(text("UPDATE orders SET number = :next WHERE id = 'a'"), {"next": number + 1})
+
+    async with endpoint:
+        for _ in range(8):
+            await endpoint.send("shop", b"")
+
+        async def handled() -> bool:
+            return await transport.count("shop") == 0
+
+        await eventually_async(handled)
+        assert await transport.count("error") == 0
+    await source.dispose()
+    assert set(attempts) == {1}
+    assert len(attempts) > 8, "no conflict came about"
 
 
 async def test_a_conflict_that_never_ends_is_a_failure(postgresql_url: str) -> None:
