@@ -223,9 +223,11 @@ async def test_coroutines_whose_own_transactions_conflict_run_again(
     url = str(request.getfixturevalue(f"{product}_url"))
     named = url.replace("postgresql:", "postgresql+psycopg:").replace("mariadb:", "mariadb+asyncmy:")
     level = "SERIALIZABLE" if product == "postgresql" else "REPEATABLE READ"
-    with engine_at(url).begin() as connection:
+    engine = engine_at(url)
+    with engine.begin() as connection:
         connection.execute(text(ORDERS))
         connection.execute(text("INSERT INTO orders VALUES ('a', 0)"))
+    engine.dispose()
     source, attempts = create_async_engine(named, isolation_level=level), list[int]()
     transport = SqlTransport(url)
     endpoint = Endpoint("shop", transport=transport, concurrency=4, recoverability=Recoverability(0, 0))

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sqlite3
+import sys
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 from tests.eventually import eventually_async
@@ -31,6 +32,26 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/shop.db"
     return str(request.getfixturevalue(f"{request.param}_url"))
+
+
+#: Handles a message for ever, having touched a file.
+STUCK: Final = """
+import asyncio, pathlib, sys
+from delayline import Endpoint, SqlTransport
+
+async def main():
+    endpoint = Endpoint("shop", transport=SqlTransport(sys.argv[1]), concurrency=4)
+
+    @endpoint.handles("Bill")
+    async def handle(value, context):
+        pathlib.Path(sys.argv[2]).touch()
+        await asyncio.Event().wait()
+
+    async with endpoint:
+        await endpoint.wait_stopped()
+
+asyncio.run(main())
+"""
 
 
 class Running:
@@ -118,17 +139,34 @@ async def test_a_rate_is_kept_over_all_receivers(url: str) -> None:
         await eventually_async(lambda: running.handled == 125)
 
 
-async def test_slots_of_a_process_that_ends_are_free(postgresql_url: str) -> None:
-    """Given a receiver that holds the only slot, when it stops, then another one gets it."""
-    running = Running()
-    first, second = Worker(postgresql_url, running, blocks=True), Worker(postgresql_url, running)
-    async with limited_shop(postgresql_url, concurrency=1), second.endpoint:
-        async with first.endpoint:
-            await first.endpoint.send("shop", b"")
-            await eventually_async(lambda: running.now + running.handled == 1)
-            first.release.set()
-        await second.endpoint.send("shop", b"")
-        await eventually_async(lambda: running.handled == 2)
+@pytest.mark.parametrize("limits", [{"concurrency": 1}, {"handlers": {"Bill": 1}}], ids=["queue", "type"])
+@pytest.mark.sample(2)
+async def test_slots_of_a_process_that_is_killed_are_free(url: str, limits: dict[str, Any], tmp_path: Path) -> None:
+    """Given a process that holds the only slot in a handler that never ends, when it is killed, then others get it."""
+    running, headers, began = Running(), {Headers.ENCLOSED_MESSAGE_TYPES: "Bill"}, tmp_path / "began"
+    async with limited_shop(url, **limits):
+        # Given
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", STUCK, url, str(began))
+        try:
+            async with Endpoint("sender", transport=SqlTransport(url), send_only=True) as sender:
+                await sender.send("shop", {}, message_id="stuck", headers=headers)
+                await eventually_async(began.exists)
+                worker = TwoKinds(url, running, Running(), bills=None)
+                worker.release.set()
+                async with worker.endpoint:
+                    await sender.send("shop", {}, message_id="next", headers=headers)
+                    with pytest.raises(AssertionError):
+                        await eventually_async(lambda: running.handled, "a second one in the only slot", patience=1.0)
+                    # When
+                    process.kill()
+                    await process.wait()
+                    # Then it is free, and the message of the killed process with it
+                    await eventually_async(lambda: running.handled == 2)
+                    assert running.most == 1
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
 
 
 class TwoKinds:

@@ -8,11 +8,11 @@ import functools
 import json
 import logging
 import threading
-import time
 import uuid
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 import msgspec
@@ -394,27 +394,31 @@ async def test_a_function_that_fails_is_retried(clock: ManualClock) -> None:
     assert attempts == [1, 2, 3]
 
 
+@pytest.mark.parametrize(("seconds", "logged"), [(0.9, []), (1.25, ["slow has blocked the event loop for 1.2 s"])])
 async def test_a_coroutine_that_blocks_the_loop_is_logged(
-    clock: ManualClock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    clock: ManualClock,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    seconds: float,
+    logged: list[str],
 ) -> None:
-    # Given a handler that blocks the event loop in its second step
-    monkeypatch.setattr("delayline.handlers.BLOCKS_AFTER", 0.01)
+    # Given a handler whose second step takes so long, as its own clock has it
+    now = [100.0]
+    monkeypatch.setattr("delayline.handlers.time", SimpleNamespace(monotonic=lambda: now[0]))
     scenario = build(clock)
 
     @scenario.endpoint.handler
     async def slow(message: Message, context: MessageContext) -> None:
         await asyncio.sleep(0)
-        until = time.monotonic() + 0.02
-        while time.monotonic() < until:
-            pass
+        now[0] += seconds
 
     with caplog.at_level(logging.WARNING):
         async with scenario.endpoint as endpoint:
             await endpoint.send("sales", b"")
             await settle()
-    # Then that is logged with its name
-    [record] = [record for record in caplog.records if vars(record).get("event") == Event.HANDLER_BLOCKED]
-    assert "slow has blocked the event loop for 0.0 s" in record.getMessage()
+    # Then that is logged with its name and its time, if that was long
+    texts = [record.getMessage() for record in caplog.records if vars(record).get("event") == Event.HANDLER_BLOCKED]
+    assert [text.partition(": make it")[0].rpartition("<locals>.")[2] for text in texts] == logged
 
 
 class Unusual(BaseException):
