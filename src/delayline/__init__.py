@@ -36,6 +36,7 @@ if typing.TYPE_CHECKING:
     from delayline.rabbitmq import DelayLevelDelivery as DelayLevelDelivery
     from delayline.rabbitmq import RabbitMQTransport as RabbitMQTransport
     from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
+    from delayline.version import __version__ as __version__
 else:
     #: Imported on first use: their libraries take longer to load than all the rest. Names that need an extra are not
     #: in `__all__`, so that `from delayline import *` works without it.
@@ -49,6 +50,7 @@ else:
             "SqlDelayedMessageStore": "delayline.sql",
             "SqlTransport": "delayline.sql",
             "TwoPhaseCommit": "delayline.sql",
+            "__version__": "delayline.version",
         },
     )
 

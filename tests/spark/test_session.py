@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 OLD = "#!/bin/sh\necho 'openjdk version \"11.0.2\" 2019-01-15' >&2\n"
+NEW = "#!/bin/sh\necho 'openjdk version \"21.0.9\" 2025-10-21' >&2\n"
 NONE = {"PATH": "/nowhere"}
 #: Everything that has a time in it, where Spark, Python and the database are in three zones.
 JOB = """
@@ -58,15 +59,24 @@ def java_in(folder: Path, text: str) -> Path:
     return program
 
 
-def test_java_home_comes_first() -> None:
-    home = Path(shutil.which("java") or "").resolve().parent.parent
-    assert find_java({"JAVA_HOME": str(home), **NONE}) == home
+def test_java_home_comes_first(tmp_path: Path) -> None:
+    other = java_in(tmp_path / "other", NEW)
+    java_in(tmp_path / "home", NEW)
+    assert find_java({"JAVA_HOME": str(tmp_path / "home"), "PATH": str(other.parent)}) == tmp_path / "home"
 
 
-def test_without_java_home_the_one_on_the_path_is_used() -> None:
-    program = shutil.which("java")
-    assert program is not None
-    assert find_java({"PATH": str(Path(program).parent)}) == Path(program).resolve().parent.parent
+def test_without_java_home_the_one_on_the_path_is_used(tmp_path: Path) -> None:
+    """Given a link on the PATH, as Debian has, when Java is looked for, then the folder that it leads to is found."""
+    program, folder = java_in(tmp_path / "home", NEW), tmp_path / "bin"
+    folder.mkdir()
+    (folder / "java").symlink_to(program)
+    assert find_java({"PATH": str(folder)}) == tmp_path / "home"
+
+
+def test_a_machine_without_java_uses_the_one_that_pip_has_installed(tmp_path: Path) -> None:
+    home = find_java({**NONE, "XDG_CACHE_HOME": str(tmp_path)})
+    said = subprocess.run([home / "bin" / "java", "-version"], capture_output=True, text=True, check=True)
+    assert "version" in said.stderr
 
 
 def test_a_java_home_that_is_too_old_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -50,6 +52,20 @@ def test_every_public_member_is_listed() -> None:
         name for name in dir(delayline) if not name.startswith("_") and not inspect.ismodule(getattr(delayline, name))
     }
     assert public == {*delayline.__all__, *WITH_AN_EXTRA}
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert delayline.__version__ == version("delayline")
+    assert "__version__" in dir(delayline)
+
+
+def test_a_folder_that_nothing_has_installed_has_no_known_version() -> None:
+    """Given a copy of the package without its metadata, when it is asked for its version, then that is unknown."""
+    source = Path(delayline.__file__).parent / "version.py"
+    program = "import runpy, sys; print(runpy.run_path(sys.argv[1])['__version__'])"
+    command = [sys.executable, "-I", "-S", "-c", program, str(source)]  # -S: without site-packages
+    found = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert found.stdout.strip() == "0+unknown"
 
 
 def test_sqlalchemy_is_loaded_when_it_is_needed() -> None:

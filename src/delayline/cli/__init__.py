@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import version
 from typing import Final
 
 import click
@@ -21,6 +20,7 @@ from delayline.cli.send import send
 from delayline.cli.setup import setup
 from delayline.cli.spark import spark
 from delayline.events import LOGGER_NAME
+from delayline.version import __version__
 
 __all__ = ["main"]
 
@@ -32,7 +32,7 @@ QUIET: Final = logging.NullHandler()
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
     epilog=examples("delayline setup --endpoint sales", "delayline send --help"),
 )
-@click.version_option(version("delayline"), prog_name="delayline")
+@click.version_option(__version__, prog_name="delayline")
 def main() -> None:
     """Durable delayed message delivery: sent now, delivered when due, never lost, never early.
 

