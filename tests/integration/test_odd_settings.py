@@ -18,7 +18,10 @@ from tests.servers.mariadb import MariadbServer
 from delayline import Endpoint, InvalidMessage, Message, MessageContext, Send, StoredDelivery
 from delayline.delayed.store import Outcome
 from delayline.errors import BackendUnusable
+from delayline.events import Event
+from delayline.observer import Observer
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.testing import Signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -207,3 +210,48 @@ async def test_a_change_of_tables_under_prepared_statements_fails_no_message(
         await endpoint.send_many(sends)
         # Then every message arrives
         await eventually_async(lambda: handled >= {f"after{number}" for number in range(40)}, "messages arrive")
+
+
+class Polls(Observer):
+    """Counts the looks of a poller that have failed, or have moved nothing for a message's failure."""
+
+    def __init__(self) -> None:
+        self.failed = 0
+
+    def polled(self, due: int, error: Exception | None) -> None:
+        self.failed += error is not None or due > 0
+
+
+@pytest.mark.parametrize("right", ["INSERT ON delayline_messages", 'DELETE ON "sales.timeouts"'])
+async def test_a_right_that_is_revoked_counts_against_no_message(postgresql_url: str, right: str) -> None:
+    """Given a poller that loses a right, when it gets it back, then no attempt was counted, and all is dispatched."""
+    url = postgresql_url.replace("delayline@", "sender@")
+    polls, due = Polls(), timedelta(seconds=1)  # type: ignore[abstract]  # other calls do nothing
+    delivery = StoredDelivery(SqlDelayedMessageStore(url), number_of_retries=0)
+    endpoint = Endpoint("sales", transport=SqlTransport(url), delayed_delivery=delivery, observers=[polls])
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        connection.execute("DROP ROLE IF EXISTS sender")
+        connection.execute("CREATE ROLE sender LOGIN")
+        await endpoint_at(postgresql_url).setup()
+        connection.execute("GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA public TO sender")
+        try:
+            with Signals() as signals:
+                async with asyncio.timeout(2 * PATIENCE), endpoint:
+                    for number in range(5):
+                        await endpoint.send("sales", b"", message_id=f"m{number}", delay=due)
+                    connection.execute(f"REVOKE {right} FROM sender".encode())
+                    await eventually_async(lambda: polls.failed >= 3, "moves fail")
+                    connection.execute(f"GRANT {right} TO sender".encode())
+                    assert signals.count(Event.BACKED_OFF) == signals.count(Event.ERROR_MOVE_FAILED) == 0
+                    transport = SqlTransport(postgresql_url)
+                    await transport.start()
+
+                    async def all_came() -> bool:
+                        return await transport.count("sales") == 5
+
+                    await eventually_async(all_came, "messages are dispatched")
+                    assert await transport.count("error") == 0
+                    await transport.stop()
+        finally:
+            connection.execute("DROP OWNED BY sender")
+            connection.execute("DROP ROLE sender")

@@ -242,7 +242,7 @@ class Poller:
             return 0
         try:
             forwarded = await self._forwarding.forward_due(now, self._batch_size, max_bytes=self._batch_bytes)
-        except BackendUnavailable as error:
+        except OF_BACK_END as error:
             if self._observer is not None:
                 self._observer.polled(0, error)
             self._outage(error, self._batch_size)
@@ -284,7 +284,7 @@ class Poller:
             batch.backend_error = error
             if not isinstance(error, OF_BACK_END):
                 batch.backend_error = await self._find_unremovable()
-        elif isinstance(error, BackendUnavailable):
+        elif self._mover.blames_back_end(error):
             self._outage(error, len(batch.messages))
             batch.kept, batch.backend_error = list(batch.messages), error
         elif len(batch.messages) > 1:
@@ -350,7 +350,7 @@ class Poller:
             logger, logging.ERROR, Event.REMOVE_FAILED, text, len(sent), error, exception=error, messages=sent
         )
 
-    def _outage(self, error: BackendUnavailable, size: int) -> None:
+    def _outage(self, error: Exception, size: int) -> None:
         """Log an outage; no message's attempt is counted. On a full disk the messages are then moved one at a time."""
         text = "Failure during polling: %s"
         self._dispatch_breaker.log_failure(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
@@ -450,6 +450,13 @@ class BatchScope:
     def open(self) -> AbstractAsyncContextManager[Transaction | None]:
         """Return the transaction for one batch, to be entered."""
         return contextlib.nullcontext() if self.begin is None else self.begin()
+
+    def blames_back_end(self, error: Exception) -> bool:
+        """Return whether the fault is the back end's and counts against no message.
+
+        In one database an error that names the database is no message's either: every message of the table meets it.
+        """
+        return isinstance(error, OF_BACK_END if self.shared else BackendUnavailable)
 
     def of_dispatch(self, transaction: Transaction | None) -> Transaction | None:
         """Return the transaction to dispatch the messages of a batch in `transaction` with."""
@@ -564,6 +571,10 @@ class Mover:
     def set_aside_until(self) -> datetime | None:
         """When the first message that is set aside is tried again; None for never."""
         return self._aside.first_end
+
+    def blames_back_end(self, error: Exception) -> bool:
+        """Return whether the fault is the back end's and counts against no message."""
+        return self._scope.blames_back_end(error)
 
     @property
     def has_failures(self) -> bool:
@@ -819,7 +830,7 @@ class Mover:
         except DispatchFailed as failed:
             return failed.failures
         except Exception as error:
-            if len(operations) > 1 or isinstance(error, BackendUnavailable) or is_unusable(transaction, error):
+            if len(operations) > 1 or self._scope.blames_back_end(error) or is_unusable(transaction, error):
                 raise
             return {0: error}
         return {}

@@ -65,7 +65,7 @@ class Recovery:
         """
         given_up: Failures = []
         for message, error in failures:
-            if isinstance(error, BackendUnavailable):
+            if self._scope.blames_back_end(error):
                 batch.kept.append(message)
                 batch.backend_error = error
             elif isinstance(error, QueueNotFound):
