@@ -445,16 +445,16 @@ async def test_a_message_that_backs_off_is_locked_by_a_transaction_of_its_own(
 async def test_many_messages_that_back_off_do_not_open_a_transaction_each(clock: ManualClock) -> None:
     store, transport = TransactionLockStore(), FaultyTransport(MemoryTransport())
     transport.inject(Fault("dispatch", BOOM, when=sent_to("out")))
-    for number in range(40):
-        await store.store(delayed(f"bad{number:02}"))
+    for number in range(100):
+        await store.store(delayed(f"bad{number:03}"))
     await store.store(delayed("good", after=0.01, to="elsewhere"))
     await transport.setup_infrastructure(["elsewhere"])
     [endpoint] = await run(clock, store, transport, retries=2)
     await clock.advance(30)
     assert await ids(transport, "elsewhere") == ["good"]
-    assert len(await ids(transport, "error")) == 40
-    assert transport.calls("dispatch") == 3 * 40 + 40 + 1
-    assert store.most_open <= 10
+    assert len(await ids(transport, "error")) == 100
+    assert transport.calls("dispatch") == 3 * 100 + 100 + 1
+    assert store.most_open <= 50
     await endpoint.stop()
     assert store.open == 0
 

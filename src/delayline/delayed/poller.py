@@ -431,7 +431,7 @@ RECOVERED_WITHIN: Final = 0.25
 #: ... while there are not more than this, as a claim may end after a minute.
 MOST_FAILURES: Final = 1000
 #: The most transactions kept open to lock messages that are set aside ...
-MOST_LOCKED: Final = 8
+MOST_LOCKED: Final = 48
 #: ... and how long each stays open at most, once there are so many.
 LOCKED_FOR: Final = timedelta(seconds=1)
 #: Later than any end of a sleep.
