@@ -13,6 +13,7 @@ DelaylineError
 │   └── InvalidPayload                   a received body does not fit the type of its handler
 ├── UnknownMessageType (LookupError)     no handler takes the type of a received message
 ├── HandlerCancelled                     a handler's task was cancelled, and not by its endpoint
+├── TooManyCrashes                       deliveries of a message ended without an outcome, as by a killed process
 ├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
 ├── TransactionAborted (RuntimeError)    a statement of the transaction has failed before: roll it back
 ├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
@@ -95,6 +96,22 @@ class UnknownMessageType(DelaylineError, LookupError):
 
 class HandlerCancelled(DelaylineError):
     """The task of a handler was cancelled, and not by its endpoint: a failure of the handler, like any other."""
+
+
+class TooManyCrashes(DelaylineError):
+    """Deliveries of a message have ended without an outcome too often, as when the process was killed each time.
+
+    Args:
+        message_id: Id of the message.
+        crashes: How many deliveries ended so.
+    """
+
+    def __init__(self, message_id: str, crashes: int) -> None:
+        super().__init__(
+            f"{crashes} deliveries of message {message_id!r} have ended without an outcome: their processes were "
+            "killed, ran out of memory or crashed. Find out why before it is retried, or raise maximum_crashes"
+        )
+        self.crashes = crashes
 
 
 class NotStarted(DelaylineError, RuntimeError):

@@ -25,6 +25,8 @@ class Event(StrEnum):
     RECEIVE_FAILED = "receive.failed"
     RECEIVE_LOST = "receive.lost"
     LIMITS_UNUSABLE = "receive.limits_unusable"
+    CRASHES_UNCOUNTED = "receive.crashes_uncounted"
+    HANDLED_ALONE = "receive.handled_alone"
     EXPIRED = "receive.expired"
     RECEIVE_TASK_FAILED = "receive.task_failed"
     POISON_MESSAGE = "receive.poison_message"

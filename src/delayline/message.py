@@ -74,6 +74,8 @@ class Headers:
     RETRIES: Final = "NServiceBus.Retries"
     #: Attempts before the present round, where a retry policy counts them.
     ATTEMPTS: Final = "Delayline.Attempts"
+    #: How many deliveries have ended without an outcome, as when the process was killed.
+    CRASHES: Final = "Delayline.Crashes"
     RETRIES_TIMESTAMP: Final = "NServiceBus.Retries.Timestamp"
     FAILED_QUEUE: Final = "NServiceBus.FailedQ"
     TIME_OF_FAILURE: Final = "NServiceBus.TimeOfFailure"

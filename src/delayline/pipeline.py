@@ -30,6 +30,7 @@ from delayline.errors import (
     InvalidMessage,
     InvalidPayload,
     QueueNotFound,
+    TooManyCrashes,
     UnknownMessageType,
 )
 from delayline.events import Event, emit
@@ -53,6 +54,7 @@ from delayline.recoverability import (
     is_outage,
     may_fit_smaller,
 )
+from delayline.suspects import Suspects
 from delayline.transaction import TransactionMode, again_after_conflicts
 from delayline.transport import (
     SupportsFlush,
@@ -106,6 +108,8 @@ CONFLICTS: Final = 20
 LONGEST_CONFLICT_PAUSE: Final = 0.25
 #: A satellite attempts a message 5 times at once, as NServiceBus does.
 SATELLITE_RETRIES: Final = 4
+#: Seconds that a message that must be handled alone waits for the handlers of others to end.
+OTHERS_END_WITHIN: Final = 60.0
 
 
 class Defers(Protocol):
@@ -232,6 +236,9 @@ class Pipeline:
     _breaker: RepeatedFailuresOverTime = field(init=False)
     _gives_up: bool = False
     """Whether the handlers that still run at a stop are cancelled."""
+    _is_alone: bool = False
+    """Whether a message is handled, or is about to be, beside no others."""
+    _suspects: Suspects = field(init=False)
     _prefetch: Prefetch = field(default_factory=lambda: Prefetch())
     _prefetches: SupportsPrefetch | None = field(init=False)
     _observer: Observer | None = field(init=False)
@@ -244,6 +251,7 @@ class Pipeline:
         traces = None if self.transactions is None else self.host.observers.traces  # a satellite has none
         self._settle = self._complete if traces is None else partial(self._complete_traced, traces)
         self._take = self._process if traces is None else partial(self._process_traced, traces)
+        self._suspects = Suspects(self.receiver, self.recoverability)
         self._prefetches = self.receiver if isinstance(self.receiver, SupportsPrefetch) else None
         together = self.completes_together and self._prefetches is not None
         self._completions = Grouping(
@@ -334,7 +342,7 @@ class Pipeline:
             self._room.clear()
             self._start_handlers()
             wanted = self._prefetch.wanted(self._free, allowed=self._prefetches is not None)
-            if wanted <= 0:
+            if wanted <= 0 or self._is_alone:
                 await self._room.wait()
                 continue
             asked = time.monotonic()
@@ -385,14 +393,49 @@ class Pipeline:
     def _start_handlers(self) -> None:
         """Start a task for each prefetched message, up to the concurrency limit."""
         free = 0 if self._stopping.is_set() else self._free
-        while free > 0 and self._prefetch:
+        while free > 0 and self._prefetch and not self._is_alone:
             received = self._prefetch.pop()
             if self._prefetches is not None and not self._prefetches.holds(received):
                 continue  # another receiver may have it since a connection was lost
-            task = asyncio.create_task(self._take(received))
+            if received.earlier_deliveries and self._counts_crashes and self._suspects.must_be_alone(received):
+                self._is_alone = True
+                task = asyncio.create_task(self._take_alone(received))
+            else:
+                task = asyncio.create_task(self._take(received))
             self._tasks.add(task)
             task.add_done_callback(self._done)
             free -= 1
+
+    @property
+    def _counts_crashes(self) -> bool:
+        """Whether a crash gives a message back: in mode NONE it has left its queue before it is handled."""
+        return self.host.mode is not TransactionMode.NONE
+
+    async def _take_alone(self, received: ReceivedMessage) -> None:
+        """Handle a message that may end the process, when the handlers of others have ended."""
+        try:
+            others = self._tasks - self._apart.keys() - {asyncio.current_task()}
+            if others:
+                ended = asyncio.wait(others)
+                await first_of(ended, self._stopping.wait(), self.host.clock.sleep(OTHERS_END_WITHIN))
+            if self._ahead is not None:
+                self._ahead.cancel()
+            await self._release(self._prefetch.clear())
+            async with self._suspects.alone(received, self.host.clock.sleep):
+                if self._stopping.is_set():
+                    await self.receiver.release(received)
+                    return
+                text = "Message %s is handled alone: %d deliveries of it have ended without an outcome"
+                number = received.earlier_deliveries
+                emit(logger, logging.WARNING, Event.HANDLED_ALONE, text, received.message.id, number, queue=self.queue)
+                await self._take(received)
+        except Exception as error:  # of the receiver, before it was handled
+            await self._give_back(received, error)
+        except BaseException:
+            await self.receiver.release(received)
+            raise
+        finally:
+            self._is_alone = False
 
     async def _release(self, received: Sequence[ReceivedMessage]) -> None:
         if received and self._prefetches is not None:
@@ -449,6 +492,8 @@ class Pipeline:
                     return
                 if isinstance(self.receiver, SupportsFlush):
                     await self.receiver.flush(received)
+            elif received.earlier_deliveries and not await self._may_handle(received):
+                return
             await self._handle(received)
         except _AlreadyHandled as error:
             emit(logger, logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=received.message, queue=self.queue)
@@ -473,6 +518,14 @@ class Pipeline:
         if failure is None:
             raise caught
         return failure
+
+    async def _may_handle(self, received: ReceivedMessage) -> bool:
+        """Return whether to handle a message that was delivered before; it is elsewhere if not."""
+        try:
+            return await self._suspects.begin(received)
+        except TooManyCrashes as error:
+            await self._move_to_error(received, error)
+            return False
 
     async def _handle(self, received: ReceivedMessage) -> None:
         """Run attempts until one succeeds or the message has gone elsewhere."""

@@ -24,6 +24,7 @@ from delayline.errors import (
     MessageRejected,
     NotStarted,
     QueueNotFound,
+    TooManyCrashes,
 )
 from delayline.message import NO_VALUE, Headers, Message, from_wire_time, to_wire_time, usable_id
 from delayline.transport import TransportOperation
@@ -60,6 +61,7 @@ FAILURE_HEADERS: Final = (
     Headers.HOST_DISPLAY_NAME,
     Headers.RETRIES,
     Headers.ATTEMPTS,
+    Headers.CRASHES,
 )
 LONGEST_COUNT: Final = 9  # digits
 MOST_RETRIES: Final = 1000
@@ -136,11 +138,16 @@ class Recoverability:
     together are not retried together."""
     policy: RetryPolicy | None = None
     """Decides after each failure; replaces all settings above."""
+    maximum_crashes: int = 5
+    """A message whose deliveries ended so often without an outcome, as when it kills its process, goes to the error
+    queue; 2 or more, on RabbitMQ 3, as the first does not tell which of the messages that were handled together it was.
+    After the second it is handled alone. Only the endpoint's own setting counts, not those of handlers."""
 
     def __post_init__(self) -> None:
         whole_number("immediate_retries", self.immediate_retries, at_least=0)
         if self.delayed_retries is not None:
             whole_number("delayed_retries", self.delayed_retries, at_least=0)
+        whole_number("maximum_crashes", self.maximum_crashes, at_least=2)
         time_span("time_increase", self.time_increase)
         if not isinstance(self.immediate_pause, timedelta) or self.immediate_pause < timedelta(0):
             raise ConfigurationError(
@@ -347,6 +354,8 @@ def failure_headers(
         Headers.PROCESSING_ENDPOINT: endpoint_name,
         Headers.HOST_DISPLAY_NAME: f"{MACHINE} ({platform.python_implementation()})",
     }
+    if isinstance(error, TooManyCrashes):
+        headers[Headers.CRASHES] = str(error.crashes)
     if inner is not None:
         headers[Headers.INNER_EXCEPTION_TYPE] = _type_name(inner)
     return headers

@@ -137,6 +137,54 @@ class SupportsFlush(Protocol):
 
 
 @runtime_checkable
+class SupportsDeliveryNotes(Protocol):
+    """Capability of a receiver: counts by notes of its own how many deliveries of a message have ended with a crash."""
+
+    async def begin(self, received: ReceivedMessage) -> None:
+        """Note, durably on return, that the handling of a message begins whose deliveries have crashed before.
+
+        Args:
+            received: A message of this receiver, with `earlier_deliveries`.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsSureCounts(Protocol):
+    """Capability of a receiver whose queue counts orderly returns too: to count crashes alone from some number on."""
+
+    def counts_surely(self, received: ReceivedMessage) -> bool:
+        """Return whether `earlier_deliveries` of the message are crashes only.
+
+        Args:
+            received: A message of this receiver.
+        """
+        ...
+
+    async def count_surely(self, received: ReceivedMessage, crashes: int) -> None:
+        """Replace the message by a copy in its queue that has this count, and counts further crashes only.
+
+        Args:
+            received: A message of this receiver.
+            crashes: How many deliveries have ended with a crash, at most.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsHoldingOne(Protocol):
+    """Capability of a receiver that holds further messages: hold a single one, so that a crash returns no other."""
+
+    async def hold_only(self, received: ReceivedMessage) -> None:
+        """Give all others back, and take no more until the message is acknowledged or released.
+
+        Args:
+            received: A message of this receiver.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsServerTimeout(Protocol):
     """Capability of a receiver: its waits for an answer have a limit, after which `receive` raises."""
 

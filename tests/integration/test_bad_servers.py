@@ -192,6 +192,8 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
             f"GRANT SELECT ON TABLE public.delayline_schema TO {USER};",
             f"GRANT SELECT ON TABLE public.delayline_queues TO {USER};",
             f"GRANT SELECT, INSERT, DELETE ON TABLE public.delayline_messages TO {USER};",
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_receivers TO {USER};",
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_suspects TO {USER};",
             f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public."sales.timeouts" TO {USER};',
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_sleeping TO {USER};",
         ]

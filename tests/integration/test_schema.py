@@ -25,7 +25,7 @@ from delayline.errors import BackendUnusable, DifferentInput, NewerSchema
 from delayline.migration import journal as migrations
 from delayline.sql.databases import database_at
 from delayline.sql.journal import JOURNAL
-from delayline.sql.schema import DECISIONS, QUEUES, registered_groups
+from delayline.sql.schema import CRASHES, DECISIONS, QUEUES, registered_groups
 from delayline.sql.setup import RequiredTables
 from delayline.telemetry.history import MINUTES
 from delayline.testing.conformance.messages import AT, delayed, operation
@@ -91,7 +91,7 @@ def test_a_file_of_version_1_is_upgraded_in_place(old: Path) -> None:
     run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}")
     run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}")
     # Then its messages are there, and version 1 can still use it
-    assert rows(old, "SELECT * FROM delayline_schema") == [("queues", 1, QUEUES.revision)]
+    assert rows(old, "SELECT * FROM delayline_schema") == [("queues", 1, QUEUES.revision), ("crashes", 1, 1)]
     assert rows(old, "SELECT id, body, expires FROM delayline_messages") == [("in queue", b"\x01", None)]
     assert rows(old, 'SELECT id, due, retry_count FROM "sales.timeouts"') == [("waits", 1700000000000000, 3)]
 
@@ -235,6 +235,7 @@ def test_a_dry_run_shows_and_changes_nothing(url: str, tmp_path: Path) -> None:
 COLUMNS = {
     QUEUES: "delayline_messages.body",
     DECISIONS: "delayline_decisions.value",
+    CRASHES: "delayline_suspects.crashes",
     JOURNAL: "delayline_journal.destination",
     cold_catalog.COLD_TIER: "delayline_cold_files.messages",
     dispatchers.DISPATCHERS: "delayline_dispatchers.owner",
@@ -245,7 +246,7 @@ COLUMNS = {
     MINUTES: "delayline_minutes.content",
 }
 #: The features whose tables revision 2 had.
-OF_REVISION_2 = [group for group in COLUMNS if group is not MINUTES]
+OF_REVISION_2 = [group for group in COLUMNS if group not in (MINUTES, CRASHES)]
 
 
 def test_every_feature_is_listed() -> None:
@@ -277,11 +278,13 @@ async def test_tables_of_revision_2_are_upgraded_in_place(revision_2: str) -> No
     dialect = database_at(revision_2).dialect
     with dialect.look() as connection:
         rows = connection.exec_driver_sql("SELECT feature, version, revision FROM delayline_schema").fetchall()
-        assert sorted(map(tuple, rows)) == sorted((one.feature, one.usable_from, one.revision) for one in OF_REVISION_2)
+        assert sorted(map(tuple, rows)) == sorted(
+            (one.feature, one.usable_from, one.revision) for one in [*OF_REVISION_2, CRASHES]
+        )
         assert tuple(connection.exec_driver_sql("SELECT run, stored FROM delayline_spark_runs").one()) == ("nightly", 7)
         assert connection.exec_driver_sql("SELECT value FROM delayline_decisions").scalar_one() == "commit"
         # And nothing is left to do for any feature
-        assert RequiredTables(dialect, dialect.schema_of(None), *OF_REVISION_2).plan(connection) == []
+        assert RequiredTables(dialect, dialect.schema_of(None), *OF_REVISION_2, CRASHES).plan(connection) == []
     # And an endpoint works with it
     store = SqlDelayedMessageStore(revision_2)
     await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
@@ -339,7 +342,9 @@ async def test_an_upgrade_that_was_killed_after_dropping_the_versions_is_complet
     await change(revision_2, "DROP TABLE delayline_schema")
     await asyncio.to_thread(run, "setup", "--endpoint", "sales", "--url", revision_2)
     with database_at(revision_2).dialect.look() as connection:
-        assert len(connection.exec_driver_sql("SELECT feature FROM delayline_schema").fetchall()) == len(OF_REVISION_2)
+        assert len(connection.exec_driver_sql("SELECT feature FROM delayline_schema").fetchall()) == len(
+            [*OF_REVISION_2, CRASHES]
+        )
 
 
 @pytest.mark.parametrize("group", COLUMNS, ids=lambda group: group.feature)
@@ -408,7 +413,7 @@ def test_a_dry_run_of_an_upgrade(old: Path) -> None:
     shown = run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}", "--dry-run")
     assert "ALTER TABLE delayline_messages ADD expires BIGINT" in shown
     assert "UPDATE delayline_schema SET version=1, revision=5" in shown
-    assert re.findall(r"CREATE TABLE (\w+)", shown) == ["delayline_schema"]
+    assert re.findall(r"CREATE TABLE (\w+)", shown) == ["delayline_schema", "delayline_receivers", "delayline_suspects"]
     assert old.read_bytes() == before
 
 

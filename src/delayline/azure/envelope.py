@@ -49,6 +49,13 @@ class UnwrappedMessage(Message):
         raise CorruptHeaders(f"message {self.id!r} cannot be unwrapped: {self.reason}")
 
 
+#: The member of a text that notes the delivery of a message that has crashed before, and how many crashes there were.
+NOTE: Final = "DelaylineDelivery"
+BEGUN: Final = "begun"
+ENDED: Final = "ended"
+LONGEST_COUNT: Final = 9  # digits
+
+
 def wrap(message: Message) -> str:
     """Return the text that a queue keeps for the message.
 
@@ -68,6 +75,28 @@ def wrap(message: Message) -> str:
     if not failed:
         raise too_large(message, len(text), LARGEST_TEXT)
     return _shortened(message, len(text))
+
+
+def crashes_noted(text: str) -> int:
+    """Return how many deliveries have ended with a crash by the note in a queue's text; 1 where there is none.
+
+    A note of a delivery that has begun is there when it is delivered again only if it has crashed.
+    """
+    try:
+        kind, _, number = str(json.loads(_decoded(text))[NOTE]).partition(" ")
+        return int(number) + (kind == BEGUN) if len(number) <= LONGEST_COUNT else 1
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 1
+
+
+def with_note(text: str, kind: str, crashes: int) -> str:
+    """Return a queue's text with a note of a delivery, which .NET ignores; unchanged where it has no room for it."""
+    try:
+        wrapper = json.loads(_decoded(text))
+        noted = _encoded(wrapper | {NOTE: f"{kind} {crashes}"})
+    except (ValueError, TypeError, RecursionError):
+        return text
+    return noted if len(noted) <= LARGEST_TEXT else text
 
 
 def check_size(message: Message) -> None:

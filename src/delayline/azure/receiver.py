@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 
-from delayline.azure.envelope import UnwrappedMessage, unwrap
+from delayline.azure.envelope import BEGUN, ENDED, UnwrappedMessage, crashes_noted, unwrap, with_note
 from delayline.azure.requests import code_of
 from delayline.errors import BackendUnavailable, BackendUnusable, QueueNotFound
 from delayline.events import Event, emit
@@ -42,6 +42,12 @@ class InvisibleMessage:
     id: str
     receipt: str
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    text: str = ""
+    """The queue's text of one that was delivered before."""
+    crashes: int = 0
+    """How many deliveries of it have ended without an outcome."""
+    noted: bool = False
+    """Whether its text has the note that it is handled."""
 
 
 class AzureReceiver:
@@ -72,13 +78,19 @@ class AzureReceiver:
         self._held: dict[int, InvisibleMessage] = {}
         self._stopped = asyncio.Event()
         self._renewing: asyncio.Task[None] | None = None
+        self._alone: int | None = None
+        """The number of the only message that may be held."""
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and hide up to `limit` of them."""
         wait = SHORTEST_WAIT
         while not self._stopped.is_set():
             self._event.clear()
-            if batch := await self._page(min(limit, LARGEST_PAGE)):
+            batch = [] if self._holds_one() else await self._page(min(limit, LARGEST_PAGE))
+            if batch and self._holds_one():  # since it was asked for
+                await asyncio.gather(*map(self.release, batch))
+                self._event.clear()
+            elif batch:
                 return batch
             await self._sleep(wait)
             wait = min(2 * wait, self._poll_interval)
@@ -103,12 +115,33 @@ class AzureReceiver:
         async with entry.lock:
             with contextlib.suppress(BackendUnavailable, BackendUnusable):
                 async with self._asking():
-                    await shown(self._client, entry.id, entry.receipt)
+                    text = with_note(entry.text, ENDED, entry.crashes) if entry.noted else None
+                    await shown(self._client, entry.id, entry.receipt, text)
         self._event.set()
+
+    async def begin(self, received: ReceivedMessage) -> None:
+        """Note in the message that its handling begins, if it was delivered before."""
+        entry = self._held.get(_number(received))
+        if entry is None or not entry.text:
+            return
+        async with entry.lock, self._asking():
+            text = with_note(entry.text, BEGUN, entry.crashes)
+            noted = await self._client.update_message(
+                entry.id, entry.receipt, content=text, visibility_timeout=self._hidden_for
+            )
+            entry.receipt, entry.noted = receipt_of(noted), True
+
+    async def hold_only(self, received: ReceivedMessage) -> None:
+        """Take no more until the message is acknowledged or released."""
+        number = _number(received)
+        self._alone = number if number in self._held else None
 
     async def stop(self) -> None:
         """End a waiting receive; delivered messages stay invisible until they are acknowledged or released."""
         self._stopped.set()
+
+    def _holds_one(self) -> bool:
+        return self._alone is not None
 
     async def _page(self, number: int) -> list[ReceivedMessage]:
         async with self._asking():
@@ -121,11 +154,13 @@ class AzureReceiver:
     def _hold(self, message: QueueMessage) -> ReceivedMessage:
         unwrapped = unwrap(message.id, message.content)
         number = next(self._numbers)
-        self._held[number] = InvisibleMessage(message.id, receipt_of(message))
+        entry = self._held[number] = InvisibleMessage(message.id, receipt_of(message))
+        if (message.dequeue_count or 0) > 1:
+            entry.text, entry.crashes = str(message.content), crashes_noted(message.content)
         if isinstance(unwrapped, UnwrappedMessage):
             text = "Failed to deserialize message envelope for message with id %s: %s"
             emit(logger, logging.WARNING, Event.POISON_MESSAGE, text, message.id, unwrapped.reason, message=unwrapped)
-        return ReceivedMessage(unwrapped, number)
+        return ReceivedMessage(unwrapped, number, entry.crashes)
 
     async def _renew(self) -> None:
         """Renew the invisibility of delivered messages until there are none."""
@@ -150,6 +185,9 @@ class AzureReceiver:
 
     def _let_go(self, received: ReceivedMessage) -> None:
         self._held.pop(_number(received), None)
+        if self._alone == _number(received):
+            self._alone = None
+            self._event.set()
         if not self._held and self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None
@@ -197,10 +235,10 @@ async def deleted_with(client: QueueClient, message_id: str, receipt: str) -> bo
     return True
 
 
-async def shown(client: QueueClient, message_id: str, receipt: str) -> str | None:
-    """Make a message visible and return its new receipt; None if the old one has expired."""
+async def shown(client: QueueClient, message_id: str, receipt: str, text: str | None = None) -> str | None:
+    """Make a message visible, with a new text if given, and return its receipt; None if the old one has expired."""
     try:
-        return receipt_of(await client.update_message(message_id, receipt, visibility_timeout=0))
+        return receipt_of(await client.update_message(message_id, receipt, content=text, visibility_timeout=0))
     except HttpResponseError as error:
         if code_of(error) not in GONE:
             raise

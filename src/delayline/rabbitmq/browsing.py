@@ -94,11 +94,12 @@ class QueuePass:
     async def let_go(self) -> None:
         """Leave the message that was returned last in the queue, as a copy where the broker might soon drop it."""
         delivered, self._last = self._last, None
-        if delivered is None or not delivered.returns:
+        if delivered is None or not (delivered.returns or delivered.crashes):
             return
         limit = await self._limit_of(self._queue)
         most = limit.returns if limit.seen else RETURNS_UNSEEN
-        if most is None or delivered.returns <= most // 2:
+        # A message that counts its crashes would count a return as one.
+        if not delivered.crashes and (most is None or delivered.returns <= most // 2):
             return
         try:
             await self._copy(self._queue, delivered)

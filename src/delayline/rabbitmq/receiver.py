@@ -92,7 +92,7 @@ class RabbitMQReceiver:
         restore: declares this process's own queue again after its deletion; returns False for other queues.
         move_aside: moves a message that cannot be handled, with these headers added, before it is acknowledged.
         bindings: shows which destinations due messages get to.
-        copy: sends a message to the queue again.
+        copy: sends a message to the queue again, with the number of its crashes, None for as many as it says.
         is_dropped_next: whether the queue would drop a message that was returned so often at its next return.
         counted: whether the queue counts how often it gets a message back, as quorum queues do.
     """
@@ -105,7 +105,7 @@ class RabbitMQReceiver:
         restore: Callable[[str], Awaitable[bool]],
         move_aside: Callable[[Delivery, Mapping[str, str]], Awaitable[None]],
         bindings: DeliveryBindings,
-        copy: Callable[[Delivery], Awaitable[None]],
+        copy: Callable[[Delivery, int | None], Awaitable[None]],
         is_dropped_next: Callable[[int], Awaitable[bool]],
         counted: bool = True,
     ) -> None:
@@ -117,6 +117,10 @@ class RabbitMQReceiver:
         self._is_dropped_next = is_dropped_next
         self._counted = counted
         self._one_by_one = True
+        self._alone: int | None = None
+        """The tag of the only message that may be held."""
+        self._suspicious: dict[int, Delivery] = {}
+        """Messages that are held and that were delivered before."""
         self._channel: Channel | None = None
         self._number = 0
         self._capacity = 0
@@ -152,7 +156,8 @@ class RabbitMQReceiver:
                     return batch
                 continue
             self._changed.clear()
-            await self._consume(limit)
+            if self._alone is None:
+                await self._consume(limit)
             if not self._buffer and self._lost is None:
                 await self._changed.wait()
             if self._lost is not None and not self._stopped:
@@ -179,9 +184,43 @@ class RabbitMQReceiver:
         tag = self._tag(received)
         if tag is None:
             return
-        self._give_back(tag)
+        delivered, channel = self._suspicious.get(tag), self._channel
+        if delivered is not None and delivered.crashes and channel is not None:
+            self._let_go(tag)
+            with contextlib.suppress(BackendUnavailable):
+                await self._return(channel, delivered)
+        else:
+            self._give_back(tag)
         if self._stopped:
             await self._close_when_done()
+
+    def counts_surely(self, received: ReceivedMessage) -> bool:
+        """Return whether `earlier_deliveries` has crashes only: a queue counts looks and orderly returns as well."""
+        tag = self._tag(received)
+        return tag is None or tag not in self._suspicious or self._suspicious[tag].crashes > 0
+
+    async def count_surely(self, received: ReceivedMessage, crashes: int) -> None:
+        """Replace the message by a copy, behind the others, whose further returns are crashes only."""
+        tag = self._tag(received)
+        if tag is not None and (delivered := self._suspicious.get(tag)) is not None:
+            await self._copy(delivered, crashes)
+            self._done(tag)
+
+    async def hold_only(self, received: ReceivedMessage) -> None:
+        """Return all others that wait here, and take no more until the message is acknowledged or released."""
+        tag = self._tag(received)
+        async with self._opening:
+            channel = self._channel
+            if tag is None or channel is None:
+                return
+            self._one_by_one = True
+            self._alone = tag
+            try:
+                await self._cancel_consumers(channel)
+                await self._return_all(channel)
+            except BaseException:
+                self._let_go(tag, held=True)
+                raise
 
     async def stop(self) -> None:
         """End a waiting receive, and return prefetched messages; returned ones can still be acknowledged."""
@@ -243,7 +282,7 @@ class RabbitMQReceiver:
     def _done(self, tag: int) -> None:
         if tag not in self._held:  # of a channel that is lost: the broker delivers it again
             return
-        self._held.discard(tag)
+        self._let_go(tag)
         self._last.pop(tag, None)
         self._ahead.end(tag, self._time())
         if not self._acknowledged:
@@ -252,8 +291,16 @@ class RabbitMQReceiver:
             flush.add_done_callback(self._flushes.discard)
         self._acknowledged.add(tag)
 
+    def _let_go(self, tag: int, *, held: bool = False) -> None:
+        if not held:
+            self._held.discard(tag)
+            self._suspicious.pop(tag, None)
+        if self._alone == tag:
+            self._alone = None
+            self._changed.set()
+
     def _give_back(self, tag: int) -> None:
-        self._held.discard(tag)
+        self._let_go(tag)
         self._ahead.end(tag, self._time())
         if self._channel is not None:
             with contextlib.suppress(BackendUnavailable):
@@ -285,15 +332,32 @@ class RabbitMQReceiver:
                     await self._set_aside(delivered, error)
                 return batch
             self._pop()
+            if delivered.redelivered and not self._counted:
+                await self._count_by_copy(delivered)
+                continue
             tag = DeliveryTag(self._number, delivered.tag)
-            returns = delivered.returns if self._counted else int(delivered.redelivered)
             self._ahead.begin(delivered.tag, self._time())
-            batch.append(ReceivedMessage(message, tag, returns))
+            if earlier := self._earlier(delivered):
+                self._suspicious[delivered.tag] = delivered
+            batch.append(ReceivedMessage(message, tag, earlier))
         return batch
 
     def _is_next(self, delivered: Delivery) -> bool:
         """Return False if another message has come before it meanwhile, or the channel was lost."""
         return bool(self._buffer) and self._buffer[0] is delivered
+
+    def _earlier(self, delivered: Delivery) -> int:
+        """Return how many deliveries of it have ended without an outcome."""
+        return delivered.crashes + (delivered.returns if self._counted else 0)
+
+    async def _count_by_copy(self, delivered: Delivery) -> None:
+        """Replace a message that a classic queue has got back, which it counts as one at most, by a copy."""
+        try:
+            await self._copy(delivered, delivered.crashes + 1)
+        except BaseException:
+            self._give_back(delivered.tag)
+            raise
+        self._done(delivered.tag)
 
     def _drop_copy(self, copy: Delivery, other: str) -> None:
         """Drop a delayed message that the other endpoint has got as well."""
@@ -451,7 +515,7 @@ class RabbitMQReceiver:
         As long as they were returned twice and more, perhaps by crashes of their handlers, each `receive` has the
         broker send one: those that it sends ahead would be returned with it.
         """
-        if self._one_by_one and not (self._counted and delivered.returns >= SUSPICIOUS):
+        if self._one_by_one and self._earlier(delivered) < SUSPICIOUS:
             self._one_by_one = False
         self._newest = delivered.tag
         self._watch_buffer()
@@ -492,6 +556,8 @@ class RabbitMQReceiver:
         self._end_retries()
         self._unmoved.clear()
         self._last.clear()
+        self._suspicious.clear()
+        self._alone = None
 
     def _end_retries(self) -> None:
         self._copies.forget()
@@ -535,9 +601,9 @@ class RabbitMQReceiver:
 
     async def _return(self, channel: Channel, delivered: Delivery) -> None:
         """Return a message to the queue, as a copy if the queue would drop it."""
-        if await self._must_not_return(delivered):
+        if delivered.crashes or await self._must_not_return(delivered):
             try:
-                await self._copy(delivered)
+                await self._copy(delivered, None)
             except Exception as error:
                 emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_COPIED, self._queue, error)
             else:

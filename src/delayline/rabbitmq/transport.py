@@ -20,7 +20,7 @@ from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
 from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.properties import sent_on
 from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
-from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
+from delayline.rabbitmq.amqp.wire import CRASHES, LONGEST_SHORT_STRING
 from delayline.rabbitmq.browsing import QueuePass
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED, DeliveryLimits
@@ -354,9 +354,23 @@ class RabbitMQTransport:
         properties = sent_on(delivered.encoded_properties, marks, without=FAILURE_HEADERS if marks else ())
         await self._send_on(delivered, self._error_queue, *self.topology.address_of(self._error_queue), properties)
 
-    async def _copy(self, queue: str, delivered: Delivery) -> None:
-        """Send a message to its queue again. Raises QueueNotFound, BackendUnavailable, InvalidMessage."""
-        await self._send_on(delivered, queue, "", queue, sent_on(delivered.encoded_properties, expires=True))
+    async def _copy(self, queue: str, delivered: Delivery, crashes: int | None = None) -> None:
+        """Send a message to its queue again, which counts its returns anew.
+
+        Args:
+            queue: The queue.
+            delivered: The message.
+            crashes: How many deliveries of it have ended with a crash; None for as many as it says.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+            BackendUnavailable: The broker does not answer.
+            InvalidMessage: The properties cannot be sent on.
+        """
+        if crashes is None:  # of a message that counts them each return was one
+            crashes = delivered.crashes and delivered.crashes + delivered.returns
+        properties = sent_on(delivered.encoded_properties, {CRASHES: crashes} if crashes else {}, expires=True)
+        await self._send_on(delivered, queue, "", queue, properties)
 
     async def _send_on(self, delivered: Delivery, queue: str, exchange: str, key: str, properties: bytes) -> None:
         message = Message(POISON_ID, {}, delivered.body)

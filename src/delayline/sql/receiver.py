@@ -9,6 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +17,7 @@ from sqlalchemy import bindparam, func, select, update
 
 from delayline.checks import whole_number
 from delayline.clock import to_microseconds
-from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted, QueueNotFound
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, NotStarted, QueueNotFound
 from delayline.events import Event, emit
 from delayline.external import UNSET
 from delayline.message import Message
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.external import Unset
+    from delayline.sql.crashes import CrashCounts
     from delayline.sql.database import Database
     from delayline.sql.dialect import Claims, Dialect
     from delayline.sql.schema import QueueTables
@@ -87,12 +89,14 @@ class SqlReceiver:
         queue: str,
         idle: IdleQueues,
         admission: QueueAdmission,
+        crashes: CrashCounts,
     ) -> None:
         self._database = database
         self._statements = statements
         self._claims = claims
         self._idle = idle
         self._admission = admission
+        self._crashes = crashes
         self._event = asyncio.Event()
         self._stopped = False
         self._recent = RecentNumbers(OVERLAP if database.locks_rows else 0.0)  # a file has one writer
@@ -112,6 +116,7 @@ class SqlReceiver:
         self.wanted = 0
         self.loop = asyncio.get_running_loop()
         self._receiving = False
+        self._removals: set[asyncio.Future[None]] = set()
         self._moved: list[ReceivedMessage] = []
         """Messages that moves have claimed for the `receive` in progress."""
         self._in_statements = claims if isinstance(claims, ClaimsInStatements) else None
@@ -128,6 +133,7 @@ class SqlReceiver:
         """Wait for messages and claim up to `limit` of them."""
         self._receiving = True
         try:
+            await self._crashes.open(limit)
             return await self._receive(limit)
         finally:
             self._receiving, self.wanted = False, 0
@@ -165,6 +171,7 @@ class SqlReceiver:
             try:
                 await self._claim(admitted, batch, expired)
                 await self._discard(expired)
+                await self._count_crashes(batch)
                 confirmed = not batch or await self._admission.confirm()
             except BaseException:
                 self._claims.release(
@@ -187,6 +194,15 @@ class SqlReceiver:
                 await self._wait_for_messages()
                 self._is_notified |= not self._moved
         return []
+
+    async def _count_crashes(self, batch: list[ReceivedMessage]) -> None:
+        """Tell those apart whose deliveries have ended without an outcome before."""
+        if batch and (counts := await self._crashes.of(map(_number, batch))):
+            batch[:] = [replace(received, earlier_deliveries=counts.get(_number(received), 0)) for received in batch]
+
+    async def begin(self, received: ReceivedMessage) -> None:
+        """Note that the handling of a message begins that may end the process, durably on return."""
+        await self._crashes.begin(_number(received))
 
     async def _wait_for_messages(self) -> None:
         """Wait until the next look at an empty queue."""
@@ -262,6 +278,8 @@ class SqlReceiver:
     async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
         """Give up the claims and wake receivers."""
         numbers = [_number(one) for one in received]
+        with contextlib.suppress(DelaylineError):  # then they are counted once more
+            await self._crashes.released(numbers)
         self._claims.release(numbers)
         self._admission.ended(numbers)
         with contextlib.suppress(BackendUnavailable):  # then the server ends the claims with their connection
@@ -271,6 +289,7 @@ class SqlReceiver:
     def _notified(self, at: int) -> None:
         if at == LIMITS_CHANGED:
             self._admission.expire()
+            self._crashes.expire()
         elif at == OUT_OF_ORDER:
             self._full_look_every = FULL_LOOK_AFTER_COMMIT
         self._is_notified = True
@@ -288,8 +307,18 @@ class SqlReceiver:
     def _forget(self, numbers: Sequence[int]) -> None:
         """Drop the claims on messages that were handled."""
         self._claims.forget(numbers)
+        if handled := self._crashes.handled(numbers):
+            removal = asyncio.ensure_future(self._crashes.remove(handled))
+            self._removals.add(removal)
+            removal.add_done_callback(self._removed)
         if self._admission.ended(numbers):
             self._database.notifications.notify(queue_channel(self.queue))  # others may wait for their slots
+
+    def _removed(self, removal: asyncio.Future[None]) -> None:
+        """Let go of the removal; rows that it left are removed after the next crash."""
+        self._removals.discard(removal)
+        if not removal.cancelled():
+            removal.exception()
 
     def holds(self, received: ReceivedMessage) -> bool:
         """Return whether this process still claims the message, as of its last request."""
@@ -306,6 +335,7 @@ class SqlReceiver:
         self._unsubscribe()
         self._gone.stop()
         self._event.set()
+        await self._crashes.close()
 
     async def _claim(self, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]) -> None:
         """Claim messages behind those claimed before; at intervals, and if there are none, from the first one on.

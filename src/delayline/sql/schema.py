@@ -176,6 +176,23 @@ class QueueTables:
             Column("until", DUE, nullable=False),
             prefixes=["UNLOGGED"],  # worth nothing after a crash
         )
+        #: The receivers that run: number, which is claimed, and how many messages they handle at once.
+        self.receivers = Table(
+            "delayline_receivers",
+            metadata,
+            Column("number", BigInteger, primary_key=True, autoincrement=False),
+            Column("queue", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+            Column("concurrency", Integer, nullable=False),
+        )
+        #: Messages whose deliveries have ended without an outcome, and the receiver that handles one now; 0 for none.
+        self.suspects = Table(
+            "delayline_suspects",
+            metadata,
+            Column("seq", BigInteger, primary_key=True, autoincrement=False),
+            Column("queue", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
+            Column("crashes", Integer, nullable=False),
+            Column("receiver", BigInteger, nullable=False),
+        )
         self.leases = Table(
             "delayline_leases",
             metadata,
@@ -214,6 +231,9 @@ def _shared_tables(product: ProductTables, schema: str | None) -> list[Table]:
 
 #: The tables of every transport and store.
 QUEUES: Final = register(TableGroup("queues", _shared_tables, revision=5))
+CRASHES: Final = register(
+    TableGroup("crashes", lambda _, schema: [queue_tables(schema).receivers, queue_tables(schema).suspects])
+)
 DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tables(schema).decisions]))
 
 

@@ -17,6 +17,7 @@ from delayline.external import UNSET
 from delayline.grouping import ABANDONED, Grouping
 from delayline.message import Message
 from delayline.sql.backend import SqlBackend
+from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
 from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
@@ -32,7 +33,7 @@ from delayline.sql.receiver import (
     limits_of,
     merged,
 )
-from delayline.sql.schema import DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
+from delayline.sql.schema import CRASHES, DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.sql.transactions import EnlistedTransaction
@@ -164,6 +165,8 @@ class SqlTransport(SqlBackend):
         del endpoint_name
         tables = self._tables
         needed: dict[Table, Sequence[str]] = {tables.queues: TO_READ, tables.queued: TO_TAKE if takes else TO_PUT}
+        if takes:
+            needed |= {tables.receivers: EVERY_RIGHT, tables.suspects: EVERY_RIGHT}
         if self._two_phase is not None:
             needed[tables.decisions] = EVERY_RIGHT
         return await self._missing_rights(needed)
@@ -215,7 +218,9 @@ class SqlTransport(SqlBackend):
         await self._database.read(partial(self._statements.must_exist, queue=queue))
         slots = f"{self._tables.queued.fullname} handled of {queue}"
         admission = QueueAdmission(self._database, self._limits, queue, slots)
-        return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle, admission)
+        statements = crash_statements(self._tables, self._database.dialect)
+        crashes = CrashCounts(self._database, statements, self._statements, self._claims, queue)
+        return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle, admission, crashes)
 
     async def has_queue(self, queue: str) -> bool:
         """Return whether the queue is registered."""
@@ -327,7 +332,7 @@ class SqlTransport(SqlBackend):
 
     @property
     def _required(self) -> RequiredTables:
-        groups = [QUEUES] if self._two_phase is None else [QUEUES, DECISIONS]
+        groups = [QUEUES, CRASHES] if self._two_phase is None else [QUEUES, CRASHES, DECISIONS]
         return RequiredTables(self._database.dialect, self._schema, *groups)
 
     def _planned(self, connection: Connection, names: Sequence[str]) -> list[Executable]:

@@ -17,6 +17,7 @@ from pamqp import decode
 from delayline.errors import InvalidMessage
 from delayline.message import NO_VALUE, Headers, Message, in_utc, to_wire_time
 from delayline.rabbitmq.amqp.wire import (
+    CRASHES,
     DAMAGED_HEADERS,
     ENCLOSED_TYPES,
     EXPIRATION_FLAG,
@@ -129,6 +130,12 @@ class Delivery(NamedTuple):
             return 0
         count = self.properties.headers.get(DELIVERY_COUNT)
         return count if isinstance(count, int) and count > 0 else 1
+
+    @property
+    def crashes(self) -> int:
+        """How many deliveries of it have ended with a crash, as a copy of it says."""
+        count = self.properties.headers.get(CRASHES)
+        return count if isinstance(count, int) and count > 0 else 0
 
     @property
     def properties(self) -> Properties:

@@ -61,6 +61,8 @@ LONGEST_EXPIRATION: Final = 315_360_000_000
 
 #: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message, and
 #: all of them send copies to the queues in CC and BCC, or refuse the message if those are not lists.
+CRASHES: Final = "x-delayline-crashes"
+"""The header that counts the deliveries of a message that have ended with a crash, where they are counted by copies."""
 NOT_SENT: Final = frozenset(
     [
         DELAY_HEADER,
@@ -68,6 +70,7 @@ NOT_SENT: Final = frozenset(
         CONFIRMATION_ID,
         DAMAGED_HEADERS,
         HEADERS_IN_BODY,
+        CRASHES,
         "x-delivery-count",
         "x-acquired-count",
         "x-death",

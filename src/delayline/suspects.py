@@ -1,0 +1,84 @@
+"""Messages that may have killed the process that handled them: one at a time, beside no others.
+
+The turn is the process's: of two endpoints in it each may have such a message.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Final
+
+from delayline.errors import TooManyCrashes
+from delayline.transport import SupportsDeliveryNotes, SupportsHoldingOne, SupportsSureCounts
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable
+
+    from delayline.recoverability import Recoverability
+    from delayline.transport import ReceivedMessage, Receiver
+
+#: Seconds until a suspect that waits for other endpoints' in this process looks whether it is its turn.
+WAIT_FOR_TURN: Final = 0.05
+
+_turn = threading.Lock()
+
+
+def _begin_anew() -> None:
+    global _turn
+    _turn = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_begin_anew)
+
+
+class Suspects:
+    """Decides on the messages of one receiver whose deliveries have ended without an outcome.
+
+    Args:
+        receiver: The receiver of the messages.
+        recoverability: How often that may be.
+    """
+
+    def __init__(self, receiver: Receiver, recoverability: Recoverability) -> None:
+        self._notes = receiver if isinstance(receiver, SupportsDeliveryNotes) else None
+        self._sure = receiver if isinstance(receiver, SupportsSureCounts) else None
+        # A queue that counts for us may count a message once that waited behind the one that has crashed.
+        self._maximum = max(recoverability.maximum_crashes, 2 if self._sure is None else 3)
+        self._alone_from = min(2, self._maximum - 1)
+        self._holds_one = receiver if isinstance(receiver, SupportsHoldingOne) else None
+
+    def must_be_alone(self, received: ReceivedMessage) -> bool:
+        """Return whether the message is handled beside no others."""
+        return self._alone_from <= received.earlier_deliveries < self._maximum
+
+    async def begin(self, received: ReceivedMessage) -> bool:
+        """Note that the message is handled now; return False if it is received again instead, with a sure count.
+
+        Raises TooManyCrashes if it must not be handled.
+        """
+        sure, last = self._sure, self._maximum - 1
+        if sure is not None and received.earlier_deliveries >= last and not sure.counts_surely(received):
+            await sure.count_surely(received, last)
+            return False
+        if received.earlier_deliveries >= self._maximum:
+            raise TooManyCrashes(received.message.id, received.earlier_deliveries)
+        if self._notes is not None:
+            await self._notes.begin(received)
+        return True
+
+    @asynccontextmanager
+    async def alone(
+        self, received: ReceivedMessage, sleep: Callable[[float], Awaitable[object]]
+    ) -> AsyncIterator[None]:
+        """Wait until no other suspect of this process is handled, and hold no other message meanwhile."""
+        turn = _turn
+        while not turn.acquire(blocking=False):
+            await sleep(WAIT_FOR_TURN)
+        try:
+            if self._holds_one is not None:
+                await self._holds_one.hold_only(received)
+            yield
+        finally:
+            turn.release()
