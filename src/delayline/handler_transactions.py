@@ -14,7 +14,7 @@ from enum import StrEnum
 from inspect import getsource, isawaitable, iscoroutinefunction, signature, unwrap
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
-from delayline.errors import ConfigurationError
+from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.events import Event, emit
 from delayline.external import ExternalTransaction, SupportsExternalTransactions, WaitingThread, django_connection
 from delayline.transaction import Transaction, TransactionMode
@@ -92,6 +92,10 @@ class SupportsEngines(Protocol):
     @property
     def external_domain(self) -> Hashable:
         """The transaction domain of external transactions."""
+        ...
+
+    def lost_connection(self, error: BaseException) -> BackendUnavailable | None:
+        """Return the outage that an error of a connection to the database says; None for any other error."""
         ...
 
     def new_engine(self, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
@@ -207,6 +211,24 @@ class HandlerTransactions:
         transport = self._transport
         assert isinstance(transport, SupportsExternalTransactions)  # noqa: S101 - `open` has checked it
         return await transport.enlist(ExternalTransaction(own.connection, own.thread))
+
+    def outage(self, own: HandlerTransaction | None, error: BaseException) -> TransactionLost | None:
+        """Return the outage that has ended the transaction, if that is what the error says; before it is rolled back.
+
+        An error of another connection of the handler's is not one, nor is a transaction that the server gave up.
+        """
+        transport = self._transport
+        if own is None or not isinstance(transport, SupportsEngines) or not _is_lost(own):
+            return None
+        link: BaseException | None = error
+        while link is not None:
+            lost = link if isinstance(link, BackendUnavailable) else transport.lost_connection(link)
+            if lost is not None:
+                outage = TransactionLost(str(lost))
+                outage.__cause__ = error
+                return outage
+            link = link.__cause__
+        return None
 
     async def close(self) -> None:
         """Close the connections of the Engines that were made here."""
@@ -370,6 +392,20 @@ class ThreadTransaction:
         atomic.__enter__()
         self._atomic = atomic
         return connection
+
+
+class TransactionLost(BackendUnavailable):
+    """The connection of a handler's transaction was lost, or could not be made: an outage, and no failure of it."""
+
+
+def _is_lost(own: HandlerTransaction) -> bool:
+    """Return whether the transaction's connection is lost, or could not be opened, as far as it can be asked."""
+    connection = own.connection
+    if connection is None:
+        return True
+    ends = [getattr(connection, name, None) for name in ("invalidated", "closed", "broken")]
+    known = [end for end in ends if isinstance(end, bool | int)]
+    return any(known) or not known
 
 
 class Undone(Exception):

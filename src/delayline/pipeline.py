@@ -35,6 +35,7 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.grouping import Grouping
+from delayline.handler_transactions import TransactionLost
 from delayline.handlers import Handlers, MessageContext
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, Message, control_message, to_wire_time
 from delayline.observer import Action
@@ -556,7 +557,7 @@ class Pipeline:
                 run = partial(self._run_within_limit, received) if self.slots else self._run_handlers
                 await run(context, calls, running)
                 ended = time.perf_counter()
-                handled = context.own is None  # an outage of its commit is a failure of the handler's transaction
+                handled = True
                 await self._complete_handled(received, context)
             except _AlreadyHandled:
                 raise
@@ -570,6 +571,7 @@ class Pipeline:
                     conflicts += 1
                     continue
                 own = running[-1].recoverability if running else None
+                handled = handled or isinstance(failure, TransactionLost)
                 if self._observer is not None:
                     ended = ended if handled else time.perf_counter()
                     self._observer.handled(self.queue, message, ended - began, failure)
@@ -683,10 +685,13 @@ class Pipeline:
             for call in calls:
                 running.append(call)
                 await call(context)
-        except BaseException:
+        except BaseException as error:
             context.end()
+            outage = self._outage(context.own, error)
             if context.own is not None:
                 await context.own.roll_back()
+            if outage is not None:
+                raise outage from error
             raise
         context.end()
 
@@ -901,14 +906,25 @@ class Pipeline:
             was_there = await self.receiver.acknowledge(received, transaction)
             if was_there:
                 await self._send(now, later, transaction)
-        except BaseException:
+        except BaseException as error:
+            outage = self._outage(own, error)
             await own.roll_back()
+            if outage is not None:
+                raise outage from error
             raise
         if not was_there:
             await own.roll_back()
             raise self._already_handled(received)
-        await own.commit()
+        try:
+            await own.commit()
+        except Exception as error:  # it has closed its connection
+            if (outage := self._outage(own, error)) is not None:
+                raise outage from error
+            raise
         await self.receiver.release(received)  # its row is gone, the claim is not
+
+    def _outage(self, own: HandlerTransaction | None, error: BaseException) -> TransactionLost | None:
+        return None if self.transactions is None else self.transactions.outage(own, error)
 
     def _already_handled(self, received: ReceivedMessage) -> _AlreadyHandled:
         return _AlreadyHandled(

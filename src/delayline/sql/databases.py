@@ -17,6 +17,8 @@ from sqlalchemy.exc import ArgumentError, DisconnectionError, InvalidRequestErro
 from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.deadlines import checked_timeout
+from delayline.sql.dialects.server import ServerDialect
+from delayline.sql.engine_limits import EngineLimits
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.setup import RequiredTables, version_findings
 
@@ -201,6 +203,8 @@ def _watch_over(engine: Engine, database: Database) -> None:
     event.listen(engine, "connect", made)
     event.listen(engine, "checkout", used)
     event.listen(engine, "handle_error", failed)
+    if isinstance(database.dialect, ServerDialect):
+        EngineLimits(engine, database.dialect)
 
 
 def _checked_size(size: object) -> int:

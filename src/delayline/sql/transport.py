@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
-from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
+from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.external import UNSET
 from delayline.grouping import ABANDONED, Grouping
@@ -21,6 +21,7 @@ from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
 from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
+from delayline.sql.dialects.server import ServerDialect
 from delayline.sql.receiver import (
     LIMITS_CHANGED,
     OUT_OF_ORDER,
@@ -135,6 +136,15 @@ class SqlTransport(SqlBackend):
                 "context.transaction(engine)"
             )
         return engine_at(self._url, size, asynchronous=asynchronous)
+
+    def lost_connection(self, error: BaseException) -> BackendUnavailable | None:
+        """Return the outage that an error of a connection to the database says; None for any other error."""
+        dialect = self._database.dialect
+        if not isinstance(dialect, ServerDialect):
+            return None
+        server: Any = dialect
+        lost = isinstance(error, dialect.errors) and server.is_disconnect(error)
+        return BackendUnavailable(f"the connection to {dialect} was lost: {error}") if lost else None
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
         """Return the external transaction as one that sending can take part in."""

@@ -1,0 +1,105 @@
+"""Limits on the waits of Engines that are made for handlers: those of delayline's own connections."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import event
+
+from delayline.sql.deadlines import AnswerDeadline
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sqlalchemy import Connection, Engine
+
+    from delayline.sql.dialects.server import ServerDialect
+
+#: Seconds at most that the answer to a test of an idle connection may take.
+PING_TIMEOUT: Final = 5.0
+
+
+class EngineLimits:
+    """Cuts connections of an Engine whose answers are overdue: for statements, tests and commits.
+
+    Args:
+        engine: The Engine, whose own dialect calls the driver.
+        dialect: The server's, which has the limits.
+    """
+
+    def __init__(self, engine: Engine, dialect: ServerDialect) -> None:
+        self._dialect = dialect
+        self._takes_all = not engine.dialect.is_async or dialect.product == "PostgreSQL"
+        self._watches: dict[int, AnswerDeadline] = {}
+        event.listen(engine, "do_connect", self._connecting)
+        event.listen(engine, "connect", self._connected, insert=True)
+        for name in ("close", "close_detached", "detach"):
+            event.listen(engine.pool, name, self._closed)
+        event.listen(engine, "before_cursor_execute", self._begins)
+        event.listen(engine, "after_cursor_execute", self._ends)
+        event.listen(engine, "handle_error", self._failed)
+        own: Any = engine.dialect
+        own.do_commit = self._limited(own.do_commit, dialect.server_timeout)
+        own.do_rollback = self._limited(own.do_rollback, dialect.server_timeout)
+        own.do_ping = self._limited(own.do_ping, PING_TIMEOUT)
+
+    def _connecting(self, _: object, record: object, arguments: object, options: dict[str, Any]) -> None:
+        """Limit connecting, in which the driver's socket cannot be watched yet."""
+        del record, arguments
+        limits = dict(options)
+        self._dialect.limit_connect(limits)
+        if not self._takes_all:  # the drivers for asyncio have other names for the rest
+            limits = options | {"connect_timeout": limits["connect_timeout"]}
+        for name in ("read_timeout", "write_timeout"):  # for as long as the connection lasts
+            if name in limits and name not in options:
+                limits[name] = max(limits[name], round(self._dialect.server_timeout))
+        options |= limits
+
+    def _connected(self, driver: Any, record: object) -> None:  # noqa: ANN401 - each driver has its own
+        del record
+        if (descriptor := _descriptor(driver)) is not None:
+            self._watches[id(driver)] = AnswerDeadline(descriptor, self._dialect.server_timeout, self._dialect.stops)
+
+    def _closed(self, driver: object, *_: object) -> None:
+        if (watch := self._watches.pop(id(driver), None)) is not None:
+            watch.close()
+
+    def _limited(self, work: Callable[[Any], Any], seconds: float) -> Callable[[Any], Any]:
+        def run(connection: Any) -> Any:  # noqa: ANN401 - the driver's, or the pool's
+            watch = self._watches.get(id(getattr(connection, "dbapi_connection", connection)))
+            if watch is None:
+                return work(connection)
+            watch.begin(min(seconds, self._dialect.server_timeout))
+            try:
+                return work(connection)
+            finally:
+                watch.end()
+
+        return run
+
+    def _begins(self, connection: Connection, *_: object) -> None:
+        if (watch := self._watches.get(id(connection.connection.dbapi_connection))) is not None:
+            watch.begin(self._dialect.server_timeout)
+
+    def _ends(self, connection: Connection, *_: object) -> None:
+        if (watch := self._watches.get(id(connection.connection.dbapi_connection))) is not None:
+            watch.end()
+
+    def _failed(self, context: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
+        connection = context.connection
+        if connection is not None and not connection.invalidated and not connection.closed:
+            self._ends(connection)
+
+
+def _descriptor(driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own
+    """Return the socket of a driver's connection, or of that inside SQLAlchemy's adapter; None if it has none."""
+    inner = getattr(driver, "driver_connection", driver)
+    try:
+        if hasattr(inner, "fileno"):
+            return int(inner.fileno())
+        if (made := getattr(inner, "_sock", None)) is not None:
+            return int(made.fileno())
+        writer = getattr(inner, "_writer", None)
+        return None if writer is None else int(writer.get_extra_info("socket").fileno())
+    except Exception:  # of a driver that keeps it elsewhere
+        return None
