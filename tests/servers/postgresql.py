@@ -109,6 +109,24 @@ class PostgresqlServer:
         while (_answers(self.port) or any(child.exists() for child in children)) and time.monotonic() < deadline:
             time.sleep(0.01)
 
+    def follow(self, primary: PostgresqlServer) -> None:
+        """Become a hot standby of the primary; it confirms no commit then that is not on this server too."""
+        self.stop("immediate")
+        shutil.rmtree(self.data)
+        source = ["-h", "127.0.0.1", "-p", str(primary.port), "-U", "delayline"]
+        self._run("pg_basebackup", *source, "-D", str(self.data), "-R", "-c", "fast", "--no-sync")
+        self.start()
+        with primary.administrator() as connection:
+            connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            connection.execute("SELECT pg_reload_conf()")
+
+    def promote(self) -> None:
+        """Take over as the primary; return when it takes writes."""
+        with self.administrator() as connection:
+            connection.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            connection.execute("SELECT pg_reload_conf()")
+        self._run("pg_ctl", "-D", str(self.data), "-w", "promote")
+
     def close(self) -> None:
         """Stop, and leave nothing behind."""
         with contextlib.suppress(subprocess.CalledProcessError):

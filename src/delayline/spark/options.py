@@ -19,12 +19,11 @@ from pyspark.sql.types import (
     TimestampNTZType,
     TimestampType,
 )
-from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
 
 from delayline.bulk.writer import BulkWriter
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
+from delayline.sql.urls import read_url
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -111,10 +110,7 @@ class StoreOptions:
                 ) from None  # the cause may contain a part of the password
         if password is None:
             return self.url
-        try:
-            return make_url(self.url).set(password=password).render_as_string(hide_password=False)
-        except (ArgumentError, ValueError):
-            raise ConfigurationError("the url cannot be read: write it like postgresql://user@host/database") from None
+        return read_url(self.url).set(password=password).render_as_string(hide_password=False)
 
     def staging(self, name: str | None = None) -> BulkWriter:
         """Return a staging area of the store; a new one without a name."""

@@ -7,20 +7,19 @@ import os
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
-from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 from sqlalchemy import create_engine, event
-from sqlalchemy.engine import URL, Engine, make_url
-from sqlalchemy.exc import ArgumentError, DisconnectionError, InvalidRequestError
+from sqlalchemy.engine import URL, Engine
+from sqlalchemy.exc import DisconnectionError, InvalidRequestError
 
-from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.deadlines import checked_timeout
 from delayline.sql.dialects.server import ServerDialect
 from delayline.sql.engine_limits import EngineLimits
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.setup import RequiredTables, version_findings
+from delayline.sql.urls import read_url
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
@@ -102,14 +101,7 @@ def database_at(
             f"the database is a URL or an Engine of SQLAlchemy, not {type(url).__name__}; for an AsyncEngine pass its "
             "sync_engine, or the URL"
         )
-    try:
-        unquote(url, errors="strict").replace("\0", "\udc00").encode()  # rejects NUL and invalid UTF-8
-        parsed = make_url(full_scheme(url))
-    except (ArgumentError, ValueError):
-        raise ConfigurationError(
-            "the database URL cannot be read; write it like sqlite:///file.db or "
-            "postgresql://user:password@host/database, with special characters in the password as %XX, in UTF-8"
-        ) from None  # its text may have a part of the password
+    parsed = read_url(url)
     named = parsed.query.get("server_timeout") if server_timeout is None else server_timeout
     size = parsed.query.get("pool_size") if pool_size is None else pool_size
     parsed = parsed.difference_update_query(["server_timeout", "pool_size"])
@@ -151,7 +143,7 @@ def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngin
         MissingExtra: The driver for asyncio, or what SQLAlchemy needs for it, is not installed.
         ConfigurationError: The product has no driver for asyncio.
     """
-    parsed = make_url(full_scheme(url)).difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
+    parsed = read_url(url).difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
     product = parsed.get_backend_name()
     pool: dict[str, Any] = {"pool_size": size, "max_overflow": 0, "pool_pre_ping": True, "hide_parameters": True}
     database = database_at(url)

@@ -150,8 +150,8 @@ class Postgresql(ServerDialect):
         self._copies = Copies()
 
     def limit_connect(self, arguments: dict[str, Any]) -> None:
-        """Limit connecting, and unacknowledged bytes."""
-        arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout)))
+        """Limit connecting, for which several hosts share the time, and unacknowledged bytes."""
+        arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout / len(self.hosts))))
         arguments.setdefault("tcp_user_timeout", round(self.server_timeout * 1000))
 
     def adopt(self, driver: Any) -> object:  # noqa: ANN401 - psycopg is an extra

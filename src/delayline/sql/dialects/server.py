@@ -51,6 +51,7 @@ from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED, Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, in_order, must_fit, timeouts_table
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
+from delayline.sql.urls import hosts_of
 from delayline.sql.workers import is_given_up
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
         TimeoutForwarding,
     )
     from delayline.sql.schema import QueueTables
+    from delayline.sql.urls import Host
 
     Columns = ReadOnlyColumnCollection[str, Column[Any]]
 
@@ -225,14 +227,18 @@ class ServerDialect(ABC):
         watch.begin(self.server_timeout)  # until `connect` has finished
 
     def __str__(self) -> str:
-        url = self.url
-        user = f"{url.username}@" if url.username else ""
-        return f"{self.product} database {user}{url.host or 'localhost'}:{url.port or self.default_port}/{url.database}"
+        user = f"{self.url.username}@" if self.url.username else ""
+        return f"{self.product} database {user}{','.join(map(str, self.hosts))}/{self.url.database}"
+
+    @property
+    def hosts(self) -> Sequence[Host]:
+        """Where the server may be."""
+        return hosts_of(self.url, self.default_port)
 
     @property
     def server_address(self) -> tuple[str, int | None] | None:
-        """Host and port of the server."""
-        return self.url.host or "localhost", self.url.port or self.default_port
+        """Host and port of the server, the first one of several."""
+        return self.hosts[0]
 
     @property
     def identity(self) -> Hashable:
