@@ -98,3 +98,33 @@ async def test_sends_go_on_at_the_standby_that_takes_over(pair: Pair, form: str)
         await eventually_async(goes_on, "sends go on")
         await eventually_async(lambda: handled >= {*sent, "later"}, "messages arrive after the failover")
         assert endpoint.started
+
+
+async def test_a_host_that_swallows_connections_is_waited_for_once(postgresql_url: str) -> None:
+    """Given a first host that takes connections and never answers, then only the first connections wait for it."""
+    swallowed: list[asyncio.StreamWriter] = []
+
+    async def swallow(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        swallowed.append(writer)
+
+    async with await asyncio.start_server(swallow, "127.0.0.1", 0) as silent:
+        port = silent.sockets[0].getsockname()[1]
+        url = postgresql_url.replace("@", f"@127.0.0.1:{port},") + "?connect_timeout=2"
+        endpoint = Endpoint(
+            "sales", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url))
+        )
+        handled = set[str]()
+
+        @endpoint.handler
+        async def handle(message: Message, context: MessageContext) -> None:
+            await context.transaction()
+            handled.add(message.id)
+
+        await endpoint.setup()
+        before = len(swallowed)
+        async with asyncio.timeout(PATIENCE), endpoint:
+            await endpoint.send("sales", b"", message_id="due", delay=A_MOMENT)
+            await eventually_async(lambda: handled == {"due"}, "the message arrives")
+        assert len(swallowed) == before > 0
+        for writer in swallowed:
+            writer.close()

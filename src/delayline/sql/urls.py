@@ -80,6 +80,11 @@ def hosts_of(url: URL, default_port: int) -> Sequence[Host]:
     return hosts
 
 
+def listed(hosts: Sequence[Host]) -> dict[str, str]:
+    """Return the hosts as options of libpq."""
+    return {"host": ",".join(host.name for host in hosts), "port": ",".join(str(host.port) for host in hosts)}
+
+
 def _read(text: str) -> URL:
     parts = URL_PARTS.match(text)
     product = parts["product"].lower() if parts else ""
@@ -99,12 +104,7 @@ def _read(text: str) -> URL:
     if len(places) < 2:
         return url
     hosts = _hosts(places, ports)
-    query = {
-        "target_session_attrs": "read-write",
-        **url.query,
-        "host": ",".join(host.name for host in hosts),
-        "port": ",".join(str(host.port) for host in hosts),
-    }
+    query = {"target_session_attrs": "read-write", **url.query, **listed(hosts)}
     return URL.create(url.drivername, url.username, url.password, database=url.database, query=query)
 
 

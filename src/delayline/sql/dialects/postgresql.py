@@ -43,6 +43,7 @@ from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.due_forecast import explanation
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
+from delayline.sql.urls import Host, listed
 from delayline.sql.workers import is_given_up
 
 if TYPE_CHECKING:
@@ -148,10 +149,20 @@ class Postgresql(ServerDialect):
         from delayline.sql.dialects.postgresql_binary import Copies
 
         self._copies = Copies()
+        one_writes = self.url.query.get("target_session_attrs") in ("read-write", "primary")
+        self._any_order = one_writes and len(self.hosts) > 1 and "hostaddr" not in self.url.query
+        self._reached: Host | None = None
 
     def limit_connect(self, arguments: dict[str, Any]) -> None:
-        """Limit connecting, for which several hosts share the time, and unacknowledged bytes."""
-        arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout / len(self.hosts))))
+        """Limit connecting, for which several hosts share the time, and unacknowledged bytes.
+
+        Where only one host takes writes, the one that did so last is tried first: each connection would wait for one in
+        front of it whose machine is gone.
+        """
+        hosts = self.hosts
+        arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout / len(hosts))))
+        if self._any_order and self._reached in hosts:
+            arguments |= listed(sorted(hosts, key=lambda host: host != self._reached))
         arguments.setdefault("tcp_user_timeout", round(self.server_timeout * 1000))
 
     def adopt(self, driver: Any) -> object:  # noqa: ANN401 - psycopg is an extra
@@ -185,6 +196,9 @@ class Postgresql(ServerDialect):
 
         connection = self.engine.connect()
         try:
+            if self._any_order:
+                info = _driver(connection).info
+                self._reached = Host(info.host, info.port)
             use_binary(_driver(connection))
             if not self.pgbouncer:  # which gives the session to another client after each transaction
                 self._set_up_session(connection)
