@@ -108,7 +108,11 @@ def test_no_rows_have_no_faults() -> None:
 @pytest.mark.parametrize(
     ("column", "kind", "said"),
     [
-        ("due", types.TimestampNTZType(), "column 'due' is timestamp_ntz, not timestamp: use to_utc"),
+        (
+            "due",
+            types.TimestampNTZType(),
+            r"'due' is timestamp_ntz, not timestamp: use CAST\(concat\(due, ' Europe/Berlin'\) AS TIMESTAMP\)",
+        ),
         ("due", types.DateType(), "column 'due' is date, not timestamp"),
         ("due", types.StringType(), "column 'due' is string, not timestamp"),
         ("due", None, "no column 'due', only id, destination"),
