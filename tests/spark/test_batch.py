@@ -131,8 +131,12 @@ def test_ids_that_wait_already(spark: SparkSession, store: StoreAt) -> None:
 
 
 def test_a_run_that_is_run_again_adds_nothing(spark: SparkSession, store: StoreAt) -> None:
-    write(frame(spark, "a"), store, runId="nightly")
-    write(frame(spark, "a", "b"), store, runId="nightly")
+    for _ in range(2):
+        write(frame(spark, "a"), store, runId="nightly")
+    assert store.ids() == ["a"]
+    # And another input under its name is refused
+    with pytest.raises(PySparkException, match="the run 'nightly' was used for another input"):
+        write(frame(spark, "a", "b"), store, runId="nightly")
     assert store.ids() == ["a"]
 
 
