@@ -17,6 +17,8 @@ CONNECTION_STRING: Final = re.compile(r"\s*(?:[a-z]+:)?(?!/)[A-Za-z][\w .-]*=", 
 PAIR: Final = re.compile(
     r"""(?P<before>^|[?&;\s,:])(?P<name>[^?&;=\s,:/@"']+(?:[ ][^?&;=\s,:/@"']+)?)(?P<equals>\s*=\s*)"""
 )
+#: Words with spaces between, as in an error's text: without an @ they are no URL.
+PROSE: Final = re.compile(r"\w\W*\s\W*\w")
 #: A value of a connection string in quotes or braces, which may have a ; in it.
 QUOTED: Final = re.compile(
     r"""(?:"(?:[^"]|"")*(?:"|\Z)|'(?:[^'\\]|''|\\.)*(?:'|\Z)|\{(?:[^}]|\}\})*(?:\}|\Z))(?=\s|;|\Z)""", re.DOTALL
@@ -43,6 +45,8 @@ def _without_login(url: str) -> str:
     """Mask what is between the first colon behind the scheme and the @ in front of the host."""
     scheme = SCHEME.match(url)
     if scheme is None and CONNECTION_STRING.match(url):
+        return url
+    if scheme is None and "@" not in url and PROSE.search(url):
         return url
     begin = scheme.end() if scheme else 0
     rest = url[begin:]

@@ -99,3 +99,8 @@ def test_long_texts_are_masked_soon(part: str) -> None:
 def test_the_folder_of_a_cold_tier_shows_no_keys() -> None:
     """Given a URI with keys, when shown, then neither a key nor its name is there."""
     assert without_secrets("s3://KEY:SECRET@b/x?secret_key=SECRET&region=eu") == "s3://***@b/x?secret_key=***&region=eu"
+
+
+def test_an_errors_text_keeps_its_words() -> None:
+    text = "An error occurred.\n: java.sql.SQLException: No suitable driver\n\tat java.sql/x for postgresql://u:s3cret@h/d"
+    assert masked(text) == text.replace("s3cret", "***")

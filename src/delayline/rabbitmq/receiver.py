@@ -332,9 +332,6 @@ class RabbitMQReceiver:
                     await self._set_aside(delivered, error)
                 return batch
             self._pop()
-            if delivered.redelivered and not self._counted:
-                await self._count_by_copy(delivered)
-                continue
             tag = DeliveryTag(self._number, delivered.tag)
             self._ahead.begin(delivered.tag, self._time())
             if earlier := self._earlier(delivered):
@@ -349,15 +346,6 @@ class RabbitMQReceiver:
     def _earlier(self, delivered: Delivery) -> int:
         """Return how many deliveries of it have ended without an outcome."""
         return delivered.crashes + (delivered.returns if self._counted else 0)
-
-    async def _count_by_copy(self, delivered: Delivery) -> None:
-        """Replace a message that a classic queue has got back, which it counts as one at most, by a copy."""
-        try:
-            await self._copy(delivered, delivered.crashes + 1)
-        except BaseException:
-            self._give_back(delivered.tag)
-            raise
-        self._done(delivered.tag)
 
     def _drop_copy(self, copy: Delivery, other: str) -> None:
         """Drop a delayed message that the other endpoint has got as well."""

@@ -53,7 +53,8 @@ class AmqpConnection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._rest = b""
         self._unsent: list[bytes] = []
-        self._replies: dict[int, deque[asyncio.Future[Any]]] = {}
+        self._replies: dict[int, deque[tuple[frame.FrameTypes | bytes, asyncio.Future[Any]]]] = {}
+        """The calls of each channel that wait for an answer, oldest first."""
         self._channels: dict[int, Channel] = {}
         self._flowing = asyncio.Event()
         self._flowing.set()
@@ -238,7 +239,7 @@ class AmqpConnection(asyncio.Protocol):
     async def call(self, channel: int, method: frame.FrameTypes | bytes) -> Any:  # noqa: ANN401 - each has its own answer
         """Send a method that the broker answers and return the answer; raises ChannelEnded where it closes instead."""
         answer: asyncio.Future[Any] = self._loop.create_future()
-        self._replies.setdefault(channel, deque()).append(answer)
+        self._replies.setdefault(channel, deque()).append((method, answer))
         self.write(method if isinstance(method, bytes) else frame.marshal(method, channel))
         try:
             async with asyncio.timeout(self.address.server_timeout):
@@ -322,7 +323,7 @@ class AmqpConnection(asyncio.Protocol):
             self._ticking.cancel()
         for answers in self._replies.values():
             while answers:
-                _fail(answers.popleft(), error)
+                _fail(answers.popleft()[1], error)
         for channel in self._channels.values():
             channel.lose(error)
         self._set_flow()
@@ -361,12 +362,16 @@ class AmqpConnection(asyncio.Protocol):
                 self.answer(number, method)
 
     def answer(self, channel: int, answer: object) -> None:
-        """Complete the channel's oldest call with this answer."""
+        """Complete the channel's oldest call that it answers, or the oldest of all.
+
+        RabbitMQ answers Consume through the queue's process, and so perhaps after a later Flow.
+        """
         waiting = self._replies.get(channel)
         if waiting:
-            oldest = waiting.popleft()
-            if not oldest.done():
-                oldest.set_result(answer)
+            call = next((call for call in waiting if _answers(call[0], answer)), waiting[0])
+            waiting.remove(call)
+            if not call[1].done():
+                call[1].set_result(answer)
 
     def _on_connection_close(self, closed: Closed) -> None:
         with contextlib.suppress(BackendUnavailable):
@@ -384,7 +389,7 @@ class AmqpConnection(asyncio.Protocol):
         """Fail the calls that have no answer yet: the number may be another channel's from now on."""
         answers = self._replies.pop(number, deque())
         while answers:
-            _fail(answers.popleft(), ChannelEnded(closed))
+            _fail(answers.popleft()[1], ChannelEnded(closed))
         channel = self._channels.pop(number, None)
         if channel is not None:
             channel.end(closed)
