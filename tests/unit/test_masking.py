@@ -102,5 +102,7 @@ def test_the_folder_of_a_cold_tier_shows_no_keys() -> None:
 
 
 def test_an_errors_text_keeps_its_words() -> None:
-    text = "An error occurred.\n: java.sql.SQLException: No suitable driver\n\tat java.sql/x for postgresql://u:s3cret@h/d"
+    text = (
+        "An error occurred.\n: java.sql.SQLException: No suitable driver\n\tat java.sql/x for postgresql://u:s3cret@h/d"
+    )
     assert masked(text) == text.replace("s3cret", "***")
