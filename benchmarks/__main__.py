@@ -63,6 +63,7 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "pg_handled_flush": [("ratio to the bare loop", ">=", 0.6)],
     "pg_steady": [("at least once, worker and server us", "<=", 700), ("dispatch, p99 ms", "<=", 14)],
     "pg_steady_queued": [("at least once, p99 ms", "<", 10)],
+    "pg_pressure": [("three, at least once, p99 ms", "<", 100), ("one, at least once, p99 ms", "<", 100)],
     "maria_handled": [],
     "maria_handled_queued": [],
     "rmq_handled": [("times aio-pika", ">=", 1.8), ("defaults, worker us", "<=", 90)],

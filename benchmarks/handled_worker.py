@@ -3,7 +3,7 @@
 `python -m benchmarks.handled_worker ACTION PEER URL SETTINGS`: `fill` stores messages, `send` sends them at a steady
 rate, `work` prints "ready" and handles them until it is ended. URL is that of queues and store, or
 both with a space between; SETTINGS is a JSON object. For every message the handler
-appends 16 bytes to the file `BENCHMARK_HANDLED`: the message's number, and the time in microseconds.
+appends 20 bytes to the file `BENCHMARK_HANDLED`: the message's number, and the time in microseconds.
 """
 
 from __future__ import annotations
@@ -25,30 +25,37 @@ if TYPE_CHECKING:
     from delayline import Message
 
 Settings = dict[str, Any]
-#: A record's time is kept in so many digits: it starts again after 10 000 s.
-DIGITS = 10
+#: A record has the message's number in so many digits, which its body begins with ...
+NUMBER_DIGITS = 8
+#: ... and its time, in microseconds, in so many: it starts again after 11 days.
+DIGITS = 12
+#: The number of the message that connects a sender before it counts.
+FIRST = 10**NUMBER_DIGITS - 1
 HEADERS = {f"Header.Number.{number}": f"value of header number {number}" for number in range(8)}
 BATCH = 1000
 
 
 class Records:
-    """Appends a record of 16 bytes to a file for every message: any number of threads and processes at once."""
+    """Appends a record of 20 bytes to a file for every message: any number of threads and processes at once."""
 
     def __init__(self, variable: str = "BENCHMARK_HANDLED") -> None:
         self._file = os.open(os.environ[variable], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
     def write(self, body: bytes) -> None:
         """Do a handler's work."""
-        os.write(self._file, b"%b%010d" % (body[:6], time.time_ns() // 1000 % 10**DIGITS))
+        self._append(body, time.time_ns() // 1000)
 
     def expect(self, body: bytes, due: float) -> None:
         """Record when a message is due."""
-        os.write(self._file, b"%b%010d" % (body[:6], int(due * 1e6) % 10**DIGITS))
+        self._append(body, int(due * 1e6))
+
+    def _append(self, body: bytes, microseconds: int) -> None:
+        os.write(self._file, b"%b%0*d" % (body[:NUMBER_DIGITS], DIGITS, microseconds % 10**DIGITS))
 
 
 def body_of(number: int) -> bytes:
     """Return a body of 256 bytes that begins with the message's number."""
-    return b"%06d" % number + b"b" * 250
+    return b"%0*d" % (NUMBER_DIGITS, number) + b"b" * (256 - NUMBER_DIGITS)
 
 
 def bodies(number: int) -> Iterator[list[bytes]]:
@@ -85,7 +92,7 @@ def message_of(body: bytes) -> Message:
     from delayline import Message
     from delayline.message import encode_headers
 
-    return Message.from_encoded(f"{time.time_ns()}-{body[:6].decode()}", encode_headers(HEADERS), body)
+    return Message.from_encoded(f"{time.time_ns()}-{body[:NUMBER_DIGITS].decode()}", encode_headers(HEADERS), body)
 
 
 async def delayline_fill(url: str, settings: Settings) -> None:
@@ -157,7 +164,7 @@ async def delayline_send(url: str, settings: Settings) -> None:
 async def steadily(settings: Settings, send: Callable[[bytes], Awaitable[None]]) -> None:
     """Send so many messages a second, and record when each is due."""
     records, rate, delay = Records("BENCHMARK_SENT"), settings["rate"], settings["delay"] or 0.0
-    await send(body_of(999_999))  # connects
+    await send(body_of(FIRST))  # connects
     ready()
     await asyncio.to_thread(sys.stdin.readline)
     started, sending = time.monotonic(), set[asyncio.Future[None]]()

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from benchmarks.common import ROUNDS, Figures, scaled
 from benchmarks.handled import percentile
-from benchmarks.handled_worker import DIGITS
+from benchmarks.handled_worker import DIGITS, NUMBER_DIGITS
 from benchmarks.processes import command, cpu_of, node_path, running
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 NUMBER = scaled(50_000)
-RECORD = 16
+RECORD = NUMBER_DIGITS + DIGITS
 WRAP = 10**DIGITS / 1e6
 #: Seconds without another message after which a contender has failed.
 PATIENCE = 90.0
@@ -177,7 +177,8 @@ def recorded(path: Path, *, after: float | None = None) -> Recorded:
     times: dict[int, float] = {}
     doubled = 0
     for at in range(0, len(data), RECORD):
-        number, clock = int(data[at : at + 6]), int(data[at + 6 : at + RECORD]) / 1e6
+        split = at + NUMBER_DIGITS
+        number, clock = int(data[at:split]), int(data[split : at + RECORD]) / 1e6
         doubled += number in times
         times[number] = now + (clock - now + WRAP / 2) % WRAP - WRAP / 2  # the whole time next to now
     return Recorded(times, doubled)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import subprocess
+import threading
 import time
+from collections import deque
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks import peer_installs
-from benchmarks.common import Figures, scaled
+from benchmarks.common import SCALE, Figures, scaled
 from benchmarks.handled import percentile
 from benchmarks.handling import (
     NUMBER,
@@ -24,12 +28,13 @@ from benchmarks.handling import (
     until,
 )
 from benchmarks.on_server import connected
-from benchmarks.processes import command, cpu_of, running
+from benchmarks.processes import command, cpu_of, node_path, running
 from benchmarks.servers import FLUSH_MICROSECONDS, mariadb_server, postgresql_server, redis_server
 from benchmarks.servers_rabbitmq import rabbitmq_server
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
+    from contextlib import AbstractContextManager
     from pathlib import Path
 
 AT_LEAST_ONCE = {"transaction_mode": "RECEIVE_ONLY"}
@@ -40,7 +45,7 @@ FEW = max(1000, NUMBER // 10)
 
 
 async def sqlite_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, on one file."""
+    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 20 bytes, on one file."""
     return await _beside_bullmq(folder, due=True)
 
 
@@ -68,7 +73,7 @@ def _flushed(port: int) -> str:
 
 
 async def pg_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, beside the fastest."""
+    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 20 bytes, beside the fastest."""
     del folder
     return await _beside_the_fastest(BARE, due=True)
 
@@ -129,8 +134,54 @@ async def pg_steady_queued(folder: Path) -> Figures:
         }
 
 
+async def pg_pressure(folder: Path) -> Figures:
+    """800 a second for 15 minutes beside three overlapping transactions of 120 s, and 1 000 beside one of an hour."""
+    contenders = [
+        Contender("at least once", "delayline", _with(AT_LEAST_ONCE)),
+        Contender("PgQueuer", "PgQueuer", {"batch": 100}),
+    ]
+    if peer_installs.node_modules():
+        contenders.append(Contender("graphile-worker", "graphile-worker", {"concurrentJobs": 24, "localQueue": 500}))
+    figures: Figures = {}
+    with on_postgresql() as server:
+        for one in contenders:
+            three, single = partial(snapshots, number=3, seconds=120 * SCALE), partial(snapshots, number=1)
+            for name, rate, minutes, beside in (("three", 800, 15, three), ("one", 1000, 60, single)):
+                found = await _steady(folder, server, one, rate, 2.0, seconds=minutes * 60, beside=beside)
+                figures |= {f"{name}, {figure}": value for figure, value in found.items() if "ms" in figure}
+    return figures
+
+
+@contextlib.contextmanager
+def snapshots(url: str, number: int, seconds: float = math.inf) -> Iterator[None]:
+    """Keep so many transactions open that only read, each for so long, begun one after another."""
+    ended = threading.Event()
+
+    def hold() -> None:
+        with contextlib.ExitStack() as every:
+            open_ones: deque[contextlib.ExitStack] = deque()
+            while True:
+                one = every.enter_context(contextlib.ExitStack())
+                connection = one.enter_context(connected(url))
+                connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ")
+                connection.exec_driver_sql("SELECT count(*) FROM pg_class")  # which takes the snapshot
+                open_ones.append(one)
+                if ended.wait(min(seconds / number, threading.TIMEOUT_MAX)):
+                    return
+                if len(open_ones) == number:
+                    open_ones.popleft().close()
+
+    thread = threading.Thread(target=hold, name="snapshots")
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
 async def maria_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 16 bytes, and the bare loop."""
+    """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 20 bytes, and the bare loop."""
     del folder
     with mariadb_server() as server:
         bare = replace(BARE, stored=5000)
@@ -147,7 +198,7 @@ async def maria_handled_queued(folder: Path) -> Figures:
 
 
 async def rmq_handled(folder: Path) -> Figures:
-    """50 000 of 256 B and eight headers in a queue, to a handler that writes 16 bytes, beside its peers."""
+    """50 000 of 256 B and eight headers in a queue, to a handler that writes 20 bytes, beside its peers."""
     del folder
     with rabbitmq_server() as server:
         ours = [
@@ -265,16 +316,23 @@ async def _steady(
     rate: int,
     delay: float,
     variables: Mapping[str, str] | None = None,
+    *,
+    seconds: int = 20,
+    beside: Callable[[str], AbstractContextManager[None]] | None = None,
 ) -> Figures:
     """Return the CPU for each message of worker, server and sender, and how late messages were handled."""
-    number, url = scaled(rate * 20), server.fresh()
+    number, url = scaled(rate * seconds), server.fresh()
     handled, sent = folder / f"handled-{time.time_ns()}", folder / f"sent-{time.time_ns()}"
     files = {"BENCHMARK_HANDLED": str(handled), "BENCHMARK_SENT": str(sent)}
     environment = os.environ | files | dict(variables or {})
     settings = one.settings | {"number": 0, "due": None, "rate": rate, "delay": delay}
     handled.touch()
     await asyncio.to_thread(
-        subprocess.run, command("fill", one.peer, url, settings), env=environment, check=True, stdout=subprocess.DEVNULL
+        subprocess.run,
+        command("fill", one.peer, url, settings),
+        env=environment | node_path(),
+        check=True,
+        stdout=subprocess.DEVNULL,
     )
     settings["number"] = number
     with (
@@ -287,7 +345,8 @@ async def _steady(
         cpu, server_cpu, sender_cpu = cpu_of(worker.pid), cpu_of(server.pid), cpu_of(sender.pid)
         sender.stdin.write("\n")
         sender.stdin.flush()
-        await until(handled, number + 1, worker)
+        with contextlib.nullcontext() if beside is None else beside(url):
+            await until(handled, number + 1, worker)
         cpu, server_cpu, sender_cpu = (
             cpu_of(worker.pid) - cpu,
             cpu_of(server.pid) - server_cpu,
