@@ -45,6 +45,7 @@ WITHOUT_PAGES = {
     "plot": "matplotlib",
     "pymssql": "pymssql",
     "rabbitmq": "delayline.rabbitmq",
+    "sqlite": "aiosqlite",
     "sqlserver": "mssql_python",
     "testing": "delayline.testing",
 }

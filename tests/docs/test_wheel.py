@@ -29,7 +29,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_submits_the_wheel_that_its_command_builds(wheel: Path) -> None:
-    assert f"--py-files dist/{wheel.name} " in PAGE.read_text(encoding="utf-8")
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"cp dist/{wheel.name} delayline.zip" in page
+    assert "--py-files delayline.zip " in page
 
 
 def test_a_package_index_shows_no_link_into_the_repository(wheel: Path) -> None:
