@@ -144,10 +144,10 @@ async def pg_pressure(folder: Path) -> Figures:
         contenders.append(Contender("graphile-worker", "graphile-worker", {"concurrentJobs": 24, "localQueue": 500}))
     figures: Figures = {}
     with on_postgresql() as server:
-        for one in contenders:
-            three, single = partial(snapshots, number=3, seconds=120 * SCALE), partial(snapshots, number=1)
+        three, single = partial(snapshots, number=3, seconds=120 * SCALE), partial(snapshots, number=1)
+        for contender in contenders:
             for name, rate, minutes, beside in (("three", 800, 15, three), ("one", 1000, 60, single)):
-                found = await _steady(folder, server, one, rate, 2.0, seconds=minutes * 60, beside=beside)
+                found = await _steady(folder, server, contender, rate, 2.0, seconds=minutes * 60, beside=beside)
                 figures |= {f"{name}, {figure}": value for figure, value in found.items() if "ms" in figure}
     return figures
 
@@ -158,18 +158,18 @@ def snapshots(url: str, number: int, seconds: float = math.inf) -> Iterator[None
     ended = threading.Event()
 
     def hold() -> None:
-        with contextlib.ExitStack() as every:
-            open_ones: deque[contextlib.ExitStack] = deque()
+        with contextlib.ExitStack() as all_of_them:
+            transactions: deque[contextlib.ExitStack] = deque()
             while True:
-                one = every.enter_context(contextlib.ExitStack())
-                connection = one.enter_context(connected(url))
+                transaction = all_of_them.enter_context(contextlib.ExitStack())
+                connection = transaction.enter_context(connected(url))
                 connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ")
                 connection.exec_driver_sql("SELECT count(*) FROM pg_class")  # which takes the snapshot
-                open_ones.append(one)
+                transactions.append(transaction)
                 if ended.wait(min(seconds / number, threading.TIMEOUT_MAX)):
                     return
-                if len(open_ones) == number:
-                    open_ones.popleft().close()
+                if len(transactions) == number:
+                    transactions.popleft().close()
 
     thread = threading.Thread(target=hold, name="snapshots")
     thread.start()
