@@ -59,4 +59,6 @@ def _drive(place: tuple[int, str], work: Callable[..., object], arguments: tuple
     context = jvm.org.apache.spark.SparkContext.getOrCreate()
     java = jvm.org.apache.spark.api.java.JavaSparkContext(context)
     conf = SparkConf(_jvm=jvm, _jconf=context.getConf())
-    work(SparkSession(SparkContext(gateway=gateway, jsc=java, conf=conf)), *arguments)
+    # A session of its own: the data source that it registers reports to this process, and ends with it.
+    session = SparkSession(SparkContext(gateway=gateway, jsc=java, conf=conf)).newSession()
+    work(session, *arguments)
