@@ -415,13 +415,18 @@ class Pipeline:
     async def _take_alone(self, received: ReceivedMessage) -> None:
         """Handle a message that may end the process, when the handlers of others have ended."""
         try:
+            if await self._suspects.count_surely(received):
+                return
             others = self._tasks - self._apart.keys() - {asyncio.current_task()}
             if others:
                 ended = asyncio.wait(others)
                 await first_of(ended, self._stopping.wait(), self.host.clock.sleep(OTHERS_END_WITHIN))
             if self._ahead is not None:
                 self._ahead.cancel()
-            await self._release(self._prefetch.clear())
+            waiting = self._prefetch.clear()
+            kept = [other for other in waiting if self._suspects.may_wait(other)]
+            self._prefetch.add(kept, waited=0.0)
+            await self._release([other for other in waiting if other not in kept])
             async with self._suspects.alone(received, self.host.clock.sleep):
                 if self._stopping.is_set():
                     await self.receiver.release(received)
@@ -523,10 +528,11 @@ class Pipeline:
     async def _may_handle(self, received: ReceivedMessage) -> bool:
         """Return whether to handle a message that was delivered before; it is elsewhere if not."""
         try:
-            return await self._suspects.begin(received)
+            await self._suspects.begin(received)
         except TooManyCrashes as error:
             await self._move_to_error(received, error)
             return False
+        return True
 
     async def _handle(self, received: ReceivedMessage) -> None:
         """Run attempts until one succeeds or the message has gone elsewhere."""

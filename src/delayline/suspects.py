@@ -44,29 +44,39 @@ class Suspects:
     def __init__(self, receiver: Receiver, recoverability: Recoverability) -> None:
         self._notes = receiver if isinstance(receiver, SupportsDeliveryNotes) else None
         self._sure = receiver if isinstance(receiver, SupportsSureCounts) else None
-        # A queue that counts for us may count a message once that waited behind the one that has crashed.
+        # A queue that counts for us counts messages too that only waited when others ended the process.
         self._maximum = max(recoverability.maximum_crashes, 2 if self._sure is None else 3)
         self._alone_from = min(2, self._maximum - 1)
         self._holds_one = receiver if isinstance(receiver, SupportsHoldingOne) else None
 
     def must_be_alone(self, received: ReceivedMessage) -> bool:
         """Return whether the message is handled beside no others."""
-        return self._alone_from <= received.earlier_deliveries < self._maximum
+        earlier = received.earlier_deliveries
+        return earlier >= self._alone_from and (earlier < self._maximum or not self._has_sure_count(received))
 
-    async def begin(self, received: ReceivedMessage) -> bool:
-        """Note that the message is handled now; return False if it is received again instead, with a sure count.
+    def may_wait(self, received: ReceivedMessage) -> bool:
+        """Return whether the message may be held while a suspect is handled.
 
-        Raises TooManyCrashes if it must not be handled.
+        If that crashes, the message is counted too. Where its queue counts every return, giving it back counts as much.
         """
-        sure, last = self._sure, self._maximum - 1
-        if sure is not None and received.earlier_deliveries >= last and not sure.counts_surely(received):
-            await sure.count_surely(received, last)
+        return self._sure is not None and not (self.must_be_alone(received) and self._has_sure_count(received))
+
+    async def count_surely(self, received: ReceivedMessage) -> bool:
+        """Have a suspect received again, with a count of crashes only; return False if it has one."""
+        if self._sure is None or self._has_sure_count(received):
             return False
+        await self._sure.count_surely(received, self._alone_from)
+        return True
+
+    def _has_sure_count(self, received: ReceivedMessage) -> bool:
+        return self._sure is None or self._sure.counts_surely(received)
+
+    async def begin(self, received: ReceivedMessage) -> None:
+        """Note that the message is handled now. Raises TooManyCrashes if it must not be."""
         if received.earlier_deliveries >= self._maximum:
             raise TooManyCrashes(received.message.id, received.earlier_deliveries)
         if self._notes is not None:
             await self._notes.begin(received)
-        return True
 
     @asynccontextmanager
     async def alone(

@@ -151,7 +151,7 @@ class SupportsDeliveryNotes(Protocol):
 
 @runtime_checkable
 class SupportsSureCounts(Protocol):
-    """Capability of a receiver whose queue counts orderly returns too: to count crashes alone from some number on."""
+    """Capability of a receiver whose queue counts every return: to count crashes alone from some number on."""
 
     def counts_surely(self, received: ReceivedMessage) -> bool:
         """Return whether `earlier_deliveries` of the message are crashes only.
@@ -173,10 +173,10 @@ class SupportsSureCounts(Protocol):
 
 @runtime_checkable
 class SupportsHoldingOne(Protocol):
-    """Capability of a receiver that holds further messages: hold a single one, so that a crash returns no other."""
+    """Capability of a receiver that holds further messages: hold no other whose crashes are counted."""
 
     async def hold_only(self, received: ReceivedMessage) -> None:
-        """Give all others back, and take no more until the message is acknowledged or released.
+        """Give all others of these back, and take no more until the message is acknowledged or released.
 
         Args:
             received: A message of this receiver.

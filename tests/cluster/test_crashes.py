@@ -176,12 +176,7 @@ def test_a_message_that_kills_its_process_goes_to_the_error_queue(url: str, tmp_
 
 
 @pytest.mark.slow
-def test_several_processes_survive_two_messages_that_kill_them(
-    url: str, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    if url.startswith("amqp"):
-        reason = "RabbitMQ also counts a message that a process only held: with several killers one may be moved too"
-        request.applymarker(pytest.mark.xfail(reason=reason, strict=False))
+def test_several_processes_survive_two_messages_that_kill_them(url: str, tmp_path: Path) -> None:
     crashes, others = Crashes(url, tmp_path), neighbours(60)
     asyncio.run(crashes.send("poison1", *others[:20], "poison2", *others[20:]))
     # A crash of one process may be followed by one of another before it is noticed

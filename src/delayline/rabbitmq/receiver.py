@@ -207,7 +207,10 @@ class RabbitMQReceiver:
             self._done(tag)
 
     async def hold_only(self, received: ReceivedMessage) -> None:
-        """Return all others that wait here, and take no more until the message is acknowledged or released."""
+        """Return others that count crashes, and take no more until the message is acknowledged or released.
+
+        The return of any other would count as much as a crash.
+        """
         tag = self._tag(received)
         async with self._opening:
             channel = self._channel
@@ -217,7 +220,10 @@ class RabbitMQReceiver:
             self._alone = tag
             try:
                 await self._cancel_consumers(channel)
-                await self._return_all(channel)
+                while (delivered := next((waiting for waiting in self._buffer if waiting.crashes), None)) is not None:
+                    self._buffer.remove(delivered)
+                    self._redelivered -= delivered.redelivered
+                    await self._return(channel, delivered)
             except BaseException:
                 self._let_go(tag, held=True)
                 raise
@@ -344,8 +350,8 @@ class RabbitMQReceiver:
         return bool(self._buffer) and self._buffer[0] is delivered
 
     def _earlier(self, delivered: Delivery) -> int:
-        """Return how many deliveries of it have ended without an outcome."""
-        return delivered.crashes + (delivered.returns if self._counted else 0)
+        """Return how many deliveries of it have ended without an outcome; of a queue that counts none, up to 1."""
+        return delivered.crashes + delivered.returns if self._counted else int(delivered.redelivered)
 
     def _drop_copy(self, copy: Delivery, other: str) -> None:
         """Drop a delayed message that the other endpoint has got as well."""
