@@ -346,6 +346,18 @@ class TestNamed:
         assert code == 1
         assert "nsb.old.delivery-limit" in text
 
+    async def test_of_a_queue_whose_name_is_too_long_for_an_answer(self, rabbitmq4_url: str) -> None:
+        """RabbitMQ 4 ends the connection over an error of more than 255 bytes that is not ASCII."""
+        transport = RabbitMQTransport(rabbitmq4_url, queue_type="classic")
+        await transport.start()
+        for name in ("é" * 120, "n" * 240):
+            await transport.setup_infrastructure([name])
+            channel = await transport.connection.channel()
+            assert not (await transport.limits.of(name)).seen
+            assert await transport.count(name) == 0
+            assert channel.closed is None
+        await transport.stop()
+
     async def test_of_any_version(self, rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
         """Given RabbitMQ 3 with a policy of an operator, then it is named; an argument of -1 is 0 there."""
         url = with_api(rabbitmq, rabbitmq_url)

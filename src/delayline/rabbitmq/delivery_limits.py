@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, QueueNotFound
@@ -19,7 +20,7 @@ from delayline.events import Event, emit
 from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.infrastructure import difference_in
-from delayline.rabbitmq.topology import queue_declaration
+from delayline.rabbitmq.topology import can_be_compared, queue_declaration
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -246,7 +247,9 @@ async def read(
     found = {}
     for queue in queues:
         try:
-            found[queue] = await _probed(connection, queue) or unseen[queue]
+            await connection.run(partial(count, queue=queue))
+            may_ask = can_be_compared(queue, address.vhost)
+            found[queue] = (await _probed(connection, queue) if may_ask else None) or unseen[queue]
         except NotFound:
             continue
     return found
@@ -254,7 +257,6 @@ async def read(
 
 async def _probed(connection: BrokerConnection, queue: str) -> DeliveryLimit | None:
     """Return the limit that an existing queue's argument sets; None for none, or where it cannot be seen."""
-    await connection.run(lambda channel: count(channel, queue))
     declaration = queue_declaration(queue, QUORUM, {ARGUMENT: UNLIMITED})
     try:
         await connection.run(lambda channel: channel.call(declaration))

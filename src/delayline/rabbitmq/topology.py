@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 EVENTS: Final = "amq.topic"
 #: Arguments of a queue declaration. Classic queues name their type too, as a virtual host may have another default; to
 #: a broker that equals the declarations of .NET, which do not.
+LONGEST_COMPARED: Final = 85
+"""Bytes of a queue's and its virtual host's name that fit into an answer of 255, beside two values of an argument."""
 QUEUE_ARGUMENTS: Final = {"quorum": {"x-queue-type": "quorum"}, "classic": {"x-queue-type": "classic"}}
 
 
@@ -150,6 +152,14 @@ def queue_declaration(
     if queue_type is None:
         return QueueDeclare(queue=queue, passive=True)
     return QueueDeclare(queue=queue, durable=True, arguments={**QUEUE_ARGUMENTS[queue_type], **arguments})
+
+
+def can_be_compared(queue: str, vhost: str) -> bool:
+    """Return whether a broker answers the declaration of an existing queue with other arguments.
+
+    RabbitMQ 4 ends the connection over an answer of more than 255 bytes that is not ASCII.
+    """
+    return (queue + vhost).isascii() or len((queue + vhost).encode()) <= LONGEST_COMPARED
 
 
 TOPOLOGIES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}

@@ -26,7 +26,7 @@ from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED, DeliveryLimits
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
-from delayline.rabbitmq.topology import TOPOLOGIES, queue_declaration
+from delayline.rabbitmq.topology import TOPOLOGIES, can_be_compared, queue_declaration
 from delayline.recoverability import FAILURE_HEADERS
 from delayline.transaction import TransactionMode
 
@@ -330,6 +330,8 @@ class RabbitMQTransport:
         """Return in which way a queue is not as this transport would create it; empty if it is."""
         try:
             await self._look(queue, browsing.count)
+            if not can_be_compared(queue, self.address.vhost):
+                return ""
             await self.connection.run(lambda channel: channel.call(queue_declaration(queue, self.address.queue_type)))
         except PreconditionFailed as error:
             if self.limits.differs(queue, error):
