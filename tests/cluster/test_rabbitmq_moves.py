@@ -47,7 +47,7 @@ async def test_a_move_that_is_killed_loses_nothing(rabbitmq: RabbitmqServer, rab
         mover.communicate()
 
     # And one is left alone
-    last = start_moving(rabbitmq_url)
+    last = start_moving(f"{rabbitmq_url}?management={rabbitmq.management_url}")
     out, err = await asyncio.to_thread(last.communicate, timeout=60)
     assert last.returncode == 0, out + err
 
