@@ -378,7 +378,9 @@ class LoopStatements:
             return self._prepare_and_run(statement, values, then, connection)
 
         with shared.on_thread():
-            return shared.session.run(run, commits=True)
+            result = shared.session.run(run, commits=True)
+        self._database.close_unused()
+        return result
 
     def _prepare_and_run(
         self, statement: Prepared, values: tuple[Any, ...], then: Then | None, connection: Connection
