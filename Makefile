@@ -20,9 +20,7 @@ setup: .venv/installed ## install what is missing (uv, dependencies, servers for
 	@docs/mermaid.sh
 
 .venv/installed: pyproject.toml uv.lock Makefile
-	@command -v uv >/dev/null 2>&1 || python3 -m uv --version >/dev/null 2>&1 || python3 -m pip install --quiet uv 2>/dev/null \
-		|| python3 -m pip install --quiet --user --break-system-packages uv \
-		|| { echo "cannot install uv with pip; see https://docs.astral.sh/uv/"; exit 1; }
+	@tests/servers/uv.sh
 	$(UV) sync --frozen --all-groups --all-extras
 	@touch $@
 
@@ -70,7 +68,7 @@ ON_SERVERS = DELAYLINE_REQUIRE_SERVICES=1 DELAYLINE_SERVERS_ROOT="$$tree" $(RUN)
 
 # Comes after `lint`, when a processor is free: installing other servers, which is done once, takes minutes. Where this machine's
 # own are new enough nothing is installed, as every test runs on them; where nothing can be installed, it says why.
-test-newer: setup
+test-newer: setup ## what asks for a newer server, and a sample on Debian 13's where this machine's are older
 	@tree=$$($(RUN) python -m tests.servers.debian trixie --if-older) && everything=1 || { echo "not tested on newer servers"; tree= everything=0; }; \
 	DELAYLINE_REQUIRE_SERVICES=$$everything $(RUN) pytest -q -n 2 -m newer_server tests && \
 	{ [ -z "$$tree" ] || $(ON_SERVERS) -q -n 2 $(NEWER_SAMPLE); }
