@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
+from delayline.delayed.blame import Blame
 from delayline.delayed.one_at_a_time import batches_of
 from delayline.delayed.poller import Mover, Poller, scope_between
 from delayline.delayed.recovery import Recovery
@@ -23,6 +24,7 @@ from delayline.delayed.store import (
     SupportsClose,
     SupportsForwardedCounts,
     SupportsForwarding,
+    SupportsLookup,
     SupportsNotifications,
     SupportsReplacement,
     SupportsRightsCheck,
@@ -392,6 +394,8 @@ class StoredDelivery:
                 scope=scope,
                 recovery=recovery,
                 batch_bytes=self.batch_bytes,
+                blame=Blame(aside, host.clock),
+                lookup=store if isinstance(store, SupportsLookup) else None,
                 aside=aside,
                 prefetches=isinstance(store, SupportsBatches),
             ),

@@ -20,8 +20,8 @@
       +---- woken by the time, by a notification of an earlier message, or by stop()
 
 One bad message delays no other: a batch that fails as a whole is moved again message by message, and the message that
-fails then is counted and backs off alone (`recovery`). A message that was sent and cannot be removed is set aside once
-another one could be (`set_aside`).
+fails then, while others go, is counted and backs off alone (`blame`, `recovery`). A message that was sent and cannot be
+removed is set aside once another one could be (`set_aside`).
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from delayline.circuit_breaker import first_of, is_cancelled
 from delayline.clock import EPOCH
+from delayline.delayed.blame import FOLLOWS_WITHIN
 from delayline.delayed.one_at_a_time import OneAtATime
 from delayline.delayed.set_aside import Reason, SetAside
 from delayline.delayed.store import Forwarded, SupportsTransactions
@@ -44,6 +45,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, CorruptHeaders
 from delayline.events import Event, emit
 from delayline.message import Headers
 from delayline.observer import UNKNOWN
+from delayline.recoverability import brief
 from delayline.transaction import is_unusable, savepoint, share_transactions
 from delayline.transport import TransportOperation
 
@@ -53,11 +55,12 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
+    from delayline.delayed.blame import Blame
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.one_at_a_time import PolledStore
     from delayline.delayed.recovery import Failures, Recovery
     from delayline.delayed.set_aside import AsideMessage
-    from delayline.delayed.store import SupportsForwarding
+    from delayline.delayed.store import SupportsForwarding, SupportsLookup
     from delayline.message import DelayedMessage, Message
     from delayline.transaction import Transaction
     from delayline.transport import Transport
@@ -190,7 +193,7 @@ class Poller:
         self._fetch_breaker.success()
         if self._observer is not None:
             self._observer.polled(0, None)
-        if self._mover.has_failures:
+        if self._mover.has_failures or self._mover.try_unsent(now):
             return
         latest = min(now + self._maximum_sleep, self._mover.set_aside_until or LATEST)
         if due is None or due > latest:
@@ -209,13 +212,16 @@ class Poller:
 
     async def _dispatch_due(self, now: datetime) -> int:
         """Move one batch and return its size; failures of the batch are handled here."""
-        if not (self._singles_left or self._bypass_forwarding) and (moved := await self._forward_in_database(now)):
+        bypass = self._singles_left or self._bypass_forwarding or self._mover.blame.is_open
+        if not bypass and (moved := await self._forward_in_database(now)):
             return moved
         self._bypass_forwarding = False
-        batch = Batch()
+        batch, begins = Batch(), not self._singles_left
         try:
-            await self._mover.move(batch, now, 1 if self._singles_left else self._batch_size)
-            self._singles_left = max(0, self._singles_left - len(batch.messages))
+            await self._mover.move(
+                batch, now, 1 if self._singles_left else self._batch_size, others_left=self._singles_left > 1
+            )
+            self._singles_left = max(0, self._singles_left - len(batch.messages)) if batch.messages else 0
         except Exception as error:
             if not batch.messages:
                 raise
@@ -224,6 +230,7 @@ class Poller:
             batch = Batch(batch.messages, kept=batch.kept, unremoved=batch.unremoved)
             await self._batch_failed(batch, error)
         self._fetch_breaker.success()
+        self._find_alike(batch, begins=begins)
         if batch.sent:
             self._dispatch_breaker.success()
             self._report_dispatched(batch)
@@ -237,7 +244,7 @@ class Poller:
         return len(batch.messages)
 
     async def _forward_in_database(self, now: datetime) -> int:
-        """Move a batch inside the database and return its size; after an error other than an outage move singly."""
+        """Move a batch inside the database and return its size; 0 after an error other than an outage."""
         if self._forwarding is None:
             return 0
         try:
@@ -249,7 +256,6 @@ class Poller:
             await self._pause(self._dispatch_breaker.failure(error))
             return 1
         except Exception as error:
-            self._singles_left = self._batch_size
             text = "Failed to move due messages inside the store: %s"
             emit(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
             return 0
@@ -291,8 +297,25 @@ class Poller:
             batch.kept = list(batch.messages)
             self._singles_left = len(batch.messages)
         else:
+            await self._mover.recover(batch, error, others_left=self._singles_left > 1)
             self._singles_left = max(0, self._singles_left - 1)
-            await self._mover.recover(batch, error)
+
+    def _find_alike(self, batch: Batch, *, begins: bool) -> None:
+        """Blame the back end if messages failed alike while none was sent, once those were tried that are due together.
+
+        `begins` says that none of them was tried before this batch. A store of one message at a time does not tell how
+        many are due together.
+        """
+        if begins and isinstance(self._store, OneAtATime) and self._mover.blame.is_undecided:
+            self._singles_left = self._batch_size - 1
+        if self._singles_left or batch.backend_error is not None:
+            return
+        error = batch.backend_error = self._mover.blame.verdict()
+        if error is not None:
+            text = "No due message can be sent, and all fail alike, so no attempt is counted: %s"
+            self._dispatch_breaker.log_failure(
+                logger, logging.ERROR, Event.DISPATCH_FAILED, text, brief(error), exception=error
+            )
 
     async def _recover_some(self) -> None:
         """Recover some of the messages that failed in an earlier batch."""
@@ -393,6 +416,9 @@ class Poller:
 
     async def _sleep_while_locked(self, now: datetime) -> None:
         """Sleep although messages are due: they are locked elsewhere, or set aside."""
+        if self._mover.try_unsent(now):
+            self._looks_after = LOCKED_ELSEWHERE
+            return
         until = self._mover.set_aside_until
         if until is None:
             await self._sleep_until(now + LOCKED_ELSEWHERE)
@@ -434,6 +460,8 @@ MOST_FAILURES: Final = 1000
 MOST_LOCKED: Final = 48
 #: ... and how long each stays open at most, once there are so many.
 LOCKED_FOR: Final = timedelta(seconds=1)
+#: Where one message has failed alone, so many are looked at for others to its destination.
+LOOKED_AT: Final = 100
 #: Later than any end of a sleep.
 LATEST: Final = datetime.max.replace(tzinfo=UTC)
 
@@ -532,6 +560,8 @@ class Mover:
 
     Args:
         aside: What is set aside; the store and the recovery may know it too.
+        blame: Tells failures of messages from the back end's.
+        lookup: The store, if it can be asked for messages without locking them.
         prefetches: Fetch the next batch while a full one is sent and removed. Used only where the two share no
             transaction: a batch is then confirmed before it is removed, and before the next one is sent.
     """
@@ -544,9 +574,13 @@ class Mover:
         scope: BatchScope,
         recovery: Recovery,
         batch_bytes: int,
+        blame: Blame,
+        lookup: SupportsLookup | None = None,
         aside: SetAside | None = None,
         prefetches: bool = False,
     ) -> None:
+        self.blame = blame
+        self._lookup = lookup
         self._store = store
         self._transport = transport
         self._scope = scope
@@ -595,8 +629,10 @@ class Mover:
         """Whether the next batch has been fetched, or is being fetched."""
         return self._prefetch is not None
 
-    async def move(self, batch: Batch, now: datetime, limit: int) -> None:
+    async def move(self, batch: Batch, now: datetime, limit: int, *, others_left: bool = False) -> None:
         """Fetch up to `limit` messages and move them; messages that fail alone are recovered.
+
+        `others_left` says that others are still to be moved of a batch that has failed as a whole.
 
         An error that leaves `batch` empty comes from the fetch. After any other nothing has taken effect, or, if
         `batch.unremoved`, sending alone: the messages are then `in_doubt`.
@@ -606,7 +642,7 @@ class Mover:
             if batch.messages:
                 if self._prefetches and limit > 1 and len(batch.messages) == limit:
                     self._prefetch = asyncio.create_task(self._fetch(now, limit), name="delayline prefetch")
-                await self._forward(batch, fetched.transaction)
+                await self._forward(batch, fetched.transaction, others_left=others_left)
 
     async def return_prefetched(self) -> None:
         """Return a prefetched batch to the store, or, if it has no transaction, leave that to the next `release`."""
@@ -614,9 +650,11 @@ class Mover:
         if fetched is not None:
             await self._undo(fetched)
 
-    async def recover(self, batch: Batch, error: Exception) -> None:
-        """Recover a batch of one message, whose failure has rolled its transaction back."""
+    async def recover(self, batch: Batch, error: Exception, *, others_left: bool) -> None:
+        """Recover a batch of one message, whose failure has rolled its transaction back, unless it is in doubt."""
         (message,) = batch.messages
+        if not await self._own(batch, [(message, error)], others_left=others_left):
+            return
         try:
             async with self._removing(batch, self._recovery.now), self._scope.open() as transaction:
                 await self._finish(batch, [(message, error)], transaction)
@@ -644,6 +682,7 @@ class Mover:
 
     async def end_set_aside(self, now: datetime) -> None:
         """Send the messages whose time has come as any others, and remove those that were sent."""
+        self._aside.try_now(self.blame.to_try(now, idle=False))
         for aside in self._aside.of(Reason.BACKS_OFF, Reason.UNREMOVABLE):
             if aside.ended or aside.until > now:
                 continue
@@ -656,6 +695,12 @@ class Mover:
                 self._unreleased.append(aside.message)
         if self._unreleased:
             await self.release(())
+
+    def try_unsent(self, now: datetime) -> bool:
+        """Try the messages in doubt again, as there are no others to be sent; return whether there are any."""
+        unsent = self.blame.to_try(now, idle=True)
+        self._aside.try_now(unsent)
+        return bool(unsent)
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
         """Unlock messages that stay unchanged, also those for which that failed before."""
@@ -795,7 +840,7 @@ class Mover:
             aside.until = min(aside.until, (aside.locked_at or now) + LOCKED_FOR)
         return False
 
-    async def _forward(self, batch: Batch, transaction: Transaction | None) -> None:
+    async def _forward(self, batch: Batch, transaction: Transaction | None, *, others_left: bool) -> None:
         before = [message for message in batch.messages if (aside := self._aside.find(message)) and aside.sent]
         sent_before = {message.id for message in before}
         fresh = [message for message in batch.messages if message.id not in sent_before]
@@ -807,11 +852,42 @@ class Mover:
         if sent := tuple(batch.sent):
             text = "dispatched %d messages"
             emit(logger, logging.DEBUG, Event.DISPATCHED, text, len(sent), messages=sent, count=len(sent))
+        self.blame.sent(batch.sent)
+        failures = await self._own(batch, failures, others_left=others_left)
         batch.sent += before
         if self._scope.begin is None and len(failures) + len(self._failures) <= MOST_FAILURES:
             self._failures += failures[self._at_once :]
             failures = failures[: self._at_once]
         await self._finish(batch, failures, transaction)
+
+    async def _own(self, batch: Batch, failures: Failures, *, others_left: bool) -> Failures:
+        """Return the failures to be counted; set the other messages aside, whose fault may be the back end's."""
+        if not failures:
+            return failures
+        own = await self.blame.own(failures, others_left=others_left, others_follow=self._others_follow)
+        counted = {message.id for message, _ in own}
+        in_doubt = [message for message, _ in failures if message.id not in counted]
+        batch.kept += [message for message in in_doubt if not self.blame.set_aside(message)]
+        return own
+
+    async def _others_follow(self, message: DelayedMessage) -> bool:
+        """Return whether other messages go to the same destination now or within a moment, as far as can be seen."""
+        due: Sequence[DelayedMessage] = ()
+        try:
+            if self._lookup is not None:
+                until = self._recovery.now + FOLLOWS_WITHIN
+                found = await self._lookup.due_between(None, until, limit=LOOKED_AT)
+                due = [each.message for each in found]
+            elif isinstance(self._store, OneAtATime) and self._scope.begin is None:
+                due = await self._store.fetch_due(self._recovery.now, 1, max_bytes=self._batch_bytes)
+                await self._store.release_many(due)
+        except Exception as error:
+            emit(logger, logging.DEBUG, Event.FETCH_FAILED, "Failed to look for other messages: %s", error)
+            return False
+        return any(
+            other.destination == message.destination and other.id != message.id and not self.blame.has_failed(other.id)
+            for other in due
+        )
 
     async def _finish(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
         if not self._scope.shared:

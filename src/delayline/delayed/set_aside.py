@@ -7,6 +7,7 @@ from datetime import timedelta
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
+from delayline.clock import EPOCH
 from delayline.recoverability import back_off
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Reason(Enum):
     """It could not be sent, which is counted when its time comes: the store cannot change due times."""
     BACKS_OFF = auto()
     """It could not be sent, and is sent again when its time comes."""
+    UNSENT = auto()
+    """It could not be sent: a failure of this message, or of the back end, so it is not counted."""
     IN_DOUBT = auto()
     """It was sent and could not be removed: a failure of this message, or of the back end."""
     UNREMOVABLE = auto()
@@ -124,6 +127,13 @@ class SetAside:
                 aside.until = now + back_off(aside.failures)
         self._keep(aside)
         return aside
+
+    def try_now(self, messages: Sequence[DelayedMessage]) -> None:
+        """End the time of messages that could not be sent, which does not end by itself."""
+        for message in messages:
+            aside = self._messages.get(message.id)
+            if aside is not None and aside.reason is Reason.UNSENT:
+                aside.reason, aside.until = Reason.BACKS_OFF, EPOCH
 
     def removed(self, messages: Sequence[DelayedMessage], now: datetime) -> list[AsideMessage]:
         """Note that messages were removed; return those that thereby are no longer in doubt: the failure is theirs."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.checks import whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, first_of
+from delayline.delayed.blame import Blame
 from delayline.delayed.host import Satellite, satellite_queues
 from delayline.delayed.poller import MAXIMUM_SLEEP, Mover, Poller, scope_between
 from delayline.delayed.recovery import Recovery
@@ -313,7 +314,15 @@ class TimeoutManagerDelivery:
         return Poller(
             expired,
             host,
-            mover=Mover(expired, host.transport, scope=scope, recovery=recovery, batch_bytes=BATCH_BYTES, aside=aside),
+            mover=Mover(
+                expired,
+                host.transport,
+                scope=scope,
+                recovery=recovery,
+                batch_bytes=BATCH_BYTES,
+                blame=Blame(aside, host.clock),
+                aside=aside,
+            ),
             forwarding=expired
             if isinstance(expired, DirectTimeoutStore) and expired.forwards_to(host.transport)
             else None,
