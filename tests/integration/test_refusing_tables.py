@@ -150,6 +150,7 @@ async def test_a_row_that_is_refused_alone_is_the_messages_fault(refusing: Refus
                 await eventually_async(lambda: signals.count(Event.MOVED_TO_ERROR), "it is in the error queue")
                 await eventually_async(lambda: len(handled) == len(IDS) - 1, "the others are handled")
                 assert sorted(handled) == [message_id for message_id in IDS if message_id != "m2"]
+                assert isinstance(endpoint.transport, SqlTransport)
                 [failed] = await endpoint.transport.browse("error", 10)
                 assert failed.id == "m2"
 

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.circuit_breaker import FailureLog
 from delayline.clock import EPOCH
 from delayline.delayed.set_aside import TRIED_AGAIN, Reason
-from delayline.errors import (
-    BackendUnavailable,
-    BackendUnusable,
-    CorruptHeaders,
-    InvalidMessage,
-    MessageRejected,
-    QueueNotFound,
-)
+from delayline.errors import BackendUnavailable, CorruptHeaders, InvalidMessage, MessageRejected, QueueNotFound
 from delayline.events import Event
 from delayline.recoverability import brief
 
@@ -38,14 +31,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Errors that say whose fault they are.
-OF_KNOWN_FAULT: Final = (
-    BackendUnavailable,
-    BackendUnusable,
-    CorruptHeaders,
-    InvalidMessage,
-    MessageRejected,
-    QueueNotFound,
-)
+OF_KNOWN_FAULT: Final = (BackendUnavailable, CorruptHeaders, InvalidMessage, MessageRejected, QueueNotFound)
 #: A message that fails alone is in doubt if others follow it to its destination within this time.
 FOLLOWS_WITHIN: Final = timedelta(seconds=1)
 #: How long the counted failure of a message that failed alone puts the next one in doubt that fails alike.
@@ -133,8 +119,8 @@ class Blame:
                 self._show(failed)
             else:
                 failed.sent_elsewhere = True
-        if not self._failed and self._log.over():
-            logger.info("Delayed messages are sent again to every destination")
+        if not self._failed:
+            self._log.over()
 
     async def own(
         self,

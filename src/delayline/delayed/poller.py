@@ -862,13 +862,16 @@ class Mover:
 
     async def _own(self, batch: Batch, failures: Failures, *, others_left: bool) -> Failures:
         """Return the failures to be counted; set the other messages aside, whose fault may be the back end's."""
-        if not failures:
+        blamed = [(message, error) for message, error in failures if self._scope.blames_back_end(error)]
+        if len(blamed) == len(failures):
             return failures
-        own = await self.blame.own(failures, others_left=others_left, others_follow=self._others_follow)
+        known = {message.id for message, _ in blamed}
+        judged = [(message, error) for message, error in failures if message.id not in known]
+        own = await self.blame.own(judged, others_left=others_left, others_follow=self._others_follow)
         counted = {message.id for message, _ in own}
-        in_doubt = [message for message, _ in failures if message.id not in counted]
+        in_doubt = [message for message, _ in judged if message.id not in counted]
         batch.kept += [message for message in in_doubt if not self.blame.set_aside(message)]
-        return own
+        return blamed + own
 
     async def _others_follow(self, message: DelayedMessage) -> bool:
         """Return whether other messages go to the same destination now or within a moment, as far as can be seen."""
