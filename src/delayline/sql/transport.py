@@ -22,18 +22,16 @@ from delayline.sql.database import Database
 from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
 from delayline.sql.dialects.server import ServerDialect
-from delayline.sql.receiver import (
+from delayline.sql.queue_limits import (
     LIMITS_CHANGED,
-    OUT_OF_ORDER,
-    IdleQueues,
     QueueAdmission,
-    SqlReceiver,
     checked_changes,
     checked_handlers,
     limit_statements,
     limits_of,
     merged,
 )
+from delayline.sql.receiver import OUT_OF_ORDER, IdleQueues, SqlReceiver
 from delayline.sql.schema import CRASHES, DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
