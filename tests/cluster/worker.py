@@ -154,7 +154,7 @@ class Dispatched(logging.Handler):
 
 
 def note_dispatches(journal: Journal) -> None:
-    batches = logging.getLogger("delayline.delayed.poller")
+    batches = logging.getLogger("delayline.delayed.mover")
     batches.setLevel(logging.DEBUG)
     batches.propagate = False
     batches.addHandler(Dispatched(journal))

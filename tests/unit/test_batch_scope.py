@@ -10,7 +10,7 @@ import pytest
 from tests.unit.conftest import START, MemoryStore, Scenario, build, delayed, sent_to
 
 from delayline import BackendUnavailable, MemoryTransport
-from delayline.delayed.poller import scope_between
+from delayline.delayed.mover import scope_between
 from delayline.errors import DispatchFailed
 from delayline.memory.transaction import MemoryTransaction
 from delayline.testing import Fault, FaultyStore

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
 from delayline.delayed.blame import Blame
+from delayline.delayed.mover import Mover, scope_between
 from delayline.delayed.one_at_a_time import batches_of
-from delayline.delayed.poller import Mover, Poller, scope_between
+from delayline.delayed.poller import Poller
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.set_aside import SetAside
 from delayline.delayed.store import (
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.clock import Clock
     from delayline.delayed.host import DeliveryHost
-    from delayline.delayed.poller import BatchScope
+    from delayline.delayed.mover import BatchScope
     from delayline.delayed.store import DelayedMessageStore
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from delayline.circuit_breaker import FailureRate
     from delayline.delayed.host import DeliveryHost
+    from delayline.delayed.mover import Batch, BatchScope
     from delayline.delayed.one_at_a_time import PolledStore
-    from delayline.delayed.poller import Batch, BatchScope
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation

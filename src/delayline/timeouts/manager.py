@@ -17,7 +17,8 @@ from delayline.checks import whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, first_of
 from delayline.delayed.blame import Blame
 from delayline.delayed.host import Satellite, satellite_queues
-from delayline.delayed.poller import MAXIMUM_SLEEP, Mover, Poller, scope_between
+from delayline.delayed.mover import Mover, scope_between
+from delayline.delayed.poller import MAXIMUM_SLEEP, Poller
 from delayline.delayed.recovery import Recovery
 from delayline.delayed.set_aside import SetAside
 from delayline.delayed.store import (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.delayed.host import DeliveryHost
-    from delayline.delayed.poller import BatchScope
+    from delayline.delayed.mover import BatchScope
     from delayline.message import Message
     from delayline.timeouts.persister import TimeoutPersister
     from delayline.transaction import Transaction

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.poller import scope_between
+from delayline.delayed.mover import scope_between
 from delayline.delayed.store import (
     DelayedMessageStore,
     SupportsForwardedCounts,
