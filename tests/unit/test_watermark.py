@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from delayline.errors import BackendUnavailable
-from delayline.sql.row_claims import FULL_LOOK_EVERY, FULL_LOOK_SHARE, FULL_LOOK_WITHIN, FullLooks, Watermark
+from delayline.sql.watermark import FULL_LOOK_EVERY, FULL_LOOK_SHARE, FULL_LOOK_WITHIN, FullLooks, Watermark
 
 DUE = datetime(2030, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -18,7 +18,7 @@ HOUR = timedelta(hours=1)
 def steady(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """Provide the monotonic clock's time, to be set."""
     now = [1000.0]
-    monkeypatch.setattr("delayline.sql.row_claims.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("delayline.sql.watermark.time.monotonic", lambda: now[0])
     return now
 
 

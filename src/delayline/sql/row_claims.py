@@ -1,42 +1,32 @@
-"""Row claims: the locks and leases of a store's messages, and the watermark of its queries.
+"""Row claims: the locks and leases of a store's messages.
 
 On a server, messages fetched in a transaction are locked by it; others skip the locked rows. Messages fetched without
 one are leased for a minute, by the server's clock, or until they are removed, counted or released. SQLite's only lock
 is on the whole file: there, claims are kept beside the file, until the messages are removed, counted or released, or
 the process ends.
-
-The watermark lets queries for due messages skip index entries of messages that were dispatched before. A server removes
-the index entries of deleted rows only when no older transaction is open. Until then every query at the head of the
-index reads them all (50 000 of them cost 25 ms). Therefore queries start at a watermark. A message can be committed
-below the watermark, if its transaction took longer than its delay, or if another process released its claim. Full
-queries from the beginning find such messages. They run beside the poller, on a separate connection, at most
-`FULL_LOOK_WITHIN` seconds apart.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
-import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from sqlalchemy import bindparam, func, select
 
 from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
-from delayline.errors import DelaylineError, NotStarted
 from delayline.sql.dialect import ClaimingForwarding
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.statements import DIRTY, WAITING, store_channel
+from delayline.sql.watermark import FullLooks, Watermark
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -48,132 +38,8 @@ if TYPE_CHECKING:
     from delayline.sql.file_database import FileDatabase
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
+    from delayline.sql.watermark import DueQuery
     from delayline.transaction import Transaction
-
-
-FULL_LOOK_EVERY: Final = 1.0  # seconds between full looks that cost little
-FULL_LOOK_SHARE: Final = 20  # costlier ones pause for so many times as long as they take ...
-FULL_LOOK_WITHIN: Final = 5.0  # ... but never longer: this bounds how late a message below the watermark is found
-
-
-class DueQuery:
-    """One look in progress, from `since` on; a full look has None there."""
-
-    __slots__ = ("began", "lowest", "since", "stale")
-
-    def __init__(self, since: datetime | None, began: float) -> None:
-        self.since = since
-        self.began = began
-        self.lowest: datetime | None = None
-        """The earliest message stored meanwhile: the look may have missed it."""
-        self.stale = False
-        """Whether a message with an unknown due time was stored meanwhile."""
-
-
-class Watermark:
-    """The due time before which this process expects no message. Safe to call from any thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._since: datetime | None = None
-        self._looks: set[DueQuery] = set()
-        self._looked_at = 0.0
-        self._pause = FULL_LOOK_EVERY
-
-    @property
-    def pause(self) -> float:
-        """Seconds to wait before the next full look."""
-        return self._pause
-
-    @property
-    def is_unchecked(self) -> bool:
-        """Whether the last full look is longer ago than its pause."""
-        return time.monotonic() - self._looked_at >= self._pause
-
-    def begin(self, *, full: bool = False) -> DueQuery:
-        """Begin a look, which must be ended or abandoned. Without a watermark it is a full one, too."""
-        with self._lock:
-            look = DueQuery(None if full else self._since, time.monotonic())
-            self._looks.add(look)
-            return look
-
-    def end(self, look: DueQuery, reached: datetime | None = None) -> None:
-        """End a look; `reached` is the due time before which it left nothing that is not claimed by others."""
-        with self._lock:
-            self._looks.discard(look)
-            if look.stale:
-                return
-            if look.since is None:
-                self._looked_at = time.monotonic()
-                cost = FULL_LOOK_SHARE * (self._looked_at - look.began)
-                self._pause = min(FULL_LOOK_WITHIN, max(FULL_LOOK_EVERY, cost))
-            if reached is not None:
-                self._since = reached if look.lowest is None else min(reached, look.lowest)
-
-    def abandon(self, look: DueQuery) -> None:
-        """End a look that failed."""
-        with self._lock:
-            self._looks.discard(look)
-
-    def lower(self, due: datetime) -> bool:
-        """Lower the watermark to a message stored with that due time; return whether it was above it."""
-        with self._lock:
-            for look in self._looks:
-                look.lowest = due if look.lowest is None else min(due, look.lowest)
-            if self._since is None or due >= self._since:
-                return False
-            self._since = due
-            return True
-
-    def forget(self) -> None:
-        """Make the next look a full one: a message was stored, and its due time is unknown."""
-        with self._lock:
-            self._since = None
-            for look in self._looks:
-                look.stale = True
-
-
-class FullLooks:
-    """A task that takes a full look after others, so that messages below the watermark are found.
-
-    `look` returns the earliest due time below the watermark, or None; `found` is called with it.
-    """
-
-    def __init__(
-        self, watermark: Watermark, look: Callable[[], Awaitable[datetime | None]], found: Callable[[datetime], None]
-    ) -> None:
-        self._watermark = watermark
-        self._look = look
-        self._found = found
-        self._scheduled = asyncio.Event()
-        self._task = asyncio.create_task(self._run(), name="delayline full looks")
-
-    def schedule(self) -> None:
-        """Schedule a full look: one from the watermark on has ended."""
-        self._scheduled.set()
-
-    def stop(self) -> None:
-        """End the task. Idempotent."""
-        self._task.cancel()
-
-    async def _run(self) -> None:
-        with contextlib.suppress(NotStarted):  # closed meanwhile
-            while True:
-                await self._scheduled.wait()
-                await asyncio.sleep(self._watermark.pause)
-                self._scheduled.clear()
-                due = await self._look_once()
-                if due is not None:
-                    self._found(due)
-
-    async def _look_once(self) -> datetime | None:
-        try:
-            return await self._look()
-        except NotStarted:
-            raise
-        except DelaylineError:  # the poller finds and reports the same fault
-            self._scheduled.set()
-            return None
 
 
 Result = TypeVar("Result")
