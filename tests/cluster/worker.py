@@ -24,9 +24,9 @@ from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.dialect import Moved
-from delayline.sql.dialects.postgresql import PostgresqlForwarding
-from delayline.sql.dialects.server import LockedForwarding
-from delayline.sql.dialects.sqlite import FileForwarding
+from delayline.sql.postgresql.dialect import PostgresqlForwarding
+from delayline.sql.server import LockedForwarding
+from delayline.sql.sqlite.dialect import FileForwarding
 from delayline.testing import Fault, FaultyStore, FaultyTimeoutPersister, FaultyTransport
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 

@@ -31,7 +31,7 @@ from delayline.cli import main
 from delayline.errors import BackendUnusable
 from delayline.external import ExternalTransaction
 from delayline.spi import TransportOperation
-from delayline.sql.dialects import postgresql as dialect
+from delayline.sql.postgresql import dialect
 from delayline.testing.conformance.messages import delayed, operation
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 

@@ -17,7 +17,7 @@ from tests.servers.postgresql import PostgresqlServer
 from delayline import BackendUnavailable, Endpoint
 from delayline.sql import SqlTransport
 from delayline.sql.dialect import TableIdentity
-from delayline.sql.dialects.postgresql import Postgresql
+from delayline.sql.postgresql.dialect import Postgresql
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

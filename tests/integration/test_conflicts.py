@@ -16,7 +16,7 @@ from delayline import Endpoint, Message, MessageContext, Recoverability, StoredD
 from delayline.errors import TransactionConflict
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.databases import database_at, examine
-from delayline.sql.dialects.server import run
+from delayline.sql.server import run
 from delayline.testing.conformance.messages import delayed
 from delayline.transaction import TransactionMode
 

@@ -30,9 +30,9 @@ from delayline.events import Event
 from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.databases import database_at
-from delayline.sql.dialects.mariadb import HEADROOM, Mariadb
-from delayline.sql.dialects.server import run
+from delayline.sql.mariadb.dialect import HEADROOM, Mariadb
 from delayline.sql.prepared import LONGEST_LIST
+from delayline.sql.server import run
 from delayline.sql.server_database import ServerDatabase
 from delayline.testing import Signals
 
@@ -380,7 +380,7 @@ async def test_a_removal_of_very_many_that_fails_has_removed_none(
     mariadb: MariadbServer, mariadb_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given more messages than a list in a statement holds, of which the last one is locked by another program
-    monkeypatch.setattr("delayline.sql.dialects.mariadb.SESSION", "SET SESSION innodb_lock_wait_timeout = 1")
+    monkeypatch.setattr("delayline.sql.mariadb.dialect.SESSION", "SET SESSION innodb_lock_wait_timeout = 1")
     store = await opened(mariadb_url)
     messages = [delayed(f"{number:04d}") for number in range(LONGEST_LIST + 1)]
     await store.store_many(messages)
@@ -455,7 +455,7 @@ def test_names_are_kept_as_they_are_where_that_is_possible() -> None:
 async def test_an_old_server_is_refused(
     monkeypatch: pytest.MonkeyPatch, mariadb_url: str, version: str, fits: bool
 ) -> None:
-    monkeypatch.setattr("delayline.sql.dialects.mariadb.run", lambda *_: [(version, 1024 * 1024)])
+    monkeypatch.setattr("delayline.sql.mariadb.dialect.run", lambda *_: [(version, 1024 * 1024)])
     if fits:
         Mariadb(make_url(mariadb_url)).check()
     else:

@@ -18,8 +18,8 @@ import pytest
 
 from delayline.delayed.poller import Poller
 from delayline.events import Event
-from delayline.sql.dialects.sqlite import READ_SIZE, RECORD, PipeNotifications
 from delayline.sql.notifications import LocalNotifications, Notifications
+from delayline.sql.sqlite.dialect import READ_SIZE, RECORD, PipeNotifications
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ PATIENCE = 10.0
 
 LISTEN = """
 import asyncio, pathlib, sys
-from delayline.sql.dialects.sqlite import PipeNotifications
+from delayline.sql.sqlite.dialect import PipeNotifications
 async def main():
     notifications = PipeNotifications(pathlib.Path(sys.argv[1]))
     notifications.subscribe("channel", lambda at: print("notified", at, flush=True))

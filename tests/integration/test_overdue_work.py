@@ -11,7 +11,7 @@ import pytest
 from tests.eventually import eventually_async
 
 from delayline import BackendUnavailable, SqlTransport
-from delayline.sql.dialects.server import SessionClaims
+from delayline.sql.server import SessionClaims
 from delayline.sql.server_database import ServerDatabase
 
 if TYPE_CHECKING:

@@ -21,7 +21,7 @@ from delayline import (
     TransactionMode,
 )
 from delayline.external import ExternalTransaction
-from delayline.sql.dialects.postgresql_binary import HELD_OFF, LEAST
+from delayline.sql.postgresql.binary import HELD_OFF, LEAST
 from delayline.testing.conformance.messages import delayed, same
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from delayline import (
     TransactionMode,
 )
 from delayline.sql.databases import database_at
-from delayline.sql.dialects import postgresql_binary
-from delayline.sql.dialects.postgresql import PART
-from delayline.sql.dialects.postgresql_binary import LARGEST
+from delayline.sql.postgresql import binary
+from delayline.sql.postgresql.binary import LARGEST
+from delayline.sql.postgresql.dialect import PART
 from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing.conformance.messages import delayed, same
 
@@ -218,7 +218,7 @@ async def test_a_server_that_reads_slowly(
     store: SqlDelayedMessageStore, blocker: Blocker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a message that no socket takes at once, and a server process that reads nothing for a while
-    monkeypatch.setattr(postgresql_binary, "LARGEST", 1 << 30)
+    monkeypatch.setattr(binary, "LARGEST", 1 << 30)
     [pid] = blocker.ours("query LIKE 'INSERT%'")
     os.kill(pid, signal.SIGSTOP)
     message = delayed("m", body=os.urandom(32_000_000))

@@ -11,8 +11,8 @@ import pytest
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
 from delayline.sql.databases import database_at
-from delayline.sql.dialects.server import run
 from delayline.sql.prepared import LONGEST_LIST
+from delayline.sql.server import run
 from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing.conformance.messages import AT, delayed
 

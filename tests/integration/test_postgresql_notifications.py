@@ -19,8 +19,8 @@ from tests.integration.wire_between import wire_to
 from delayline import Endpoint, StoredDelivery
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.dialects import postgresql_notifications as postgresql_notifications
-from delayline.sql.dialects.postgresql_notifications import channel_name
+from delayline.sql.postgresql import notifications as postgresql_notifications
+from delayline.sql.postgresql.notifications import channel_name
 from delayline.sql.statements import queue_channel
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from delayline.sql.dialects.sqlite import Sqlite
+    from delayline.sql.sqlite.dialect import Sqlite
 
 TABLE = "orders.timeouts"
 NO_TABLE = "SCAN CONSTANT ROW"

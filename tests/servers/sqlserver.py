@@ -7,8 +7,8 @@ import uuid
 
 from sqlalchemy.engine import make_url
 
-from delayline.sql.dialects.server import run
-from delayline.sql.dialects.sqlserver import SqlServer
+from delayline.sql.server import run
+from delayline.sql.sqlserver.dialect import SqlServer
 
 IN_USE = "currently in use"  # in the text of error 3702
 URL = os.environ.get("DELAYLINE_TEST_SQLSERVER_URL", "")

@@ -34,7 +34,10 @@ PACKAGES: Final = (
     "pyspark.sql.worker",
     "delayline.spark",
     "delayline.sql",
-    "delayline.sql.dialects",
+    "delayline.sql.mariadb",
+    "delayline.sql.postgresql",
+    "delayline.sql.sqlite",
+    "delayline.sql.sqlserver",
     "delayline.migration",
 )
 LOOK_EVERY: Final = 5.0  # seconds, whether the tests are still there

@@ -24,7 +24,7 @@ from delayline import SqlDelayedMessageStore
 from delayline.bulk.writer import STREAMS, BulkWriter
 from delayline.config import endpoint_from
 from delayline.spark import audit, export, read_journal, waiting_ids
-from delayline.sql.dialects.staging import PREFIX
+from delayline.sql.staging import PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -9,7 +9,7 @@ import sqlalchemy
 from sqlalchemy.engine import make_url
 
 from delayline.errors import ConfigurationError
-from delayline.sql.dialects import sqlserver
+from delayline.sql.sqlserver import dialect as sqlserver
 
 
 def has_microsofts_dialect() -> bool:

@@ -18,11 +18,11 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.message import Message
 from delayline.sql.deadlines import FACTOR
 from delayline.sql.dialect import IN_SESSION
-from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer, VarbinaryConnection
 from delayline.sql.journal import Journal
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
+from delayline.sql.sqlserver.dialect import LeaseTable, SqlServer, VarbinaryConnection
 from delayline.sql.statements import QueueStatements, StoreStatements
 from delayline.timeouts.nservicebus import timeout_table
 from delayline.timeouts.persister import Timeout
@@ -31,7 +31,7 @@ from delayline.timeouts.sql import TimeoutManagement, TimeoutStatements
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from delayline.sql.dialects.sqlserver_microsoft import DeclaringCursor
+    from delayline.sql.sqlserver.microsoft import DeclaringCursor
 
 Loose = Any  # the types that the drivers accept
 WVARCHAR, VARBINARY, BIGINT, TIMESTAMP = -9, -3, -5, 93
@@ -132,7 +132,7 @@ class Handle:
 
 def cursor() -> DeclaringCursor:
     """Return a cursor of the driver's own making, as connections of ours give it."""
-    from delayline.sql.dialects.sqlserver_microsoft import DeclaringConnection
+    from delayline.sql.sqlserver.microsoft import DeclaringConnection
 
     return DeclaringConnection("Server=host;Database=db;UID=sa;PWD=s3cret").cursor()  # type: ignore[return-value]
 
@@ -292,7 +292,7 @@ def test_every_connection_of_the_engine_declares() -> None:
 def test_the_declaring_connection_is_the_drivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
     import mssql_python
 
-    from delayline.sql.dialects.sqlserver_microsoft import DeclaringConnection
+    from delayline.sql.sqlserver.microsoft import DeclaringConnection
 
     given: list[Any] = []
     monkeypatch.setattr(mssql_python.Connection, "__init__", lambda self, *a, **k: given.append((a, k)))
@@ -452,7 +452,7 @@ def test_pymssql_errors_are_one_line_without_repetition() -> None:
 
 
 def test_a_timeout_is_added_with_the_same_declarations(binary: Binary, monkeypatch: pytest.MonkeyPatch) -> None:
-    from delayline.sql.dialects.sqlserver_microsoft import DeclaringCursor
+    from delayline.sql.sqlserver.microsoft import DeclaringCursor
 
     monkeypatch.setattr(DeclaringCursor, "fetchall", lambda _: [])
     dialect = server()

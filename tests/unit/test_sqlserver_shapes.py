@@ -15,9 +15,9 @@ from sqlalchemy.engine import make_url
 from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims  # noqa: F401 - register tables
 from delayline.errors import BackendUnavailable, BackendUnusable, MissingExtra
 from delayline.sql import setup
-from delayline.sql.dialects.sqlserver import ABOUT, OLDEST, UNSEEN, ApplicationLocks, SqlServer, only_row
 from delayline.sql.schema import EVERY_RIGHT, QUEUES, TO_READ, queue_tables, registered_groups, versions_table
 from delayline.sql.setup import RequiredTables
+from delayline.sql.sqlserver.dialect import ABOUT, OLDEST, UNSEEN, ApplicationLocks, SqlServer, only_row
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.nservicebus import timeout_table

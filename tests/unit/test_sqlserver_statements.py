@@ -14,12 +14,12 @@ from sqlalchemy.schema import CreateIndex, CreateTable
 from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import ConfigurationError
 from delayline.migration.journal import MigrationJournal
-from delayline.sql.dialects.sqlserver import LeaseTable, SqlServer
 from delayline.sql.due_forecast import _count
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
 from delayline.sql.setup import texts
+from delayline.sql.sqlserver.dialect import LeaseTable, SqlServer
 from delayline.sql.statements import QueueStatements, StoreStatements
 
 if TYPE_CHECKING:
@@ -255,7 +255,7 @@ def test_a_migration_asks_which_ids_wait() -> None:
 
 def test_receivers_lock_by_session() -> None:
     # Given the claims of a table; no connection is made before they are used
-    from delayline.sql.dialects.sqlserver import ApplicationLocks
+    from delayline.sql.sqlserver.dialect import ApplicationLocks
 
     class Nobody:
         def session(self) -> None:

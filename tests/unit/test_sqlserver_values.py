@@ -22,8 +22,8 @@ from delayline.errors import (
 from delayline.header_xml import to_xml
 from delayline.message import DelayedMessage, Message
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.dialects.sqlserver import SqlServer
-from delayline.sql.dialects.sqlserver_sql import EARLIEST, LATEST, rounded_down, rounded_up
+from delayline.sql.sqlserver.dialect import SqlServer
+from delayline.sql.sqlserver.statements import EARLIEST, LATEST, rounded_down, rounded_up
 from delayline.sql.statements import StoreStatements
 from delayline.transaction import Guarantee, TransactionMode, guarantee
 

@@ -9,8 +9,8 @@ import pytest
 from sqlalchemy.engine import make_url
 
 from delayline.message import TimeoutHeaders, to_wire_time
-from delayline.sql.dialects.mariadb import Mariadb
-from delayline.sql.dialects.postgresql import Postgresql
+from delayline.sql.mariadb.dialect import Mariadb
+from delayline.sql.postgresql.dialect import Postgresql
 from delayline.timeouts.nservicebus import PERSISTENCE_VERSION, TimeoutTimes
 
 KEPT = datetime(2026, 11, 23, 5, 51, 38)  # noqa: DTZ001 - as the column keeps it

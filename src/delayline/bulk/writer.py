@@ -27,11 +27,11 @@ from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.dialect import OnConflict
-from delayline.sql.dialects.staging import PREFIX, breaks_a_key, doubled_id
 from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import QUEUES, queue_tables
 from delayline.sql.setup import RequiredTables
+from delayline.sql.staging import PREFIX, breaks_a_key, doubled_id
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:

@@ -15,8 +15,8 @@ from sqlalchemy.exc import DisconnectionError, InvalidRequestError
 
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.deadlines import checked_timeout
-from delayline.sql.dialects.server import ServerDialect
 from delayline.sql.engine_limits import EngineLimits
+from delayline.sql.server import ServerDialect
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.setup import RequiredTables, version_findings
 from delayline.sql.urls import read_url
@@ -229,15 +229,15 @@ def _new(url: URL) -> Database:
                 ) from error
             return FileDatabase(url)
         case "postgresql":
-            from delayline.sql.dialects.postgresql import Postgresql
+            from delayline.sql.postgresql.dialect import Postgresql
 
             return ServerDatabase(Postgresql(url))
         case "mssql":
-            from delayline.sql.dialects.sqlserver import SqlServer
+            from delayline.sql.sqlserver.dialect import SqlServer
 
             return ServerDatabase(SqlServer(url))
         case "mariadb" | "mysql" as product:
-            from delayline.sql.dialects.mariadb import Mariadb, Mysql
+            from delayline.sql.mariadb.dialect import Mariadb, Mysql
 
             return ServerDatabase(Mariadb(url) if product == "mariadb" else Mysql(url))
         case other:

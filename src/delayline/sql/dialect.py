@@ -1,4 +1,4 @@
-"""The interfaces of a database product; each module in `dialects/` implements them for one."""
+"""The interfaces of a database product; a package implements them for each."""
 
 from __future__ import annotations
 

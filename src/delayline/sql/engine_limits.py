@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-    from delayline.sql.dialects.server import ServerDialect
+    from delayline.sql.server import ServerDialect
 
 #: Seconds at most that the answer to a test of an idle connection may take.
 PING_TIMEOUT: Final = 5.0

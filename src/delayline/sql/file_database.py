@@ -21,9 +21,9 @@ from delayline.delayed.store import Outcome
 from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.dialect import Moved
-from delayline.sql.dialects.sqlite import CommitWatch, FileForwarding, Sqlite
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
+from delayline.sql.sqlite.dialect import CommitWatch, FileForwarding, Sqlite
 from delayline.sql.workers import FairSemaphore, Workers
 from delayline.transaction import THREAD_WAITS
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, Connection
 
     from delayline.message import DelayedMessage
-    from delayline.sql.dialects.sqlite import FileClaims, PipeNotifications, Sqlite
     from delayline.sql.schema import QueueTables
+    from delayline.sql.sqlite.dialect import FileClaims, PipeNotifications, Sqlite
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction

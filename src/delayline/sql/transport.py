@@ -21,7 +21,6 @@ from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
 from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
-from delayline.sql.dialects.server import ServerDialect
 from delayline.sql.queue_limits import (
     LIMITS_CHANGED,
     QueueAdmission,
@@ -33,6 +32,7 @@ from delayline.sql.queue_limits import (
 )
 from delayline.sql.receiver import OUT_OF_ORDER, IdleQueues, SqlReceiver
 from delayline.sql.schema import CRASHES, DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
+from delayline.sql.server import ServerDialect
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.sql.transactions import EnlistedTransaction

@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.sql.dialect import OnConflict
-from delayline.sql.dialects.postgresql_binary import COPY_END, COPY_HEADER, YEAR_2000
-from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staging import COLUMNS, KEPT_FIRST, StagedTable
+from delayline.sql.postgresql.binary import COPY_END, COPY_HEADER, YEAR_2000
+from delayline.sql.server import run
+from delayline.sql.staging import COLUMNS, KEPT_FIRST, StagedTable
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -13,15 +13,15 @@ from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnusable
 from delayline.sql.dialect import OnConflict
-from delayline.sql.dialects.staging import KEPT_FIRST, PREFIX, stage_table
 from delayline.sql.prepared import Prepared
+from delayline.sql.staging import KEPT_FIRST, PREFIX, stage_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.dialects.sqlite import Sqlite
+    from delayline.sql.sqlite.dialect import Sqlite
 
 GATHERED: Final = "delayline_stage"
 COLUMNS: Final = "id, destination, due, headers, body"

@@ -27,14 +27,14 @@ from delayline.errors import (
     TransactionConflict,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
+from delayline.sql import journal_triggers
 from delayline.sql.dialect import TableIdentity, TimeoutShape
-from delayline.sql.dialects import journal_triggers
-from delayline.sql.dialects.server import LockedForwarding, ServerDialect, SessionClaims, cause_of, run, watch_of
-from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.due_forecast import explanation
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import TO_PUT, must_fit
+from delayline.sql.server import LockedForwarding, ServerDialect, SessionClaims, cause_of, run, watch_of
+from delayline.sql.staging import need_arrow
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -402,7 +402,7 @@ class Mariadb(ServerDialect):
     def stage(self, store: Table, name: str) -> Stage:
         """Return a staging table."""
         need_arrow()
-        from delayline.sql.dialects.mariadb_staging import MariadbStage
+        from delayline.sql.mariadb.staging import MariadbStage
 
         return MariadbStage(self, store, name)
 
@@ -535,7 +535,7 @@ class Mysql(Mariadb):
 
 def _connected(dialect: object, record: object, arguments: Sequence[Any], options: Mapping[str, Any]) -> object:
     """Return a connection of the driver's, for SQLAlchemy."""
-    from delayline.sql.dialects.mariadb_tls import SharingConnection
+    from delayline.sql.mariadb.tls import SharingConnection
 
     del dialect, record
     return SharingConnection(*arguments, **options)

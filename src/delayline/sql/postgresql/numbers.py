@@ -11,7 +11,7 @@ from sqlalchemy import cast, column, func, literal, select
 from sqlalchemy import table as table_named
 from sqlalchemy.dialects.postgresql import REGCLASS
 
-from delayline.sql.dialects.server import run
+from delayline.sql.server import run
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection, Executable, Function

@@ -15,7 +15,7 @@ import mssql_python
 from mssql_python import ddbc_bindings
 from mssql_python.cursor import Cursor
 
-from delayline.sql.dialects.sqlserver_errors import ENDED
+from delayline.sql.sqlserver.errors import ENDED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -10,9 +10,9 @@ from sqlalchemy import insert
 
 from delayline.clock import from_microseconds
 from delayline.sql.dialect import OnConflict
-from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staging import COLUMNS, KEPT_FIRST, StagedTable
 from delayline.sql.prepared import Prepared
+from delayline.sql.server import run
+from delayline.sql.staging import COLUMNS, KEPT_FIRST, StagedTable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

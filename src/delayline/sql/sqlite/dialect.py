@@ -46,15 +46,15 @@ from delayline.errors import (
     StorageFull,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
+from delayline.sql import journal_triggers
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
 from delayline.sql.dialect import Moved, TableIdentity, TimeoutShape, conflict_columns
-from delayline.sql.dialects import journal_triggers
-from delayline.sql.dialects.server import run
-from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.notifications import Listeners
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
+from delayline.sql.server import run
 from delayline.sql.setup import ReplaceKey
+from delayline.sql.staging import need_arrow
 from delayline.sql.statements import EXPIRY_MARKER, MARKER, QueueStatements
 
 if TYPE_CHECKING:
@@ -677,7 +677,7 @@ class Sqlite:
     def stage(self, store: Table, name: str) -> Stage:
         """Return a folder of Arrow files beside the database file."""
         need_arrow()
-        from delayline.sql.dialects.sqlite_staging import SqliteStage
+        from delayline.sql.sqlite.staging import SqliteStage
 
         return SqliteStage(self, store, name)
 

@@ -22,9 +22,9 @@ from delayline.delayed.poller import MAXIMUM_SLEEP
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
 from delayline.sql.deadlines import STOPPING
-from delayline.sql.dialects.server import run, watch_of
 from delayline.sql.notifications import Listeners
 from delayline.sql.schema import queue_tables
+from delayline.sql.server import run, watch_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -10,7 +10,7 @@ import re
 from typing import Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
-from delayline.sql.dialects.server import cause_of
+from delayline.sql.server import cause_of
 
 DUPLICATE_KEY: Final = frozenset({2627, 2601})
 ALREADY_THERE: Final = frozenset({2714, 1913})

@@ -27,6 +27,7 @@ from delayline.errors import (
     TransactionConflict,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, TimeoutHeaders
+from delayline.sql import journal_triggers
 from delayline.sql.dialect import (
     Moved,
     Page,
@@ -35,13 +36,12 @@ from delayline.sql.dialect import (
     TransactionsInProgress,
     conflict_columns,
 )
-from delayline.sql.dialects import journal_triggers
-from delayline.sql.dialects import postgresql_numbers as numbers
-from delayline.sql.dialects.postgresql_notifications import PostgresqlNotifications
-from delayline.sql.dialects.server import ServerDialect, SessionClaims, cause_of, run, watch_of
-from delayline.sql.dialects.staging import need_arrow
 from delayline.sql.due_forecast import explanation
+from delayline.sql.postgresql import numbers
+from delayline.sql.postgresql.notifications import PostgresqlNotifications
 from delayline.sql.prepared import Prepared
+from delayline.sql.server import ServerDialect, SessionClaims, cause_of, run, watch_of
+from delayline.sql.staging import need_arrow
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 from delayline.sql.urls import Host, listed
 from delayline.sql.workers import is_given_up
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.sql.dialect import ClaimingMove, Finding, ServerSessions, Stage, WaitingReceiver
-    from delayline.sql.dialects.postgresql_binary import LoopStatements
+    from delayline.sql.postgresql.binary import LoopStatements
     from delayline.sql.prepared import StatementResult
     from delayline.sql.schema import QueueTables
 
@@ -146,7 +146,7 @@ class Postgresql(ServerDialect):
             self._given = frozenset(name.lower().replace("-", "_") for name in NAMED.findall(options))
             url = url.set(query={**url.query, "options": f"{OPTIONS} {options}".strip()})
         super().__init__(url, connect_args=arguments, paramstyle="format", use_native_hstore=False)
-        from delayline.sql.dialects.postgresql_binary import Copies
+        from delayline.sql.postgresql.binary import Copies
 
         self._copies = Copies()
         one_writes = self.url.query.get("target_session_attrs") in ("read-write", "primary")
@@ -192,7 +192,7 @@ class Postgresql(ServerDialect):
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit, with the settings that statements need."""
-        from delayline.sql.dialects.postgresql_binary import use_binary
+        from delayline.sql.postgresql.binary import use_binary
 
         connection = self.engine.connect()
         try:
@@ -311,7 +311,7 @@ class Postgresql(ServerDialect):
     def stage(self, store: Table, name: str) -> Stage:
         """Return a staging table."""
         need_arrow()
-        from delayline.sql.dialects.postgresql_staging import PostgresqlStage
+        from delayline.sql.postgresql.staging import PostgresqlStage
 
         return PostgresqlStage(self, store, name)
 
@@ -382,7 +382,7 @@ class Postgresql(ServerDialect):
         """Let the event loop run statements by itself, which takes prepared ones."""
         if self.pgbouncer:
             return None
-        from delayline.sql.dialects.postgresql_binary import LoopStatements
+        from delayline.sql.postgresql.binary import LoopStatements
 
         return LoopStatements(database, self)
 
@@ -651,7 +651,7 @@ class AdvisoryLockClaims(SessionClaims):
     """This process's claims on the rows of one table."""
 
     def __init__(self, database: ServerSessions, table: str, dialect: Postgresql) -> None:
-        from delayline.sql.dialects.postgresql_binary import LoopStatements, SharedSession
+        from delayline.sql.postgresql.binary import LoopStatements, SharedSession
 
         super().__init__(database)
         self._dialect = dialect

@@ -44,8 +44,11 @@ from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
 from delayline.sql.dialect import IN_SESSION, TimeoutShape, conflict_columns
-from delayline.sql.dialects.server import LEASE, LockedForwarding, ServerDialect, SessionClaims, cause_of, run
-from delayline.sql.dialects.sqlserver_errors import (
+from delayline.sql.notifications import LocalNotifications
+from delayline.sql.prepared import Prepared
+from delayline.sql.schema import BINARY, CONTENT, HOLDS_MESSAGES, must_fit, untyped
+from delayline.sql.server import LEASE, LockedForwarding, ServerDialect, SessionClaims, cause_of, run
+from delayline.sql.sqlserver.errors import (
     ALREADY_THERE,
     DUPLICATE_KEY,
     NO_SUCH_OBJECT,
@@ -55,7 +58,7 @@ from delayline.sql.dialects.sqlserver_errors import (
     text_of,
     translated,
 )
-from delayline.sql.dialects.sqlserver_sql import (
+from delayline.sql.sqlserver.statements import (
     LATEST,
     NEW,
     DueTime,
@@ -64,9 +67,6 @@ from delayline.sql.dialects.sqlserver_sql import (
     rounded_down,
     rounded_up,
 )
-from delayline.sql.notifications import LocalNotifications
-from delayline.sql.prepared import Prepared
-from delayline.sql.schema import BINARY, CONTENT, HOLDS_MESSAGES, must_fit, untyped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -75,9 +75,9 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.sql.dialect import Finding, ServerSessions
-    from delayline.sql.dialects.server import Columns
     from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
+    from delayline.sql.server import Columns
 
 
 OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
@@ -274,7 +274,7 @@ class SqlServer(ServerDialect):
     def _connect_driver(self, _: object, record: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
         if self._pymssql:
             return VarbinaryConnection(self.engine.dialect.loaded_dbapi.connect(*arguments, **options))
-        from delayline.sql.dialects.sqlserver_microsoft import DeclaringConnection
+        from delayline.sql.sqlserver.microsoft import DeclaringConnection
 
         def seconds() -> int:
             factor = FACTOR.get() if record.info.get(IN_SESSION) else LONG_WORK

@@ -1,1 +1,0 @@
-"""One module or group of modules for each database product."""
