@@ -27,7 +27,7 @@ from tests.servers.postgresql import PostgresqlServer
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
-from delayline.sql.postgresql.dialect import PostgresqlTwoPhase
+from delayline.sql.postgresql.two_phase import PostgresqlTwoPhase
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ import asyncio, ctypes, os, signal, sys
 from datetime import timedelta
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
-from delayline.sql.postgresql.dialect import PostgresqlTwoPhase as Phases
+from delayline.sql.postgresql.two_phase import PostgresqlTwoPhase as Phases
 
 queues, waiting, role, step = sys.argv[1:]
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)

@@ -24,7 +24,7 @@ from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.dialect import Moved
-from delayline.sql.postgresql.dialect import PostgresqlForwarding
+from delayline.sql.postgresql.moves import PostgresqlForwarding
 from delayline.sql.server import LockedForwarding
 from delayline.sql.sqlite.dialect import FileForwarding
 from delayline.testing import Fault, FaultyStore, FaultyTimeoutPersister, FaultyTransport

@@ -13,7 +13,7 @@ from tests.eventually import eventually_async
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.sql.crashes import FIRST_NUMBER
-from delayline.sql.postgresql.dialect import AdvisoryLockClaims
+from delayline.sql.postgresql.claims import AdvisoryLockClaims
 from delayline.sql.receiver import SqlReceiver
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.statements import queue_channel

@@ -27,7 +27,7 @@ from delayline import (
 from delayline.errors import BackendUnusable, UnsupportedTransactionMode
 from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
-from delayline.sql.postgresql.dialect import PostgresqlTwoPhase
+from delayline.sql.postgresql.two_phase import PostgresqlTwoPhase
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator

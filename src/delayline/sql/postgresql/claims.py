@@ -1,0 +1,232 @@
+"""Claims on queue rows in PostgreSQL: advisory locks of a session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from delayline.errors import DelaylineError
+from delayline.sql.dialect import (
+    Moved,
+    Page,
+    TransactionsInProgress,
+)
+from delayline.sql.prepared import Prepared
+from delayline.sql.server import SessionClaims, run
+from delayline.sql.workers import is_given_up
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from sqlalchemy import Connection, Table
+
+    from delayline.sql.dialect import ClaimingMove, ServerSessions, WaitingReceiver
+    from delayline.sql.postgresql.dialect import Postgresql
+    from delayline.sql.prepared import StatementResult
+
+Result = TypeVar("Result")
+
+ADVISORY_LOCK: Final = "SELECT k FROM unnest(%s::bigint[]) AS k WHERE pg_try_advisory_lock(%s + k)"
+#: The first part returns no rows: an unlock is never null.
+ADVISORY_EXCHANGE: Final = f"""
+SELECT k FROM unnest(%s::bigint[]) AS k WHERE pg_advisory_unlock(%s + k) IS NULL
+UNION ALL {ADVISORY_LOCK}
+"""  # noqa: S608 - our own
+#: A key is in two parts: https://www.postgresql.org/docs/current/view-pg-locks.html
+ADVISORY_UNLOCK_OTHERS: Final = """
+SELECT pg_advisory_unlock(key) FROM (
+  SELECT (classid::bigint << 32) | objid::bigint AS key FROM pg_locks
+  WHERE locktype = 'advisory' AND objsubid = 1 AND pid = pg_backend_pid()
+) AS locked WHERE key <> ALL (ARRAY(SELECT %s + k FROM unnest(%s::bigint[]) AS k))
+"""
+#: The first part returns no rows. The limit is inside, so that no further rows are locked.
+ADVISORY_TAKE_NEXT: Final = """
+SELECT k, false FROM unnest(%s::bigint[]) AS k WHERE pg_advisory_unlock(%s + k) IS NULL
+UNION ALL SELECT seq, pg_try_advisory_lock(%s + seq) FROM (
+  SELECT seq FROM {queued} WHERE queue = %s AND seq > %s AND seq <> ALL (%s::bigint[]) ORDER BY seq LIMIT %s
+) AS page
+"""
+#: The same for a page that is longer than what is wanted: no more is locked. Its last row is that of the page.
+ADVISORY_TAKE_AMONG: Final = """
+WITH page AS MATERIALIZED (
+  SELECT seq FROM {queued} WHERE queue = %s AND seq > %s AND seq <> ALL (%s::bigint[]) ORDER BY seq LIMIT %s
+), locked AS MATERIALIZED (
+  SELECT seq FROM page WHERE pg_try_advisory_lock(%s + seq) LIMIT %s
+)
+SELECT k, false, 0 FROM unnest(%s::bigint[]) AS k WHERE pg_advisory_unlock(%s + k) IS NULL
+UNION ALL SELECT seq, true, 0 FROM locked
+UNION ALL SELECT max(seq), false, count(*) FROM page
+"""
+IN_PROGRESS: Final = """
+SELECT pg_snapshot_xmin(taken)::text::bigint, pg_snapshot_xmax(taken)::text::bigint,
+  (SELECT seq FROM {queued} WHERE queue = %s AND seq > %s ORDER BY seq LIMIT 1)
+FROM pg_current_snapshot() AS taken
+"""
+ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigint[]) AS k"
+
+
+class AdvisoryLockClaims(SessionClaims):
+    """This process's claims on the rows of one table."""
+
+    def __init__(self, database: ServerSessions, table: str, dialect: Postgresql) -> None:
+        from delayline.sql.postgresql.binary import LoopStatements, SharedSession
+
+        super().__init__(database)
+        self._dialect = dialect
+        shared = SharedSession(self._session, self._in_use, self._in_session, self._lock_again)
+        self._statements = LoopStatements(database, dialect, shared)
+        digest = hashlib.sha256(table.encode()).digest()
+        self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
+        self._receivers: list[WaitingReceiver] = []
+
+    def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
+        """Lock free rows in one round trip."""
+        return {row for (row,) in run(connection, ADVISORY_LOCK, list(rows), self._base)}
+
+    def exchange(self, connection: Connection, released: Sequence[int], rows: Sequence[int]) -> set[int]:
+        """Unlock the released rows, then lock free ones, in one round trip."""
+        found = run(connection, ADVISORY_EXCHANGE, list(released), self._base, list(rows), self._base)
+        return {row for (row,) in found}
+
+    def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
+        """Unlock, in one round trip."""
+        run(connection, ADVISORY_UNLOCK, self._base, list(rows))
+
+    def register(self, receiver: WaitingReceiver) -> Callable[[], None]:
+        """Claim moved messages for the receiver while it waits for some; return how to stop."""
+        self._receivers.append(receiver)
+
+        def unregister() -> None:
+            with contextlib.suppress(ValueError):
+                self._receivers.remove(receiver)
+
+        return unregister
+
+    def waiting_receiver(self) -> WaitingReceiver | None:
+        """Return a receiver that waits for messages, if there is one."""
+        return next((receiver for receiver in list(self._receivers) if receiver.wanted), None)
+
+    async def move(self, move: ClaimingMove) -> Moved:
+        """Run the move on the claims' connection, and claim the rows that it has locked."""
+
+        def claimed(moved: Moved) -> tuple[Moved, list[int]]:
+            return moved, [row[0] for row in moved.claimed]
+
+        def read(result: StatementResult) -> tuple[Moved, list[int]] | None:
+            moved = move.moved(result.rows)
+            return None if moved is None else claimed(moved)
+
+        statement, values = move.statement(self._base)
+        return await self._claim(statement, values, read, lambda connection: claimed(move.run(connection, self._base)))
+
+    def in_progress(self, connection: Connection, queued: Table, queue: str, after: int) -> TransactionsInProgress:
+        """Return which transactions are in progress, and the queue's first message after the number `after`."""
+        return TransactionsInProgress(*_written(IN_PROGRESS, queued, self._dialect).rows(connection, queue, after)[0])
+
+    async def take_next(self, queued: Table, queue: str, after: int, limit: int, among: int = 0) -> Page:
+        """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims.
+
+        `among`: how many messages to look at, `limit` of them if that is more.
+        """
+        statement, released = _written(ADVISORY_TAKE_NEXT, queued, self._dialect), self._take_released()
+        with self._lock:
+            own = [row for row in self._claimed if row > after]
+        among = max(among, limit)
+        values: tuple[Any, ...] = (released, self._base, self._base, queue, after, own, limit)
+        if among > limit:
+            statement = _written(ADVISORY_TAKE_AMONG, queued, self._dialect)
+            values = (queue, after, own, among, self._base, limit, released, self._base)
+
+        def read(result: StatementResult) -> tuple[Page, list[int]]:
+            locked = [number for number, is_locked, *_ in result.rows if is_locked]
+            with self._lock:  # another event loop's look may have claimed some since `own` was read
+                claimed = [number for number in locked if number not in self._claimed]
+                self._released += set(locked).difference(claimed)
+            released.clear()  # they are unlocked
+            last = result.rows[-1][0] if result.rows else None
+            number = result.rows[-1][2] if among > limit else len(result.rows)
+            if len(locked) == limit:  # where the page is longer, the rest of it was not looked at
+                last, number = locked[-1], among
+            return Page(claimed, after if last is None else last, number == among), claimed
+
+        try:
+            return await self._claim(
+                statement, values, read, lambda connection: read(statement.result(connection, *values))
+            )
+        except asyncio.CancelledError:
+            with self._lock:  # those of a statement that has not run
+                self._released += released
+            raise
+
+    async def _claim(
+        self,
+        statement: Prepared,
+        values: tuple[Any, ...],
+        read: Callable[[StatementResult], tuple[Result, list[int]] | None],
+        on_thread: Callable[[Connection], tuple[Result, list[int]]],
+    ) -> Result:
+        """Run a statement that locks rows on the claims' connection, and claim these rows.
+
+        Args:
+            statement: The statement.
+            values: Its parameters.
+            read: Returns the result and the locked rows; None if nothing was done and `on_thread` must be called.
+            on_thread: The same on a worker thread, where the event loop cannot run the statement.
+        """
+        found: list[tuple[Result, list[int]]] = []
+
+        def claim(one: tuple[Result, list[int]] | None) -> None:
+            if one is not None:
+                with self._lock:
+                    if is_given_up():
+                        self._released += one[1]
+                        return
+                    self._claimed.update(one[1])
+                found.append(one)
+
+        def run_in_session() -> None:
+            with self._in_session():
+                claim(self._session.run(partial(self._run_locking, on_thread), commits=True))
+
+        try:
+            await self._statements.run(statement, values, lambda result: claim(read(result)))
+            if not found:
+                await self._database.run(run_in_session)
+        except asyncio.CancelledError:
+            self.release(row for _, claimed in found for row in claimed)
+            raise
+        except BaseException:  # locks outlast the transaction that has taken them
+            with contextlib.suppress(DelaylineError):  # the locks of a lost connection end with it
+                await self._database.run(self._unlock_others)
+            raise
+        return found[0][0]
+
+    def _run_locking(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        self._lock_again(connection)
+        try:
+            return work(connection)
+        except BaseException:
+            self._unlock_unclaimed(connection)
+            raise
+
+    def _unlock_others(self) -> None:
+        """Unlock rows that a failed statement has locked."""
+        with self._in_session():
+            self._session.run(self._unlock_unclaimed)
+
+    def _reclaim(self) -> None:
+        self._statements.reclaim()
+
+    def _unlock_unclaimed(self, connection: Connection) -> None:
+        with self._lock:
+            known = [*self._claimed, *self._released]
+        with contextlib.suppress(*self._dialect.errors):  # the locks of a lost connection end with it
+            run(connection, ADVISORY_UNLOCK_OTHERS, self._base, known)
+
+
+@lru_cache(maxsize=64)
+def _written(text: str, queued: Table, dialect: Postgresql) -> Prepared:
+    return Prepared.of_text(text.format(queued=dialect.sql.identifier_preparer.format_table(queued)))
