@@ -26,7 +26,7 @@ from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.dialect import Moved
 from delayline.sql.postgresql.moves import PostgresqlForwarding
 from delayline.sql.server import LockedForwarding
-from delayline.sql.sqlite.dialect import FileForwarding
+from delayline.sql.sqlite.moves import FileForwarding
 from delayline.testing import Fault, FaultyStore, FaultyTimeoutPersister, FaultyTransport
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 

@@ -19,7 +19,7 @@ import pytest
 from delayline.delayed.poller import Poller
 from delayline.events import Event
 from delayline.sql.notifications import LocalNotifications, Notifications
-from delayline.sql.sqlite.dialect import READ_SIZE, RECORD, PipeNotifications
+from delayline.sql.sqlite.notifications import READ_SIZE, RECORD, PipeNotifications
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ PATIENCE = 10.0
 
 LISTEN = """
 import asyncio, pathlib, sys
-from delayline.sql.sqlite.dialect import PipeNotifications
+from delayline.sql.sqlite.notifications import PipeNotifications
 async def main():
     notifications = PipeNotifications(pathlib.Path(sys.argv[1]))
     notifications.subscribe("channel", lambda at: print("notified", at, flush=True))

@@ -23,7 +23,9 @@ from delayline.sql.database import Database
 from delayline.sql.dialect import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
-from delayline.sql.sqlite.dialect import CommitWatch, FileForwarding, Sqlite
+from delayline.sql.sqlite.commit_watch import CommitWatch
+from delayline.sql.sqlite.dialect import Sqlite
+from delayline.sql.sqlite.moves import FileForwarding
 from delayline.sql.workers import FairSemaphore, Workers
 from delayline.transaction import THREAD_WAITS
 
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
     from delayline.message import DelayedMessage
     from delayline.sql.schema import QueueTables
-    from delayline.sql.sqlite.dialect import FileClaims, PipeNotifications, Sqlite
+    from delayline.sql.sqlite.claims import FileClaims
+    from delayline.sql.sqlite.notifications import PipeNotifications
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction

@@ -1,368 +1,51 @@
-"""SQLite: one file, one writer at a time, no server; claims and notifications are files beside the database.
-
-SQLite has no row locks. Byte n of the claims file stands for row n: the operating system gives a lock to one process
-only, and takes it back the moment that process ends, however it ends. A claim costs a system call and no write.
-
-Each listening process has a named pipe. After a commit the writer puts a small record into every pipe. A pipe without a
-reader belongs to a process that has ended, and is removed. As SQLite reports no commits, an external transaction is
-notified by a watch on `PRAGMA data_version`, which changes when another connection has committed. While an external
-transaction holds the file's only write lock, no other transaction can commit; so a change since then means that it has
-ended.
-"""
+"""SQLite: one file, one writer at a time, no server; claims and notifications are files beside the database."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import errno
-import fcntl
-import functools
-import hashlib
-import math
 import os
 import sqlite3
 import stat
-import struct
 import threading
 import time
-import uuid
-from collections import Counter
 from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, String, Text, bindparam, create_engine, delete, func, literal_column, select
+from sqlalchemy import BigInteger, String, Text, bindparam, create_engine, delete, literal_column, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import (
-    BackendUnavailable,
     BackendUnusable,
     ConfigurationError,
-    DelaylineError,
-    InvalidMessage,
-    StorageFull,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql import journal_triggers
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
-from delayline.sql.dialect import Moved, TableIdentity, TimeoutShape, conflict_columns
-from delayline.sql.notifications import Listeners
+from delayline.sql.dialect import TableIdentity, TimeoutShape, conflict_columns
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
 from delayline.sql.server import run
 from delayline.sql.setup import ReplaceKey
+from delayline.sql.sqlite.claims import FileClaims
+from delayline.sql.sqlite.errors import TRANSLATIONS, busy, file_identity, held_by_this_process
+from delayline.sql.sqlite.notifications import PipeNotifications
 from delayline.sql.staging import need_arrow
-from delayline.sql.statements import EXPIRY_MARKER, MARKER, QueueStatements
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from pathlib import Path
 
-    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Select, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
     from delayline.message import Message
     from delayline.sql.dialect import Finding, JournalTriggers, Stage, TimeoutForwarding
-    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-
-
-class FileClaims:
-    """This process's claims on the rows of one table. Safe to call from any thread.
-
-    There must be one instance a file and process: closing any descriptor of a file drops all of a process's locks.
-    """
-
-    def __init__(self, directory: Path, table: str, *, mode: int = 0o600) -> None:
-        name = hashlib.sha256(table.encode()).hexdigest()[:16]
-        self._file = os.open(directory / f"{name}.claims", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, mode)
-        self._claimed: set[int] = set()
-        self._lock = threading.Lock()
-
-    def take(self, rows: Iterable[int], limit: int) -> list[int]:
-        """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
-        claimed: list[int] = []
-        with self._lock:
-            for row in rows:
-                if len(claimed) == limit:
-                    break
-                if row not in self._claimed and self._lock_byte(row):
-                    self._claimed.add(row)
-                    claimed.append(row)
-        return claimed
-
-    def release(self, rows: Iterable[int]) -> None:
-        """Give up claims. Idempotent."""
-        with self._lock:
-            for row in rows:
-                if row in self._claimed:
-                    self._claimed.discard(row)
-                    fcntl.lockf(self._file, fcntl.LOCK_UN, 1, row)
-
-    def forget(self, rows: Iterable[int]) -> None:
-        """Give up claims on rows that are gone."""
-        self.release(rows)
-
-    def flush(self) -> None:
-        """No-op: released rows are available at once."""
-
-    def are_all_free(self) -> bool:
-        """Return whether no process claims any row; only for callers that exclude new claims."""
-        with self._lock:
-            if self._claimed or not self._lock_byte(0, length=0):
-                return False
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
-            return True
-
-    def number_claimed_after(self, row: int) -> int:
-        """Return how many rows this process holds whose numbers are higher."""
-        with self._lock:
-            return sum(claimed > row for claimed in self._claimed)
-
-    def holds(self, row: int) -> bool:
-        """Return whether this process holds the row, as of its last request."""
-        return row in self._claimed
-
-    def close(self) -> None:
-        """Give up every claim; from now on none is given."""
-        with self._lock:
-            os.close(self._file)
-            self._file = -1
-            self._claimed.clear()
-
-    def forked(self) -> None:
-        """Close the descriptor that a fork has inherited: that gives up nothing of its parent's."""
-        os.close(self._file)
-        self._file = -1
-
-    def _lock_byte(self, row: int, *, length: int = 1) -> bool:
-        try:
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, length, row)
-        except (OSError, ValueError):  # claimed by another process, or closed
-            return False
-        return True
-
-
-RECORD: Final = struct.Struct("=8sq")  # channel, microseconds since 1970
-READ_SIZE: Final = RECORD.size * 256  # no more than the smallest pipe holds, a page: a full pipe is seen as full
-QUIT: Final = b"\0" * RECORD.size
-CLOCK_TICK: Final = 100_000_000  # nanoseconds
-
-
-class PipeNotifications:
-    """Notifies listeners, in this process and in others, of commits. Thread-safe."""
-
-    reach_others = True
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self._mine = ""
-        self._lock = threading.Lock()
-        self._listeners = Listeners()
-        self._channels: dict[bytes, str] = {}
-        """The channels with listeners, by their key in a record."""
-        self._pipes: dict[str, int] = {}
-        self._listed: int = -1
-        self._pipe: int | None = None
-        self._thread: threading.Thread | None = None
-
-    def open(self) -> None:
-        """Look for the pipes of other processes at the next notification."""
-        self._listed = -1
-
-    def close(self) -> None:
-        """Stop listening and forget other processes."""
-        with self._lock:
-            if self._pipe is not None:
-                os.write(self._pipe, QUIT)
-            thread, self._thread = self._thread, None
-        if thread is not None:
-            thread.join()
-        with self._lock:
-            for pipe in self._pipes.values():
-                os.close(pipe)
-            self._pipes.clear()
-            self._channels.clear()
-        self._listeners.clear()
-
-    def forked(self) -> None:
-        """Close the pipes that a fork has inherited: its parent's must end with its parent."""
-        for pipe in (*self._pipes.values(), *([] if self._pipe is None else [self._pipe])):
-            os.close(pipe)
-        self._pipes, self._pipe = {}, None
-
-    def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
-        """Call `callback(at)` on the running loop after each commit that notifies `channel`; return how to stop."""
-        unsubscribe = self._listeners.add(channel, callback)
-        with self._lock:
-            self._channels[_key(channel)] = channel
-            if self._thread is None:
-                self._listen()
-        return unsubscribe
-
-    def notify(self, channel: str, at: int = 0) -> None:
-        """Notify every listener of `channel` of a message due at `at`. Never blocks."""
-        self._listeners.notify(channel, at)
-        record = RECORD.pack(_key(channel), at)
-        with self._lock:
-            self._find_pipes()
-            for name, pipe in list(self._pipes.items()):
-                try:
-                    os.write(pipe, record)
-                except BlockingIOError:
-                    pass  # a full pipe wakes its reader without our record
-                except OSError:
-                    os.close(self._pipes.pop(name))
-                    _sweep(self._directory / name)
-
-    def _find_pipes(self) -> None:
-        """Open the pipes of processes that came since the last look; the folder's time shows whether any did."""
-        try:
-            changed = self._directory.stat().st_mtime_ns
-        except FileNotFoundError:
-            return
-        if changed == self._listed:
-            return
-        # Within the file system's clock tick a later change may leave the same time: look again next time.
-        self._listed = changed if time.time_ns() - changed > CLOCK_TICK else -1
-        for path in self._directory.glob("*.wake"):
-            if path.name == self._mine or path.name in self._pipes:
-                continue
-            try:
-                self._pipes[path.name] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            except OSError as error:
-                if error.errno == errno.ENXIO:  # no reader; other errors do not show whether the owner lives
-                    _sweep(path)
-
-    def _listen(self) -> None:
-        self._mine = f"{os.getpid()}-{uuid.uuid4().hex[:8]}.wake"  # now: the process may be a fork of another
-        hidden = self._directory / f"{self._mine}.new"
-        os.mkfifo(hidden)
-        # Read and write: a pipe that we hold open for writing never reports an end of file.
-        self._pipe = os.open(hidden, os.O_RDWR | os.O_CLOEXEC)
-        hidden.rename(self._directory / self._mine)  # only now others may see it: a pipe without reader is swept
-        self._thread = threading.Thread(
-            target=self._read, args=(self._pipe,), name="delayline notifications", daemon=True
-        )
-        self._thread.start()
-
-    def _read(self, pipe: int) -> None:
-        quitting = False
-        while not quitting:
-            records = os.read(pipe, READ_SIZE)
-            if len(records) == READ_SIZE:
-                self._listeners.notify_all()  # the pipe may have been full, and records dropped
-            earliest: dict[bytes, int] = {}
-            for key, at in RECORD.iter_unpack(records[: len(records) // RECORD.size * RECORD.size]):
-                earliest[key] = min(at, earliest.get(key, at))
-            quitting = earliest.pop(QUIT[:8], None) is not None
-            for key, at in earliest.items():
-                if (channel := self._channels.get(key)) is not None:
-                    self._listeners.notify(channel, at)
-        (self._directory / self._mine).unlink(missing_ok=True)
-        os.close(pipe)
-        self._pipe = None
-
-
-def _sweep(path: Path) -> None:
-    with contextlib.suppress(OSError):  # belongs to another user, or was removed by another process
-        path.unlink()
-
-
-@functools.lru_cache(maxsize=1024)
-def _key(channel: str) -> bytes:
-    return hashlib.blake2b(channel.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-
-#: A look takes some 10 microseconds. The longer a transaction lasts the rarer they are: it is noticed 1 % late.
-SHORTEST: Final = 0.001
-SHARE: Final = 0.01
-LONGEST: Final = 0.02
-SELDOM_AFTER: Final = 60.0
-SELDOM: Final = 1.0
-#: A transaction that was rolled back is never noticed; one that lasts longer is found by polling.
-GIVE_UP_AFTER: Final = 600.0
-
-
-class CommitWatch:
-    """Sends notifications once an external transaction has ended. Runs a thread while any are expected; thread-safe."""
-
-    def __init__(self, connect: Callable[[], Connection], notify: Callable[[Mapping[str, int]], None]) -> None:
-        self._connect = connect
-        self._notify = notify
-        self._changed = threading.Condition()
-        self._expected: dict[str, int] = {}
-        self._since = 0.0
-        self._version: int | None = None
-        self._connection: Connection | None = None
-        self._thread: threading.Thread | None = None
-
-    def expect(self, notifications: Mapping[str, int]) -> None:
-        """Send the notifications after the next commit; called while the external transaction has the write lock."""
-        with self._changed:
-            self._look()
-            for channel, at in notifications.items():
-                self._expected[channel] = min(at, self._expected.get(channel, at))
-            self._since = time.monotonic()
-            self._changed.notify()
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="delayline commits", daemon=True)
-                self._thread.start()
-
-    def close(self) -> None:
-        """Stop watching; blocks until it has."""
-        with self._changed:
-            thread = self._thread
-            self._expected.clear()
-            self._changed.notify()
-        if thread is not None:
-            thread.join()
-        self._disconnect()
-
-    def pause(self) -> None:
-        """Disconnect; no polling before `resume`."""
-        self._changed.acquire()
-        self._disconnect()
-
-    def resume(self) -> None:
-        """End a pause."""
-        self._changed.release()
-
-    def _run(self) -> None:
-        with self._changed:
-            while self._expected:
-                lasted = time.monotonic() - self._since
-                if lasted > GIVE_UP_AFTER:
-                    self._expected.clear()
-                    break
-                usual = min(max(lasted * SHARE, SHORTEST), LONGEST)
-                self._changed.wait(usual if lasted < SELDOM_AFTER else SELDOM)
-                if self._expected:
-                    self._look()
-            self._thread = None
-
-    def _look(self) -> None:
-        """Send the notifications if a commit happened, or may have happened, since the last look."""
-        before = self._version
-        try:
-            if self._connection is None:
-                self._connection = self._connect()
-            self._version = run(self._connection, "PRAGMA data_version")[0][0]
-        except (DBAPIError, DelaylineError, sqlite3.Error):
-            self._disconnect()
-        if self._version != before and self._expected:
-            self._notify(self._expected)
-            if before is not None:  # else the connection is new, after a fork: the commit may be still to come
-                self._expected = {}
-
-    def _disconnect(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._version = None
 
 
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
@@ -372,9 +55,6 @@ SAME_LOCK: Final = 1.0  # seconds in which a lock that was not given is taken fo
 #: Seconds that a start waits for a transaction of its own process if a thread waits for the start: the transaction may
 #: be that thread's, and would never end.
 OWN_TRANSACTION_PATIENCE: Final = 1.0
-#: Where SQLite locks bytes: that of the writer in the -shm file of a WAL, and from there on in the file itself.
-WAL_WRITE_BYTE: Final = 120
-FIRST_LOCK_BYTE: Final = 0x4000_0000
 LONGEST_NAME: Final = 1000  # bytes; SQLite itself has no such limit
 #: SQLite's levels; below FULL a commit may be lost with the power.
 SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
@@ -478,7 +158,7 @@ class Sqlite:
         connection = self.engine.connect()
         if writing:
             connection.exec_driver_sql("PRAGMA busy_timeout = 0")  # `begin` waits with finer steps than SQLite
-            self._opened_file = _identity(self.path)
+            self._opened_file = file_identity(self.path)
         return connection
 
     def opened(self) -> None:
@@ -544,7 +224,7 @@ class Sqlite:
         file = next((path for _, name, path in cursor.fetchall() if name == "main"), "")
         cursor.close()
         return TableIdentity(
-            f"SQLite file {file}" if file else "SQLite in memory", file and _identity(file), table.name
+            f"SQLite file {file}" if file else "SQLite in memory", file and file_identity(file), table.name
         )
 
     def to_due(self, due: datetime) -> int:
@@ -623,7 +303,7 @@ class Sqlite:
         until = time.monotonic() + min(OWN_TRANSACTION_PATIENCE, self.busy_timeout)
         while held_by_this_process(self.path):
             if time.monotonic() > until:
-                raise _busy(self.path, sqlite3.OperationalError("database is locked"))
+                raise busy(self.path, sqlite3.OperationalError("database is locked"))
             time.sleep(LONGEST_WAIT)
 
     def commit(self, connection: Connection) -> None:
@@ -826,7 +506,7 @@ class Sqlite:
                 return
 
     def _check_in_place(self) -> None:
-        if _identity(self.path) != self._opened_file:
+        if file_identity(self.path) != self._opened_file:
             raise BackendUnusable(
                 f"{self.path} was deleted or replaced while in use: stop what uses it, put it back together with its "
                 "-wal file, and start again"
@@ -837,14 +517,6 @@ class Sqlite:
             raise BackendUnusable(f"{self.path} is a directory, not a database file: name a file in it")
         if not self.path.parent.is_dir():
             raise BackendUnusable(f"the folder of {self.path} does not exist: create {self.path.parent}")
-
-
-def _identity(path: Path | str) -> tuple[int, int] | None:
-    try:
-        found = os.stat(path)  # noqa: PTH116 - before every transaction: half the time of Path.stat
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
 
 
 def _path(database: str) -> Path:
@@ -880,113 +552,3 @@ def _driver(connection: Connection) -> sqlite3.Connection:
 
 def _name(error: BaseException) -> str:
     return str(getattr(error, "sqlite_errorname", "SQLITE_BUSY" if "database is locked" in str(error) else ""))
-
-
-def held_by_this_process(path: Path) -> bool:
-    """Return whether a connection of this process has the write lock of the file; False where the system cannot tell.
-
-    Linux lists locks by process and file. To ask with fcntl would need a descriptor, and closing one drops all locks
-    that this process has on the file.
-    """
-    places = ((path, FIRST_LOCK_BYTE, math.inf), (path.with_name(f"{path.name}-shm"), WAL_WRITE_BYTE, WAL_WRITE_BYTE))
-    bounds = {found[1]: (first, last) for file, first, last in places if (found := _identity(file)) is not None}
-    try:
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:
-        return False
-    for line in lines:
-        match line.split():
-            case [_, "POSIX", _, "WRITE", process, file, begin, _] if process == str(os.getpid()):
-                first, last = bounds.get(int(file.rpartition(":")[2]), (1, 0))
-                if first <= int(begin) <= last:
-                    return True
-    return False
-
-
-def _busy(path: Path, error: BaseException) -> Exception:
-    if held_by_this_process(path):
-        return BackendUnavailable(
-            f"this process itself holds the write lock of {path} ({error}), and nothing was written: a transaction is "
-            "open on another connection, perhaps the caller's own. End it first, or give it to send as transaction=; a "
-            "start inside a transaction needs tables and queues that are there: run `delayline setup` before"
-        )
-    return BackendUnavailable(
-        f"another process holds the write lock of {path} ({error}), and nothing was written: end its transaction, or "
-        "the process where it is stopped or hangs (lsof and fuser name it), or allow longer with ?timeout=SECONDS"
-    )
-
-
-TRANSLATIONS: Final[dict[str, Callable[[Path, BaseException], Exception]]] = {
-    "SQLITE_BUSY": _busy,
-    "SQLITE_LOCKED": _busy,
-    "SQLITE_FULL": lambda path, error: StorageFull(f"no space left to write {path} ({error}): free some"),
-    "SQLITE_IOERR": lambda path, error: BackendUnavailable(f"cannot read or write {path} ({error}): check the disk"),
-    "SQLITE_READONLY": lambda path, error: BackendUnusable(
-        f"{path} is read-only ({error}): make the file and its folder writable for this user"
-    ),
-    "SQLITE_CANTOPEN": lambda path, error: BackendUnusable(
-        f"cannot open {path} ({error}): check that its folder exists and is writable for this user"
-    ),
-    "SQLITE_PERM": lambda path, error: BackendUnusable(f"no permission to use {path} ({error})"),
-    "SQLITE_NOTADB": lambda path, error: BackendUnusable(
-        f"{path} is not an SQLite database ({error}): name another file"
-    ),
-    "SQLITE_CORRUPT": lambda path, error: BackendUnusable(f"{path} is damaged ({error}): restore it from a backup"),
-    "SQLITE_TOOBIG": lambda path, error: InvalidMessage(f"the message is too large for {path} ({error})"),
-}
-
-
-class FileForwarding:
-    """Moves the earliest due messages under SQLite's write lock, which excludes other pollers."""
-
-    def __init__(self, table: Table, tables: QueueTables, dialect: Sqlite) -> None:
-        columns, sql = table.c, dialect.sql
-
-        def first(*selected: ColumnElement[Any]) -> Select[*tuple[Any, ...]]:
-            due = select(*selected).where(columns.due <= bindparam("until"))
-            return due.order_by(columns.due, columns.seq).limit(bindparam("number"))
-
-        size = func.length(columns.headers) + func.length(columns.body)
-        marked = func.instr(columns.headers, bindparam("marker")) + func.instr(columns.headers, bindparam("expiry"))
-        moved = first(columns.destination, columns.id, columns.headers, columns.body)
-        move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved)
-        remove = delete(table).where(columns.seq.in_(first(columns.seq)))
-        self._queues = QueueStatements(tables, dialect)
-        heads = first(columns.destination, columns.due, size, marked)
-        self._heads = Prepared(heads, sql, ["marker", "expiry", "until", "number"])
-        self._move = Prepared(move, sql, ["until", "number"])
-        self._remove = Prepared(remove, sql, ["until", "number"])
-
-    def run(
-        self,
-        connection: Connection,
-        until: object,
-        *,
-        limit: int,
-        max_bytes: int,
-        counted: bool = False,
-    ) -> Moved:
-        """Move messages and return the result, with `counts` if `counted`.
-
-        Stops before the first that needs more than moving: its queue does not exist, or its headers hold properties
-        that are meant for the dispatch only, or a time to be received.
-        """
-        known: dict[str, bool] = {}
-        number, size = 0, 0
-        counts: Counter[tuple[str, Any]] | None = Counter() if counted else None
-        for destination, due, length, marked in self._heads.stream(connection, MARKER, EXPIRY_MARKER, until, limit):
-            size += length
-            if destination not in known:
-                known[destination] = not self._queues.missing(connection, [destination])
-            if marked or not known[destination] or (number and size > max_bytes):
-                break
-            number += 1
-            if counts is not None:
-                counts[destination, due] += 1
-        if number == 0:
-            return Moved(0, set())
-        moved = self._move.change(connection, until, number)
-        removed = self._remove.change(connection, until, number)
-        if not moved == removed == number:
-            raise RuntimeError(f"{number} messages were due, {moved} were moved and {removed} removed")
-        return Moved(number, {name for name, exists in known.items() if exists}, counts=counts)

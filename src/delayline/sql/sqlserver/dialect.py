@@ -75,7 +75,6 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.sql.dialect import Finding, ServerSessions
-    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Columns
 
