@@ -6,15 +6,17 @@ import asyncio
 import contextlib
 import sqlite3
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
+import pymysql
 import pytest
 from sqlalchemy.engine import make_url
 
-from delayline import Endpoint, StoredDelivery, SyncEndpoint
+from delayline import Endpoint, Message, MessageContext, StoredDelivery, SyncEndpoint
 from delayline.errors import BackendUnavailable
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.deadlines import STOPPING
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
@@ -102,19 +104,72 @@ def managed(url: str) -> Endpoint:
     return Endpoint("shop", transport=SqlTransport(url), delayed_delivery=delivery, draining=draining)
 
 
-async def test_a_start_needs_no_lock_that_an_index_build_refuses(postgresql_url: str) -> None:
+@contextlib.contextmanager
+def building_indexes(url: str) -> Iterator[None]:
+    """Hold the lock on every table that building an index takes: others may read, and write nothing."""
+    parts = make_url(url)
+    if parts.drivername.startswith("postgresql"):
+        with psycopg.connect(host=parts.host, port=parts.port, user=parts.username, dbname=parts.database) as building:
+            tables = building.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
+            for (table,) in tables:
+                building.execute(psycopg.sql.SQL("LOCK TABLE {} IN SHARE MODE").format(psycopg.sql.Identifier(table)))
+            yield
+            building.rollback()
+        return
+    settings: dict[str, Any] = {
+        "host": parts.host,
+        "port": parts.port,
+        "user": parts.username,
+        "password": parts.password or "",
+    }
+    with pymysql.connect(database=parts.database, **settings) as session, session.cursor() as cursor:
+        cursor.execute("SHOW TABLES")
+        locks = ", ".join(f"`{table}` READ" for (table,) in cursor.fetchall())
+        cursor.execute(f"LOCK TABLES {locks}")
+        yield
+        cursor.execute("UNLOCK TABLES")
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def server_url(request: pytest.FixtureRequest) -> str:
+    url: str = request.getfixturevalue(f"{request.param}_url")
+    return url
+
+
+async def test_a_start_needs_no_lock_that_an_index_build_refuses(server_url: str) -> None:
     # Given an endpoint that is set up, and a session that builds indexes on all of its tables
-    await managed(postgresql_url).setup()
-    async with managed(postgresql_url):
+    await managed(server_url).setup()
+    async with managed(server_url):
         pass
-    parts = make_url(postgresql_url)
-    with psycopg.connect(host=parts.host, port=parts.port, user=parts.username, dbname=parts.database) as building:
-        tables = building.execute("SELECT tablename FROM pg_tables WHERE schemaname = 'public'").fetchall()
-        for (table,) in tables:
-            building.execute(psycopg.sql.SQL("LOCK TABLE {} IN SHARE MODE").format(psycopg.sql.Identifier(table)))
+    endpoint = managed(server_url)
+    with building_indexes(server_url):
         # When it starts, then it does not wait for that session
-        endpoint = managed(postgresql_url)
-        async with asyncio.timeout(30):  # a wait for the lock takes a minute
+        async with asyncio.timeout(40):  # waits for the lock take minutes
             await endpoint.start()
-        building.rollback()
+    await endpoint.stop()
+
+
+@pytest.mark.parametrize("locked", ["before its start", "before its stop"])
+async def test_a_stop_waits_for_no_lock_that_an_index_build_holds(server_url: str, locked: str) -> None:
+    """What it would write only helps: its note that it stops, and that its poller does not sleep."""
+    endpoint = managed(server_url)
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        """Nothing comes."""
+
+    # Given an endpoint with a poller and a receiver, and a session that builds indexes on its tables
+    await managed(server_url).setup()
+    async with managed(server_url):
+        pass
+    with contextlib.ExitStack() as stack:
+        if locked == "before its start":
+            stack.enter_context(building_indexes(server_url))
+        await endpoint.start()
+        await asyncio.sleep(1.5)  # its poller and its receiver wait, for that lock or for messages
+        if locked == "before its stop":
+            stack.enter_context(building_indexes(server_url))
+        # When it stops, then that does not take until answers are given up
+        began = time.monotonic()
         await endpoint.stop()
+        assert time.monotonic() - began < STOPPING - 1

@@ -19,10 +19,11 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from delayline.errors import BackendUnavailable, DelaylineError
 from delayline.events import Event, emit
+from delayline.sql.dialect import waiting_briefly
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 
     from sqlalchemy import Connection
 
@@ -127,9 +128,7 @@ class CrashCounts:
         if number is None:
             return
         try:
-            await self._database.write(
-                lambda connection: self._statements.unregister.change(connection, number), one_statement=True
-            )
+            await self._note_briefly(lambda connection: self._statements.unregister.change(connection, number))
         except DelaylineError:  # then it looks like a crash, which costs the first messages a note each
             pass
         finally:
@@ -198,9 +197,8 @@ class CrashCounts:
         number = FIRST_NUMBER + secrets.randbelow(FIRST_NUMBER)
         await self._database.read(lambda _: self._claims.take([number], 1))  # before others can see the row
         try:
-            await self._database.write(
-                lambda connection: self._statements.register.change(connection, number, self._queue, concurrency),
-                one_statement=True,
+            await self._note_briefly(
+                lambda connection: self._statements.register.change(connection, number, self._queue, concurrency)
             )
             self._number = number
             others = await self._database.read(
@@ -213,6 +211,15 @@ class CrashCounts:
                 self._claims.release([number])
             raise
         await self._read()
+
+    async def _note_briefly(self, note: Callable[[Connection], int]) -> None:
+        """Write a note of the receiver's that a start and a stop must not wait for."""
+
+        def briefly(connection: Connection) -> None:
+            with waiting_briefly(self._database.dialect, connection):
+                note(connection)
+
+        await self._database.write(briefly)
 
     async def _look_for_crashes(self, others: Mapping[int, int]) -> None:
         taken: list[int] = []

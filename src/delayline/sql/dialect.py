@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -11,7 +12,7 @@ from delayline.sql.schema import ProductTables
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
 
@@ -864,3 +865,38 @@ class ServerFeatures(Protocol):
 
 class Server(Dialect, ServerConnections, ServerErrors, ServerFeatures, Protocol):
     """One database of a server."""
+
+
+def in_brief_transaction(dialect: Server, work: Callable[[Connection], Result], connection: Connection) -> Result:
+    """Run `work` in a transaction of its own that gives up soon where it would have to wait for others' locks.
+
+    For what only helps, such as a receiver's note that it stops: a session that builds an index holds up no stop.
+    """
+    dialect.begin(connection)
+    try:
+        with waiting_briefly(dialect, connection):
+            result = work(connection)
+        dialect.commit(connection)
+    except BaseException:
+        with contextlib.suppress(*dialect.errors):
+            dialect.rollback(connection)
+        raise
+    return result
+
+
+@contextlib.contextmanager
+def waiting_briefly(dialect: Dialect, connection: Connection) -> Iterator[None]:
+    """Let the statements of the open transaction give up soon where they would have to wait for others' locks.
+
+    Without effect on products that cannot do that.
+    """
+    waits = dialect.decides
+    if waits is None:
+        yield
+        return
+    waits.wait_briefly(connection)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(Exception):  # the transaction may have failed, or the connection
+            waits.wait_as_usual(connection)

@@ -28,7 +28,7 @@ from delayline.errors import (
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql import journal_triggers
-from delayline.sql.dialect import TableIdentity, TimeoutShape
+from delayline.sql.dialect import TableIdentity, TimeoutShape, waiting_briefly
 from delayline.sql.due_forecast import explanation
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
@@ -58,6 +58,7 @@ NO_WRITES: Final = (1290, 1792, 1836)
 #: A node of a cluster that is not a part of it now; others may be reached by a new connection.
 APART: Final = (1047, 3100)
 DENIED: Final = frozenset({1142, 1143})
+LOCK_WAIT_TIMEOUT: Final = 1205
 NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 
 UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable
@@ -340,29 +341,38 @@ class Mariadb(ServerDialect):
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANT statements for missing rights on existing tables.
 
-        An EXPLAIN of a statement checks the same rights as running it, those of roles included.
+        An EXPLAIN of a statement checks the same rights as running it, those of roles included. A table that another
+        session has locked is left out, as EXPLAIN would wait for that session.
         """
+        with waiting_briefly(self, connection):
+            return self._missing_rights(connection, needed)
+
+    def _missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         grants, user = [], ""
         for table, needs in needed.items():
             name = self.sql.identifier_preparer.format_table(table)
             column = self.sql.identifier_preparer.quote(next(iter(table.columns)).name)
-            lacking = [
-                need for need in needs if self._denies(connection, EXPLAINED[need].format(table=name, one=column))
-            ]
+            lacking = []
+            for need in needs:
+                refusal = self._refusal(connection, EXPLAINED[need].format(table=name, one=column))
+                if refusal == LOCK_WAIT_TIMEOUT:
+                    break
+                if refusal in DENIED:
+                    lacking.append(need)
             if lacking:
                 user = user or _quoted_user(run(connection, "SELECT CURRENT_USER()")[0][0])
                 place = name if table.schema else f"`{str(self.url.database).replace('`', '``')}`.{name}"
                 grants.append(f"GRANT {', '.join(lacking)} ON {place.replace('%%', '%')} TO {user};")
         return grants
 
-    def _denies(self, connection: Connection, statement: str) -> bool:
+    def _refusal(self, connection: Connection, statement: str) -> int | None:
         try:
             run(connection, f"EXPLAIN {statement}")
         except self.errors as error:
             if self.is_disconnect(error):
                 raise
-            return number_of(error) in DENIED
-        return False
+            return number_of(error)
+        return None
 
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the version, how durable a commit is, how large a message may be, and how far our clock is off."""
@@ -473,12 +483,13 @@ class Mariadb(ServerDialect):
         return self
 
     def wait_briefly(self, connection: Connection) -> None:
-        """Wait a second for others' locks: there is nothing shorter."""
-        run(connection, "SET SESSION innodb_lock_wait_timeout = 1")
+        """Wait a second for others' locks, of rows and of tables: there is nothing shorter."""
+        run(connection, "SET SESSION innodb_lock_wait_timeout = 1, lock_wait_timeout = 1")
 
     def wait_as_usual(self, connection: Connection) -> None:
         """Wait as every session of ours does."""
-        run(connection, f"SET SESSION innodb_lock_wait_timeout = {self._lock_patience}")
+        patience = self._lock_patience
+        run(connection, f"SET SESSION innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}")
 
     def notifications(self, database: ServerSessions) -> LocalNotifications:
         """Notifications in this process only: the server has none."""

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from datetime import timedelta
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.circuit_breaker import FailureLog
@@ -22,6 +22,7 @@ from delayline.delayed.poller import MAXIMUM_SLEEP
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
 from delayline.sql.deadlines import STOPPING
+from delayline.sql.dialect import in_brief_transaction
 from delayline.sql.notifications import Listeners
 from delayline.sql.schema import queue_tables
 from delayline.sql.server import run, watch_of
@@ -134,9 +135,14 @@ class PostgresqlNotifications:
         if not self.must_register_sleep(channel, until):
             return False
         name, until = channel_name(channel), self._at_most(until)
-        if channel not in self._registered:
-            run(connection, SWEEP.format(sleeping=self._sleeping[channel]))
-        run(connection, SLEEP.format(sleeping=self._sleeping[channel]), name, self.me, until)
+        sleeping, is_first = self._sleeping[channel], channel not in self._registered
+
+        def register(connection: Connection) -> None:
+            if is_first:
+                run(connection, SWEEP.format(sleeping=sleeping))
+            run(connection, SLEEP.format(sleeping=sleeping), name, self.me, until)
+
+        in_brief_transaction(self._dialect, register, connection)
         self._registered[channel] = until
         return True
 
@@ -217,7 +223,7 @@ class PostgresqlNotifications:
 
     def _wake_for_good(self) -> None:
         session = self._database.session()
-        session.run(self._wake)
+        session.run(partial(in_brief_transaction, self._dialect, self._wake))
         session.close()
 
     def _wake(self, connection: Connection) -> None:
