@@ -20,7 +20,7 @@ HOUR = timedelta(hours=1)
 NUMBER = 20_000
 
 
-@pytest.fixture(params=["sqlite", "postgresql", "mariadb"])
+@pytest.fixture(params=["sqlite", "postgresql", "mariadb", "mariadb118"])
 async def store(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SqlDelayedMessageStore]:
     """Provide a store with a message every second from noon on, the last tenth of them for billing."""
     url = f"sqlite:///{tmp_path / 'delayline.db'}"
