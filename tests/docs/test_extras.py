@@ -8,13 +8,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 import tomllib
 from typing import TYPE_CHECKING
 
 import pytest
+from tests import uv
 from tests.docs.test_pages import (
     AS_A_NEWCOMER,
     ON_A_BROKER,
@@ -97,10 +97,9 @@ class Environments:
         return self._made[key]
 
     def _uv(self, words: list[str], place: Path) -> subprocess.CompletedProcess[str]:
-        uv = [shutil.which("uv")] if shutil.which("uv") else [sys.executable, "-m", "uv"]
         variables = {**os.environ, "UV_PROJECT_ENVIRONMENT": str(place)}
         return subprocess.run(
-            [*map(str, uv), "--quiet", *words],
+            [*uv.command(), "--quiet", *words],
             env=variables,
             capture_output=True,
             text=True,

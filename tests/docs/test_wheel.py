@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import zipfile
@@ -10,6 +9,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 import pytest
+from tests import uv
 
 ROOT = Path(__file__).parents[2]
 #: The command for newcomers, as on the page.
@@ -21,8 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Provide the wheel that the page's command builds."""
     folder = tmp_path_factory.mktemp("dist")
     [command] = re.findall(r"^\$ (uv build .*) --out-dir dist$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-    uv = os.environ.get("UV", "uv")  # `uv run` says where it is
-    words = [uv, *command.split()[1:], "--out-dir", str(folder)]
+    words = [*uv.command(), *command.split()[1:], "--out-dir", str(folder)]
     subprocess.run(words, cwd=ROOT, check=True, capture_output=True, timeout=100)
     [built] = folder.glob("*.whl")
     return built

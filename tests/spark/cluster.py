@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyspark
+from tests import uv
 from tests.servers.postgresql import free_port
 from tests.spark.spark_settings import JAVA
 
@@ -116,8 +117,7 @@ class Cluster:
         return python
 
     def _build(self) -> Path:
-        uv = [shutil.which("uv")] if shutil.which("uv") else [sys.executable, "-m", "uv"]
-        command = [*map(str, uv), "build", "--quiet", "--wheel", "--out-dir", str(self.folder / "dist")]
+        command = [*uv.command(), "build", "--quiet", "--wheel", "--out-dir", str(self.folder / "dist")]
         subprocess.run([*command, str(ROOT)], check=True, timeout=120)
         [wheel] = (self.folder / "dist").glob("*.whl")
         return wheel
