@@ -18,7 +18,7 @@ import pytest
 import delayline.errors
 
 ROOT = Path(__file__).parents[2]
-OUTSIDE_THE_SITE = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+OUTSIDE_THE_SITE = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 
 
 def test_the_generated_parts_are_up_to_date() -> None:
