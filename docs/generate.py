@@ -521,7 +521,6 @@ EXTRAS: Final = {
     "spark": "scheduling in bulk, the cold tier, migration and audit on Spark, with a Java for machines without one",
     "telemetry": "metrics and traces for OpenTelemetry and Prometheus",
     "dashboard": "`delayline dashboard`, and `delayline.dashboard.app` to mount",
-    "plot": "the audit's histogram of lateness as a PNG",
     "testing": "the conformance suites for a store or transport of your own",
 }
 

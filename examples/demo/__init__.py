@@ -19,7 +19,7 @@ from examples.demo.verdict import show, verdict_of
 from examples.demo.watching import watcher
 
 from delayline.cli.options import FAILED, ReportsErrors, examples, json_option
-from delayline.errors import ConfigurationError, MissingExtra
+from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from examples.demo.pipeline import Pipeline
@@ -122,8 +122,8 @@ def _stage(directory: Path | None) -> Stage:
 def _draw(screen: Screen, stage: Stage, verdict: Verdict) -> str | None:
     try:
         draw(verdict.outside, verdict.touched, stage.plot)
-    except MissingExtra as error:
-        screen.echo(f"\nno picture: {error}", "yellow")
+    except ImportError as error:
+        screen.echo(f"\nno picture ({error}): pip install matplotlib", "yellow")
         return None
     screen.echo(f"\nthe same as a picture: {stage.plot}")
     return str(stage.plot)

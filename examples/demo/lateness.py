@@ -7,7 +7,6 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Final
 
 from delayline.cli.screen import bar
-from delayline.errors import MissingExtra
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -70,12 +69,10 @@ def span(milliseconds: float) -> str:
 def draw(outside: Sequence[float], touched: Sequence[float], path: Path) -> None:
     """Write the histogram as a PNG, messages that the outage touched in a colour of their own.
 
-    Raises MissingExtra without matplotlib.
+    Raises ImportError without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise MissingExtra("plot", "the lateness histogram as a PNG") from error
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.subplots()
     smallest = max(0.1, min([*outside, *touched], default=0.1))

@@ -42,7 +42,6 @@ WITHOUT_PAGES = {
     "azure": "delayline.azure",
     "mariadb": "pymysql",
     "mysql": "pymysql",
-    "plot": "matplotlib",
     "pymssql": "pymssql",
     "rabbitmq": "delayline.rabbitmq",
     "sqlite": "aiosqlite",

@@ -52,8 +52,8 @@ def test_every_error_is_documented() -> None:
 def test_errors_with_facts_keep_them_and_have_a_remedy() -> None:
     assert QueueNotFound("billing").queue == "billing"
     assert "delayline setup --queue" in str(QueueNotFound("billing"))
-    assert MissingExtra("plot", "the histogram").extra == "plot"
-    assert str(MissingExtra("plot", "the histogram")).endswith("pip install 'delayline[plot]'")
+    assert MissingExtra("spark", "the audit").extra == "spark"
+    assert str(MissingExtra("spark", "the audit")).endswith("pip install 'delayline[spark]'")
     failed = DispatchFailed({3: QueueNotFound("billing"), 5: OSError("x")})
     assert list(failed.failures) == [3, 5]
     assert str(failed).startswith("2 operation(s) were not sent, the first because: queue 'billing'")
