@@ -36,6 +36,8 @@ NO_SERVICES: Final = "#!/bin/sh\nexit 101\n"
 DPKG: Final = (
     "force-unsafe-io\npath-exclude=/usr/share/doc/*\npath-exclude=/usr/share/man/*\npath-exclude=/usr/share/locale/*\n"
 )
+#: Packages of sid are not set up without /proc. The mount ends with its namespace.
+ENTER: Final = 'mount --rbind /proc "$1/proc" && exec chroot "$@"'
 #: What leads apt to its mirrors on this machine, and so in a tree.
 NETWORK: Final = ("/etc/resolv.conf", "/etc/hosts", "/etc/ssl/certs/ca-certificates.crt")
 
@@ -116,10 +118,11 @@ def _install(suite: str, folder: Path) -> None:
     (folder / "etc/dpkg/dpkg.cfg.d/tree").write_text(DPKG)
     for path in (*NETWORK, *map(str, _settings_of_apt())):
         with contextlib.suppress(FileNotFoundError):
-            inside = folder / path.lstrip("/")
-            inside.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, inside)
-    apt = ["chroot", str(folder), "env", "DEBIAN_FRONTEND=noninteractive", "LC_ALL=C.UTF-8", "apt-get"]
+            copy = folder / path.lstrip("/")
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+    inside = ["unshare", "--mount", "sh", "-c", ENTER, "sh", str(folder)]
+    apt = [*inside, "env", "DEBIAN_FRONTEND=noninteractive", "LC_ALL=C.UTF-8", "apt-get"]
     _run([*apt, "update", "-qq"], f"apt-get in {suite} does not reach {mirror}")
     _run([*apt, "install", "-y", "-qq", "--no-install-recommends", *PACKAGES], f"{suite} has not all packages")
     for leftover in ("var/cache/apt", "var/lib/apt/lists"):
@@ -145,9 +148,9 @@ def _mirror() -> str:
 
 
 def _settings_of_apt() -> list[Path]:
-    """Return this machine's settings of proxies and mirrors."""
+    """Return this machine's settings of proxies and mirrors, and of signatures that are too old."""
     files = [path for path in Path("/etc/apt/apt.conf.d").glob("*") if path.is_file()]
-    return [path for path in files if any(word in path.read_text().lower() for word in ("proxy", "mirror"))]
+    return [path for path in files if any(word in path.read_text().lower() for word in ("acquire", "mirror"))]
 
 
 def _run(command: Sequence[str], reason: str) -> None:
