@@ -691,14 +691,18 @@ class TestDryRun:
         # When a dry run is made more often than the broker's default allows
         level = "nsb.v2.delay-level-11"
         await eventually_counted(rabbitmq4, source, level, 5)
+        looking = RabbitMQTransport(source)
+        await looking.start()
         for _ in range(MORE_THAN_THAT if lifted else 2):
             code, text = await run("rabbitmq", "transfer", "--source", source, "--target", target, "--dry-run")
             # Then it looks at them, or is refused with the remedy
             if lifted:
                 assert "5 would be moved" in text, text
+                assert await looking.count(level) == 5  # for what comes next, a move perhaps
             else:
                 assert code == 1
                 assert "nsb.nsb.v2.delay-level.delivery-limit" in text
         # And they stay
+        await looking.stop()
         await eventually_counted(rabbitmq4, source, level, 5)
         rabbitmq4.drop_vhost(target)
