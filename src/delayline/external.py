@@ -100,6 +100,8 @@ class ExternalTransaction:
     connection: ExternalConnection
     thread: ConnectionThread | None = None
     """The thread that waits for the send and runs its statements; None where the send is awaited on the event loop."""
+    is_limited: bool = False
+    """Whether its connection is cut where delayline's statements get no answer in time, as its own connections are."""
 
 
 @runtime_checkable

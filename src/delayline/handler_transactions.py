@@ -210,7 +210,7 @@ class HandlerTransactions:
         """Return the open transaction as one of delayline's. Raises ConfigurationError for another database."""
         transport = self._transport
         assert isinstance(transport, SupportsExternalTransactions)  # noqa: S101 - `open` has checked it
-        return await transport.enlist(ExternalTransaction(own.connection, own.thread))
+        return await transport.enlist(ExternalTransaction(own.connection, own.thread, is_limited=True))
 
     def outage(self, own: HandlerTransaction | None, error: BaseException) -> TransactionLost | None:
         """Return the outage that has ended the transaction, if that is what the error says; before it is rolled back.
@@ -292,8 +292,10 @@ class LoopTransaction:
         if connection is not None:
             try:
                 if hasattr(self.source, "putconn"):
-                    await connection.rollback()
-                    await self.source.putconn(connection)
+                    try:
+                        await connection.rollback()
+                    finally:  # also of one that is lost, which the pool replaces
+                        await self.source.putconn(connection)
                 else:
                     await connection.close()
             except Exception as error:
@@ -377,8 +379,10 @@ class ThreadTransaction:
             if atomic is not None:
                 atomic.__exit__(Undone, Undone(), None)
             elif connection is not None and hasattr(self.source, "putconn"):
-                connection.rollback()
-                self.source.putconn(connection)
+                try:
+                    connection.rollback()
+                finally:  # also of one that is lost, which the pool replaces
+                    self.source.putconn(connection)
             elif connection is not None and not isinstance(self.source, str):
                 connection.close()
         except Exception as error:

@@ -232,7 +232,10 @@ class Database(ABC):
         Raises ConfigurationError for a transaction on another database, without a transaction, or for an object that is
         not a connection.
         """
-        enlisted = EnlistedTransaction(self.domain, await hold_of(external), self.dialect, self.has_rolled_back)
+        limits = external.is_limited and self.locks_rows
+        enlisted = EnlistedTransaction(
+            self.domain, await hold_of(external), self.dialect, self.has_rolled_back, limits=limits
+        )
         theirs = await enlisted.run(partial(self._theirs, table=table))
         ours = await self.read(partial(self.dialect.place, table=table))
         if theirs.database != ours.database:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine
+    from collections.abc import Awaitable, Callable, Coroutine, Iterator
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -246,3 +246,37 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
+
+
+@contextlib.contextmanager
+def limited_answers(connection: Any, dialect: Any) -> Iterator[None]:  # noqa: ANN401 - of any library, and a server's
+    """Cut the connection if statements that go past SQLAlchemy get no answer within the server's time.
+
+    Args:
+        connection: Has cursors.
+        dialect: The server's, which has the limits.
+    """
+    cursor = connection.cursor()
+    driver = getattr(getattr(cursor, "_cursor", cursor), "connection", None)
+    cursor.close()
+    watch = AnswerDeadline(descriptor_of(driver), dialect.server_timeout, dialect.stops)
+    watch.begin(dialect.server_timeout)
+    try:
+        yield
+    finally:
+        watch.end()
+        watch.close()
+
+
+def descriptor_of(driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own
+    """Return the socket of a driver's connection, or of that inside SQLAlchemy's adapter; None if it has none."""
+    inner = getattr(driver, "driver_connection", driver)
+    try:
+        if hasattr(inner, "fileno"):
+            return int(inner.fileno())
+        if (made := getattr(inner, "_sock", None)) is not None:
+            return int(made.fileno())
+        writer = getattr(inner, "_writer", None)
+        return None if writer is None else int(writer.get_extra_info("socket").fileno())
+    except Exception:  # of a driver that keeps it elsewhere
+        return None

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import event
 
-from delayline.sql.deadlines import AnswerDeadline
+from delayline.sql.deadlines import AnswerDeadline, descriptor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -48,8 +48,9 @@ class EngineLimits:
         del record, arguments
         limits = dict(options)
         self._dialect.limit_connect(limits)
-        if not self._takes_all:  # the drivers for asyncio have other names for the rest
-            limits = options | {"connect_timeout": limits["connect_timeout"]}
+        if not self._takes_all:  # asyncmy has another name for the rest, and hides its socket
+            own = {"connect_timeout": limits["connect_timeout"], "read_timeout": self._dialect.server_timeout}
+            limits = own | options
         for name in ("read_timeout", "write_timeout"):  # for as long as the connection lasts
             if name in limits and name not in options:
                 limits[name] = max(limits[name], round(self._dialect.server_timeout))
@@ -57,7 +58,7 @@ class EngineLimits:
 
     def _connected(self, driver: Any, record: object) -> None:  # noqa: ANN401 - each driver has its own
         del record
-        if (descriptor := _descriptor(driver)) is not None:
+        if (descriptor := descriptor_of(driver)) is not None:
             self._watches[id(driver)] = AnswerDeadline(descriptor, self._dialect.server_timeout, self._dialect.stops)
 
     def _closed(self, driver: object, *_: object) -> None:
@@ -89,17 +90,3 @@ class EngineLimits:
         connection = context.connection
         if connection is not None and not connection.invalidated and not connection.closed:
             self._ends(connection)
-
-
-def _descriptor(driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own
-    """Return the socket of a driver's connection, or of that inside SQLAlchemy's adapter; None if it has none."""
-    inner = getattr(driver, "driver_connection", driver)
-    try:
-        if hasattr(inner, "fileno"):
-            return int(inner.fileno())
-        if (made := getattr(inner, "_sock", None)) is not None:
-            return int(made.fileno())
-        writer = getattr(inner, "_writer", None)
-        return None if writer is None else int(writer.get_extra_info("socket").fileno())
-    except Exception:  # of a driver that keeps it elsewhere
-        return None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 from sqlalchemy.exc import InvalidRequestError, PendingRollbackError
 
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted, TransactionAborted
+from delayline.sql.deadlines import limited_answers
 from delayline.sql.workers import in_thread
 from delayline.transaction import Transaction
 
@@ -61,9 +62,16 @@ class EnlistedTransaction(Transaction):
     """An external transaction on one database: the user's code commits it or rolls it back."""
 
     def __init__(
-        self, domain: Hashable, hold: ConnectionAdapter, dialect: Dialect, has_rolled_back: Callable[[Exception], bool]
+        self,
+        domain: Hashable,
+        hold: ConnectionAdapter,
+        dialect: Dialect,
+        has_rolled_back: Callable[[Exception], bool],
+        *,
+        limits: bool = False,
     ) -> None:
         super().__init__(domain)
+        self._limits = limits
         self._hold = hold
         self._dialect = dialect
         self._has_rolled_back = has_rolled_back
@@ -83,8 +91,10 @@ class EnlistedTransaction(Transaction):
             raise await in_thread(partial(self._dialect.translated, error)) from error  # which may ask the server
 
     def _work(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        limit = limited_answers(connection, self._dialect) if self._limits else contextlib.nullcontext()
         try:
-            return work(connection)
+            with limit:
+                return work(connection)
         except Exception as error:
             if self._has_rolled_back(error):
                 cast("BorrowedConnection", connection).abort()
