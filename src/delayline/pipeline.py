@@ -423,11 +423,9 @@ class Pipeline:
                 await first_of(ended, self._stopping.wait(), self.host.clock.sleep(OTHERS_END_WITHIN))
             if self._ahead is not None:
                 self._ahead.cancel()
-            waiting = self._prefetch.clear()
-            kept = [other for other in waiting if self._suspects.may_wait(other)]
-            self._prefetch.add(kept, waited=0.0)
-            await self._release([other for other in waiting if other not in kept])
+            await self._make_way()
             async with self._suspects.alone(received, self.host.clock.sleep):
+                await self._make_way()  # for what came meanwhile
                 if self._stopping.is_set():
                     await self.receiver.release(received)
                     return
@@ -442,6 +440,13 @@ class Pipeline:
             raise
         finally:
             self._is_alone = False
+
+    async def _make_way(self) -> None:
+        """Give those back that must not wait here while a suspect is handled."""
+        waiting = self._prefetch.clear()
+        kept = [other for other in waiting if self._suspects.may_wait(other)]
+        self._prefetch.add(kept, waited=0.0)
+        await self._release([other for other in waiting if other not in kept])
 
     async def _release(self, received: Sequence[ReceivedMessage]) -> None:
         if received and self._prefetches is not None:

@@ -125,7 +125,7 @@ async def test_a_table_that_refuses_rows_counts_against_no_message(refusing: Ref
             await endpoint_on(refusing.url, handled).setup()
             with Signals() as signals:
                 async with endpoint_on(refusing.url, handled) as endpoint:
-                    refusing.refuse(ROWS[rows])
+                    await asyncio.to_thread(refusing.refuse, ROWS[rows])
                     for message_id in IDS:
                         await endpoint.send("sales", b"", message_id=message_id, delay=DUE)
                     await eventually_async(lambda: signals.count(Event.BREAKER_ARMED), "the breaker is armed")
@@ -133,7 +133,7 @@ async def test_a_table_that_refuses_rows_counts_against_no_message(refusing: Ref
                     uncounted = (Event.BACKED_OFF, Event.ERROR_MOVE_FAILED, Event.MOVED_TO_ERROR)
                     assert [signals.count(event) for event in uncounted] == [0, 0, 0], rows
                     assert handled == []
-                    refusing.accept()
+                    await asyncio.to_thread(refusing.accept)
                     await eventually_async(lambda: sorted(handled) == IDS, "all are handled")
                     assert signals.count(Event.MOVED_TO_ERROR) == 0
 
@@ -144,7 +144,7 @@ async def test_a_row_that_is_refused_alone_is_the_messages_fault(refusing: Refus
         await endpoint_on(refusing.url, handled).setup()
         with Signals() as signals:
             async with endpoint_on(refusing.url, handled) as endpoint:
-                refusing.refuse(ROWS["one row"])
+                await asyncio.to_thread(refusing.refuse, ROWS["one row"])
                 for message_id in IDS:
                     await endpoint.send("sales", b"", message_id=message_id, delay=DUE)
                 await eventually_async(lambda: signals.count(Event.MOVED_TO_ERROR), "it is in the error queue")
@@ -161,7 +161,7 @@ async def test_a_row_that_is_refused_while_nothing_else_is_due_is_the_messages_f
         await endpoint_on(refusing.url, handled).setup()
         with Signals() as signals:
             async with endpoint_on(refusing.url, handled) as endpoint:
-                refusing.refuse(ROWS["one row"])
+                await asyncio.to_thread(refusing.refuse, ROWS["one row"])
                 await endpoint.send("sales", b"", message_id="m2", delay=DUE)
                 await eventually_async(lambda: signals.count(Event.MOVED_TO_ERROR), "it is in the error queue")
                 assert signals.count(Event.BREAKER_ARMED) == 0

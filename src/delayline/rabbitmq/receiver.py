@@ -150,7 +150,7 @@ class RabbitMQReceiver:
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and return up to `limit` of those that the broker has pushed."""
         while not self._stopped:
-            if self._buffer:
+            if self._buffer and self._alone is None:
                 batch = await self._take(limit)
                 if batch:
                     return batch
@@ -158,7 +158,7 @@ class RabbitMQReceiver:
             self._changed.clear()
             if self._alone is None:
                 await self._consume(limit)
-            if not self._buffer and self._lost is None:
+            if (self._alone is not None or not self._buffer) and self._lost is None:
                 await self._changed.wait()
             if self._lost is not None and not self._stopped:
                 lost, self._lost = self._lost, None
