@@ -140,7 +140,7 @@ class Recoverability:
     """Decides after each failure; replaces all settings above."""
     maximum_crashes: int = 5
     """A message whose deliveries ended so often without an outcome, as when it kills its process, goes to the error
-    queue; 2 or more, on RabbitMQ 3, as the first does not tell which of the messages that were handled together it was.
+    queue; 2 or more, and no fewer than 4 on RabbitMQ, whose queues also count messages that a process only held.
     After the second it is handled alone. Only the endpoint's own setting counts, not those of handlers."""
 
     def __post_init__(self) -> None:

@@ -44,8 +44,9 @@ class Suspects:
     def __init__(self, receiver: Receiver, recoverability: Recoverability) -> None:
         self._notes = receiver if isinstance(receiver, SupportsDeliveryNotes) else None
         self._sure = receiver if isinstance(receiver, SupportsSureCounts) else None
-        # A queue that counts for us counts messages too that only waited when others ended the process.
-        self._maximum = max(recoverability.maximum_crashes, 2 if self._sure is None else 3)
+        # A queue that counts for us counts messages too that only waited when others ended the process: one crash of a
+        # message that is handled alone is not enough.
+        self._maximum = max(recoverability.maximum_crashes, 2 if self._sure is None else 4)
         self._alone_from = min(2, self._maximum - 1)
         self._holds_one = receiver if isinstance(receiver, SupportsHoldingOne) else None
 

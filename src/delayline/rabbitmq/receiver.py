@@ -315,7 +315,7 @@ class RabbitMQReceiver:
     async def _take(self, limit: int) -> list[ReceivedMessage]:
         """Return prefetched messages; an unreadable message ends the batch, and is moved aside when it is next."""
         batch: list[ReceivedMessage] = []
-        while self._buffer and len(batch) < limit:
+        while self._buffer and len(batch) < limit and self._alone is None:
             delivered = self._buffer[0]
             if delivered.redelivered and await self._must_not_return(delivered):
                 if not batch and self._is_next(delivered):
