@@ -19,8 +19,8 @@ from delayline.endpoint import Endpoint
 from delayline.message import Headers, from_wire_time
 
 if TYPE_CHECKING:
-    from delayline.handlers import MessageContext
     from delayline.message import Message
+    from delayline.receiving.handlers import MessageContext
 
 AT_ONCE: Final = 500
 STANDARD_INPUT: Final = 0

@@ -19,13 +19,13 @@ from delayline.errors import (
     TransactionAborted,
 )
 from delayline.events import Event
-from delayline.handler_transactions import HandlerRows, handler_rows
-from delayline.handlers import MessageContext
 from delayline.lazy_imports import lazy_imports as _lazy_imports
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.outgoing import Send
-from delayline.recoverability import Discard, MoveToErrors, Recoverability, Retry, exponential
+from delayline.receiving.handlers import MessageContext
+from delayline.receiving.recoverability import Discard, MoveToErrors, Recoverability, Retry, exponential
+from delayline.receiving.transactions import HandlerRows, handler_rows
 from delayline.serialization import JsonSerializer, Serializer, message_type
 from delayline.sync import SyncEndpoint
 from delayline.transaction import Guarantee, TransactionMode, guarantee

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.store import DelayedMessageStore
-    from delayline.recoverability import Recoverability
+    from delayline.receiving.recoverability import Recoverability
     from delayline.sql import TwoPhaseCommit
     from delayline.sql.schema import TableGroup
     from delayline.timeouts import SqlTimeoutPersister

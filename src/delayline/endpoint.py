@@ -40,12 +40,12 @@ from delayline.errors import (
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
 from delayline.grouping import ABANDONED
-from delayline.handler_transactions import HandlerRows, HandlerTransactions, handler_rows
-from delayline.handlers import Handlers, name_of
 from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
 from delayline.outgoing import Composer, Destinations, HeaderMap, Send, check_endpoint_name, report_sent
-from delayline.pipeline import Pipeline, open_satellite
-from delayline.recoverability import DELAYED_DELIVERIES, Recoverability
+from delayline.receiving.handlers import Handlers, name_of
+from delayline.receiving.pipeline import Pipeline, open_satellite
+from delayline.receiving.recoverability import DELAYED_DELIVERIES, Recoverability
+from delayline.receiving.transactions import HandlerRows, HandlerTransactions, handler_rows
 from delayline.transaction import (
     WAITING_TASK,
     Guarantee,

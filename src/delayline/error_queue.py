@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import ConfigurationError, CorruptHeaders, DispatchFailed, QueueNotFound
+from delayline.failures import FAILURE_HEADERS
 from delayline.message import Headers
-from delayline.recoverability import FAILURE_HEADERS
 from delayline.transport import (
     SupportsQueueManagement,
     SupportsQueuePass,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.clock import latest_of
 from delayline.errors import ConfigurationError, DelaylineError, InvalidDueTime, InvalidMessage, QueueNotFound
+from delayline.failures import MACHINE
 from delayline.message import (
     JSON,
     MAXIMUM_DESTINATION_LENGTH,
@@ -33,7 +34,6 @@ from delayline.message import (
     to_time_span,
     to_wire_time,
 )
-from delayline.recoverability import MACHINE
 from delayline.serialization import PLAIN, names_of_value
 from delayline.transport import SupportsQueueLookup, TransportOperation
 

@@ -7,7 +7,7 @@ import pytest
 from tests.cli.conftest import Result, messages_in, put
 
 from delayline import Headers, Message
-from delayline.recoverability import failure_headers
+from delayline.failures import failure_headers
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -33,7 +33,7 @@ from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from delayline.handlers import Handler, MessageContext
+    from delayline.receiving.handlers import Handler, MessageContext
     from delayline.spi import DelayedDelivery, DelayedMessageStore, Transport
 
 Settings = dict[str, Any]

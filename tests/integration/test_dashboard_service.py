@@ -14,7 +14,7 @@ from delayline.config import Settings, endpoint_from, transport_of
 from delayline.dashboard.model import Action, JobState, PendingPage, PendingQuery, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.error_queue import managed_queues
-from delayline.recoverability import failure_headers
+from delayline.failures import failure_headers
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from delayline.azure.envelope import UnwrappedMessage, unwrap, wrap
 from delayline.azure.names import delays_name
 from delayline.azure.rows import ForeignRow, from_entity
 from delayline.cli import main
-from delayline.recoverability import FAILURE_HEADERS
+from delayline.failures import FAILURE_HEADERS
 
 if TYPE_CHECKING:
     from delayline import Endpoint

@@ -42,7 +42,7 @@ from tests.integration.test_timeouts import DDL, run_sql
 from delayline import DelaylineError, Endpoint, Headers, InvalidMessage, Message, MessageContext, Recoverability
 from delayline.cli import main
 from delayline.clock import SystemClock
-from delayline.handlers import Handlers
+from delayline.failures import FAILURE_HEADERS, error_operations
 from delayline.message import TimeoutHeaders, from_wire_time
 from delayline.outgoing import Composer
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
@@ -50,7 +50,7 @@ from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import operations
 from delayline.rabbitmq.amqp.properties import Delivery, Undecodable, decode_properties, message_from, sent_on
 from delayline.rabbitmq.amqp.wire import Publication, PublishFrames
-from delayline.recoverability import FAILURE_HEADERS, error_operations
+from delayline.receiving.handlers import Handlers
 from delayline.sql import SqlTransport
 from delayline.timeouts import SqlTimeoutPersister, Timeout, TimeoutManagerDelivery
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from delayline import Headers, InvalidMessage, Message
 from delayline.azure.envelope import LARGEST_TEXT, UnwrappedMessage, check_size, unwrap, wrap
 from delayline.errors import CorruptHeaders
-from delayline.recoverability import error_operations
+from delayline.failures import error_operations
 from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS
 
 TEXTS = st.text(max_size=40)

@@ -16,8 +16,8 @@ from delayline.dashboard.model import Action, ActionJob, JobState, PendingPage, 
 from delayline.dashboard.service import EndpointService, group_key
 from delayline.error_queue import managed_queues
 from delayline.errors import BackendUnavailable
+from delayline.failures import failure_headers
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
-from delayline.recoverability import failure_headers
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.testing import Fault, FaultyStore, ManualClock
 from delayline.transport import TransportOperation

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from delayline import ConfigurationError, Headers, Message, Recoverability
+from delayline.failures import brief, cut, error_operations, failure_headers
 from delayline.message import to_wire_time
-from delayline.recoverability import MoveToErrors, RetryLater, RetryNow, brief, cut, error_operations, failure_headers
+from delayline.receiving.recoverability import MoveToErrors, RetryLater, RetryNow
 from delayline.spi import TransportOperation
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from tests.unit import conftest
 from tests.unit.conftest import START, Scenario, build, delayed
 
 from delayline import DelayedMessage, Headers, Message
-from delayline.recoverability import back_off
+from delayline.failures import back_off
 from delayline.testing import Fault
 from delayline.testing.clock import settle
 from delayline.testing.faults import COUNT_FAILURE

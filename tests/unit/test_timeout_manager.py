@@ -23,9 +23,9 @@ from delayline import (
     TransactionMode,
 )
 from delayline.errors import UnsupportedTransactionMode
-from delayline.handlers import Handlers
 from delayline.memory import MemoryTransport
 from delayline.message import TimeoutHeaders, to_wire_time
+from delayline.receiving.handlers import Handlers
 from delayline.testing.clock import settle
 from delayline.timeouts import ExternalTimeoutManager, MemoryTimeoutPersister, TimeoutManagerDelivery
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from delayline import pipeline
 from delayline.errors import CorruptHeaders
 from delayline.events import LOGGER_NAME, Event
 from delayline.message import DelayedMessage, Message
+from delayline.receiving import pipeline
 
 FORMATS: Final = ("text", "json")
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")

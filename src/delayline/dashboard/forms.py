@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.dashboard.model import EditableMessage
 from delayline.errors import CorruptHeaders, InvalidDueTime, InvalidMessage
+from delayline.failures import FAILURE_HEADERS
 from delayline.message import Headers
 from delayline.readable import parse_delay, parse_instant
-from delayline.recoverability import FAILURE_HEADERS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -84,9 +84,9 @@ from delayline.delayed.store import (
 from delayline.doctor import check_urls, examine_endpoint
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, NotStarted
 from delayline.events import Event, emit
+from delayline.failures import FAILURE_HEADERS
 from delayline.message import Headers, Message, in_utc
 from delayline.opening import as_sent
-from delayline.recoverability import FAILURE_HEADERS
 from delayline.setting_values import masked
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
 from delayline.transaction import TransactionMode

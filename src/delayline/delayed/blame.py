@@ -17,7 +17,7 @@ from delayline.clock import EPOCH
 from delayline.delayed.set_aside import TRIED_AGAIN, Reason
 from delayline.errors import BackendUnavailable, CorruptHeaders, InvalidMessage, MessageRejected, QueueNotFound
 from delayline.events import Event
-from delayline.recoverability import brief
+from delayline.failures import brief
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Hashable, Sequence

@@ -40,8 +40,8 @@ from delayline.delayed.one_at_a_time import OneAtATime
 from delayline.delayed.store import Forwarded
 from delayline.errors import StorageFull
 from delayline.events import Event, emit
+from delayline.failures import brief
 from delayline.observer import UNKNOWN
-from delayline.recoverability import brief
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence

@@ -10,8 +10,8 @@ from delayline.delayed.set_aside import Reason, SetAside
 from delayline.delayed.store import SupportsJournal
 from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
+from delayline.failures import back_off, brief, error_operations, may_fit_smaller
 from delayline.observer import Action
-from delayline.recoverability import back_off, brief, error_operations, may_fit_smaller
 from delayline.transaction import is_unusable, savepoint
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Final
 
 from delayline.clock import EPOCH
-from delayline.recoverability import back_off
+from delayline.failures import back_off
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence

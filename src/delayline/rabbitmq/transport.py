@@ -13,6 +13,7 @@ from weakref import WeakSet
 from delayline.checks import positive_seconds
 from delayline.errors import BackendUnusable, ConfigurationError, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
+from delayline.failures import FAILURE_HEADERS
 from delayline.message import Message
 from delayline.rabbitmq import browsing
 from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
@@ -27,7 +28,6 @@ from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED, DeliveryLimi
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.topology import TOPOLOGIES, can_be_compared, queue_declaration
-from delayline.recoverability import FAILURE_HEADERS
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:

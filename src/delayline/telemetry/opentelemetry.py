@@ -10,8 +10,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.errors import CorruptHeaders, MissingExtra
+from delayline.failures import brief
 from delayline.message import Headers, from_wire_time
-from delayline.recoverability import brief
 from delayline.telemetry.catalog import (
     DESTINATION,
     ENDPOINT,

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Final
 from delayline.circuit_breaker import first_of
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
+from delayline.failures import error_operations
 from delayline.message import DelayedMessage, Headers, TimeoutHeaders, from_wire_time, id_from, to_wire_time
 from delayline.observer import Action
-from delayline.recoverability import error_operations
 from delayline.timeouts.persister import NO_SAGA, SupportsTake, Timeout
 from delayline.timeouts.poll import outgoing_message, requested_timeout
 from delayline.transport import TransportOperation

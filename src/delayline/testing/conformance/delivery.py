@@ -27,7 +27,7 @@ from delayline.endpoint import Endpoint
 from delayline.errors import BackendUnavailable, ConfigurationError, QueueNotFound, UnsupportedTransactionMode
 from delayline.events import Event
 from delayline.message import DelayedMessage, Headers, Message, from_wire_time
-from delayline.recoverability import Recoverability
+from delayline.receiving.recoverability import Recoverability
 from delayline.testing.clock import ManualClock, settle
 from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, PATIENCE, TICK, delayed
 from delayline.testing.conformance.processes import DeliveryBetweenProcesses
@@ -48,8 +48,8 @@ if TYPE_CHECKING:
     from typing import Protocol
 
     from delayline.delayed.store import DelayedMessageStore, Forwarded
-    from delayline.handlers import MessageContext
     from delayline.message import DelayedMessage, Message
+    from delayline.receiving.handlers import MessageContext
     from delayline.transaction import TransactionMode
     from delayline.transport import Transport, TransportOperation
 

@@ -17,7 +17,7 @@ from delayline.clock import SystemClock
 from delayline.endpoint import Endpoint
 from delayline.errors import InvalidMessage, NotStarted, QueueNotFound
 from delayline.message import Headers, Message
-from delayline.recoverability import Recoverability
+from delayline.receiving.recoverability import Recoverability
 from delayline.testing.conformance.messages import AWKWARD_HEADERS, ENDPOINT, PATIENCE
 from delayline.transport import TransportOperation
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from delayline.delayed.delivery import DelayedDelivery
-    from delayline.handlers import MessageContext
+    from delayline.receiving.handlers import MessageContext
     from delayline.transport import Transport
 
 SECOND = timedelta(seconds=1)

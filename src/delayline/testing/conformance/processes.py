@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from delayline.delayed.store import DelayedMessageStore
-    from delayline.handlers import MessageContext
     from delayline.message import Message
+    from delayline.receiving.handlers import MessageContext
     from delayline.transport import Transport
 
 #: Seconds until something that never comes fails a test; less than the poller's longest sleep, which ends by itself.

@@ -16,7 +16,7 @@ from delayline.transport import SupportsDeliveryNotes, SupportsHoldingOne, Suppo
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
 
-    from delayline.recoverability import Recoverability
+    from delayline.receiving.recoverability import Recoverability
     from delayline.transport import ReceivedMessage, Receiver
 
 #: Seconds until a suspect that waits for other endpoints' in this process looks whether it is its turn.

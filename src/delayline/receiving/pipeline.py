@@ -34,13 +34,13 @@ from delayline.errors import (
     UnknownMessageType,
 )
 from delayline.events import Event, emit
+from delayline.failures import back_off, brief, error_operations, is_outage, may_fit_smaller
 from delayline.grouping import Grouping
-from delayline.handler_transactions import TransactionLost
-from delayline.handlers import Handlers, MessageContext
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, Message, control_message, to_wire_time
 from delayline.observer import Action
 from delayline.outgoing import Composer, Outgoing, check_name, report_sent
-from delayline.recoverability import (
+from delayline.receiving.handlers import Handlers, MessageContext
+from delayline.receiving.recoverability import (
     DELAYED_DELIVERIES,
     Decision,
     Discard,
@@ -49,13 +49,9 @@ from delayline.recoverability import (
     Recoverability,
     RetryLater,
     RetryNow,
-    back_off,
-    brief,
-    error_operations,
-    is_outage,
-    may_fit_smaller,
 )
-from delayline.suspects import Suspects
+from delayline.receiving.suspects import Suspects
+from delayline.receiving.transactions import TransactionLost
 from delayline.transaction import TransactionMode, again_after_conflicts
 from delayline.transport import (
     SupportsFlush,
@@ -71,10 +67,10 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.delayed.host import DeliveryHost, Satellite, SatelliteWork
-    from delayline.handler_transactions import HandlerTransaction, HandlerTransactions
-    from delayline.handlers import Call
     from delayline.observer import Observer, SupportsTraces
     from delayline.outgoing import Destinations
+    from delayline.receiving.handlers import Call
+    from delayline.receiving.transactions import HandlerTransaction, HandlerTransactions
     from delayline.transaction import Transaction
     from delayline.transport import HandlerSlots, ReceivedMessage, Receiver
 

@@ -3,65 +3,26 @@
 from __future__ import annotations
 
 import math
-import platform
 import random
-import socket
-import traceback
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span, whole_number
-from delayline.errors import (
-    BackendUnavailable,
-    BackendUnusable,
-    ConfigurationError,
-    CorruptHeaders,
-    DispatchFailed,
-    MessageRejected,
-    NotStarted,
-    QueueNotFound,
-    TooManyCrashes,
-)
-from delayline.message import NO_VALUE, Headers, Message, from_wire_time, to_wire_time, usable_id
-from delayline.transport import TransportOperation
+from delayline.errors import ConfigurationError
+from delayline.message import Headers, from_wire_time, to_wire_time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
 
-MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # bytes of UTF-8; bounds the error headers
-MAXIMUM_STACK_TRACE: Final = 16_384  # bytes of UTF-8
-MAXIMUM_TYPE_NAME: Final = 300  # bytes of UTF-8
-BRIEF_TEXT: Final = 300  # characters of an exception in one line of a log
-#: The largest sizes of text and stack trace in the forms of a failed message, largest form first.
-EXCEPTION_TEXT_LIMITS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
-#: Of a longer chain of causes the stack trace has as many from each end.
-CAUSES_AT_EACH_END: Final = 4
 DEFAULT_DELAYED_RETRIES: Final = 3
 LONGEST_IMMEDIATE_PAUSE: Final = timedelta(milliseconds=100)
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # as NServiceBus limits delayed retries
 #: The remedy for an endpoint without delayed delivery.
 DELAYED_DELIVERIES: Final = (
     "pass delayed_delivery=StoredDelivery(...), or DelayLevelDelivery() where its queues are on RabbitMQ"
-)
-FIRST_BACK_OFF: Final = timedelta(seconds=1)
-LONGEST_BACK_OFF: Final = timedelta(seconds=60)
-#: Headers that describe a failure: removed when a message is sent on its way again.
-FAILURE_HEADERS: Final = (
-    Headers.EXCEPTION_PREFIX,
-    Headers.FAILED_QUEUE,
-    Headers.TIME_OF_FAILURE,
-    Headers.PROCESSING_MACHINE,
-    Headers.PROCESSING_ENDPOINT,
-    Headers.HOST_ID,
-    Headers.HOST_DISPLAY_NAME,
-    Headers.RETRIES,
-    Headers.ATTEMPTS,
-    Headers.CRASHES,
 )
 LONGEST_COUNT: Final = 9  # digits
 MOST_RETRIES: Final = 1000
@@ -269,170 +230,6 @@ def exponential(
     return tuple(delays)
 
 
-def back_off(attempts: int) -> timedelta:
-    """Return how long a message waits after that many failed attempts: 1 s, doubling, 60 s at most."""
-    return min(FIRST_BACK_OFF * (1 << min(attempts - 1, 6)), LONGEST_BACK_OFF)
-
-
-def error_operations(
-    message: Message, error: Exception, *, failed_queue: str, error_queue: str, endpoint_name: str, now: datetime
-) -> Iterator[TransportOperation]:
-    """Yield the sends that move a message to the error queue: the next one is for where the one before did not fit.
-
-    The first has headers with the whole story, the last one the message alone, as it was received. `failed_queue` is
-    the queue to send the message to when it is retried. Headers that cannot be read stay as they are.
-    """
-    try:
-        named = message.logical
-    except CorruptHeaders:
-        named = message
-    else:
-        for size in EXCEPTION_TEXT_LIMITS:
-            headers = failure_headers(error, failed_queue, endpoint_name, now, size=size)
-            own = {name: value for name, value in named.headers.items() if name != Headers.RETRIES}
-            yield TransportOperation(Message(named.id, own | headers, named.body), error_queue)
-    yield TransportOperation(named.under(usable_id(named.id)), error_queue)
-
-
-def is_outage(error: Exception) -> bool:
-    """Return whether only a back end's fault kept something from being sent or stored."""
-    if isinstance(error, DispatchFailed):
-        return all(map(is_outage, error.failures.values()))
-    return isinstance(error, BackendUnavailable)
-
-
-def may_fit_smaller(error: Exception) -> bool:
-    """Return whether a message that was not sent because of `error` may be taken in a smaller form."""
-    if isinstance(error, DispatchFailed):
-        return all(may_fit_smaller(one) for one in error.failures.values())
-    elsewhere = (
-        BackendUnavailable,
-        BackendUnusable,
-        ConfigurationError,
-        MessageRejected,
-        NotStarted,
-        QueueNotFound,
-    )
-    return not isinstance(error, elsewhere)
-
-
-def failure_headers(
-    error: BaseException,
-    failed_queue: str,
-    endpoint_name: str,
-    now: datetime,
-    *,
-    size: int = MAXIMUM_EXCEPTION_MESSAGE,
-) -> dict[str, str]:
-    """Return the headers of a message in the error queue that describe the failure.
-
-    Args:
-        error: The exception of a handler or a dispatch.
-        failed_queue: The queue to send the message to when it is retried.
-        endpoint_name: Whose handler it was.
-        now: When it failed.
-        size: How many bytes of UTF-8 the exception's text, and again its stack trace, may have: 0 to 16384. Longer
-            ones are cut in the middle; with 0 there are neither, and no id of the host.
-
-    Returns:
-        Names and values, all of them valid Unicode.
-    """
-    inner = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    headers = {Headers.EXCEPTION_TYPE: _type_name(error)}
-    if size:
-        headers |= {
-            Headers.EXCEPTION_HELP_LINK: NO_VALUE,
-            Headers.EXCEPTION_MESSAGE: cut(_text_of(error), min(size, MAXIMUM_EXCEPTION_MESSAGE)),
-            Headers.EXCEPTION_SOURCE: cut(str(type(error).__module__), MAXIMUM_TYPE_NAME),
-            Headers.EXCEPTION_STACK_TRACE: cut(_stack_trace(error), min(size, MAXIMUM_STACK_TRACE)),
-            Headers.HOST_ID: host_id(endpoint_name),
-        }
-    headers |= {
-        Headers.TIME_OF_FAILURE: to_wire_time(now),
-        Headers.FAILED_QUEUE: failed_queue,
-        Headers.PROCESSING_MACHINE: MACHINE,
-        Headers.PROCESSING_ENDPOINT: endpoint_name,
-        Headers.HOST_DISPLAY_NAME: f"{MACHINE} ({platform.python_implementation()})",
-    }
-    if isinstance(error, TooManyCrashes):
-        headers[Headers.CRASHES] = str(error.crashes)
-    if inner is not None:
-        headers[Headers.INNER_EXCEPTION_TYPE] = _type_name(inner)
-    return headers
-
-
-@lru_cache(maxsize=64)
-def host_id(endpoint_name: str) -> str:
-    """Return an id of this machine and the endpoint, the same at each start, as NServiceBus' tools group hosts by."""
-    return uuid.uuid5(uuid.NAMESPACE_DNS, f"{endpoint_name}@{MACHINE}").hex
-
-
-def brief(error: BaseException) -> str:
-    """Return an exception's type and the beginning of its text, in one line, for a log."""
-    text = " ".join(_text_of(error)[: 2 * BRIEF_TEXT].split()).encode("utf-8", "backslashreplace").decode()
-    text = text if len(text) <= BRIEF_TEXT else f"{text[:BRIEF_TEXT]}..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def cut(text: str, size: int) -> str:
-    """Return the text in at most `size` bytes of UTF-8, both ends of it where it is longer; without lone surrogates."""
-    ends = text if len(text) <= 2 * size else text[:size] + text[-size:]
-    raw = ends.encode("utf-8", "backslashreplace")
-    if len(raw) <= size:
-        return raw.decode()
-    note = f" ... (cut, {len(text)} characters in all) ... ".encode()
-    left = max(0, size - len(note))
-    head, tail = raw[: left - left // 2], raw[len(raw) - left // 2 :]
-    return (head.decode("utf-8", "ignore") + note.decode() + tail.decode("utf-8", "ignore"))[:size]
-
-
-def _stack_trace(error: BaseException) -> str:
-    try:
-        links = list(_chain(traceback.TracebackException.from_exception(error, compact=True)))
-        left_out = len(links) - 2 * CAUSES_AT_EACH_END
-        parts: list[str] = []
-        for number, (link, joint) in enumerate(links):
-            if left_out > 0 and number == CAUSES_AT_EACH_END:
-                parts.append(f"\n... {left_out} exceptions of the chain are left out ...\n{joint}")
-            if left_out > 0 and CAUSES_AT_EACH_END <= number < CAUSES_AT_EACH_END + left_out:
-                continue
-            parts.append("".join(link.format(chain=False)) + joint)
-    except Exception as failed:  # repr and str of a user's exception class may raise anything
-        return f"{_type_name(error)}: its stack trace cannot be formatted: {_type_name(failed)}\n"
-    return "".join(parts)
-
-
-def _chain(outermost: traceback.TracebackException) -> Iterator[tuple[traceback.TracebackException, str]]:
-    """Yield the exceptions that led to one, first the innermost, each with the line that leads on to the next."""
-    links: list[tuple[traceback.TracebackException, str]] = []
-    link: traceback.TracebackException | None = outermost
-    joint = ""
-    while link is not None:
-        links.append((link, joint))
-        if link.__cause__ is not None:
-            link, joint = link.__cause__, CAUSED
-        elif link.__context__ is not None and not link.__suppress_context__:
-            link, joint = link.__context__, MEANWHILE
-        else:
-            link = None
-    return reversed(links)
-
-
-CAUSED: Final = "\nThe above exception was the direct cause of the following exception:\n\n"
-MEANWHILE: Final = "\nDuring handling of the above exception, another exception occurred:\n\n"
-
-
-def _type_name(error: BaseException) -> str:
-    return cut(f"{type(error).__module__}.{type(error).__qualname__}", MAXIMUM_TYPE_NAME)
-
-
-def _text_of(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception:
-        return f"<{type(error).__name__} whose text cannot be had>"
-
-
 def _count(headers: Mapping[str, str], name: str) -> int:
     """Return the number in a header; 0 for none, and for one that is not a number."""
     text = headers.get(name, "")
@@ -444,6 +241,3 @@ def _too_old(headers: Mapping[str, str], now: datetime) -> bool:
         return now - from_wire_time(headers[Headers.RETRIES_TIMESTAMP]) > LONGEST_RETRY_SPAN
     except (KeyError, ValueError):
         return False
-
-
-MACHINE: Final = socket.gethostname()

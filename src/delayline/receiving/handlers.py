@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, overload
 from delayline.checks import time_span, whole_number
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage, InvalidPayload, UnknownMessageType
 from delayline.events import Event, emit
-from delayline.handler_transactions import ThreadTransaction
 from delayline.message import Headers, Message
+from delayline.receiving.transactions import ThreadTransaction
 from delayline.serialization import JsonSerializer, Serializer, name_of_kind, names_in_header
 
 if TYPE_CHECKING:
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
     from sqlalchemy.orm import Session, sessionmaker
 
-    from delayline.handler_transactions import (
+    from delayline.message import Body
+    from delayline.outgoing import Composer, HeaderMap, Outgoing, Send
+    from delayline.receiving.recoverability import Recoverability
+    from delayline.receiving.transactions import (
         ConnectionPool,
         HandlerTransaction,
         HandlerTransactions,
         TransactionSource,
     )
-    from delayline.message import Body
-    from delayline.outgoing import Composer, HeaderMap, Outgoing, Send
-    from delayline.recoverability import Recoverability
 
 logger = logging.getLogger(__name__)
 

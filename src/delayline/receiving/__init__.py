@@ -1,0 +1,1 @@
+"""Receiving: messages are taken from a queue, handled, and completed or recovered."""
