@@ -23,6 +23,7 @@ from delayline.delayed.delivery import (
     SupportsDeferredSetup,
     SupportsDestinationCheck,
     management_of,
+    storage_of,
 )
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import StoreResult, SupportsRightsCheck, managed
@@ -279,7 +280,7 @@ class Endpoint:
     @property
     def store(self) -> object | None:
         """The store of the delayed delivery, or the delivery itself where it has none; None for neither."""
-        return getattr(self.delayed_delivery, "store", self.delayed_delivery)
+        return None if self.delayed_delivery is None else storage_of(self.delayed_delivery)
 
     @property
     def observers(self) -> Sequence[Observer]:
@@ -300,7 +301,7 @@ class Endpoint:
 
     def measures(self) -> dict[str, float]:
         """Return the present values of the transport and the stores, such as `lease.held`, for metrics."""
-        parts = [self.transport, *(getattr(one, "store", one) for one in self._deliveries)]
+        parts = [self.transport, *map(storage_of, self._deliveries)]
         found: dict[str, float] = {}
         for part in parts:
             if isinstance(part, SupportsMeasures):
@@ -909,7 +910,7 @@ class Endpoint:
     async def _stop_parts(self, grace: timedelta) -> None:
         stopped, starting = self._stopped, self._starting
         try:
-            for part in (self.transport, *(getattr(one, "store", one) for one in self._deliveries)):
+            for part in (self.transport, *map(storage_of, self._deliveries)):
                 if isinstance(part, SupportsStopDeadline):
                     part.stop_soon()
             if starting is not None and starting.cancel():

@@ -69,6 +69,7 @@ class Delivery:
     transaction_domain: Hashable | None = None
 
     clock = None
+    store = None
 
     def __init__(self, steps: Steps) -> None:
         self.steps = steps

@@ -273,9 +273,8 @@ class EndpointService:
         if settings is None:
             assert endpoint is not None  # noqa: S101 - one of both
             delivery = endpoint.delayed_delivery
-            store = getattr(delivery, "store", None)
-            waits = "nowhere" if delivery is None else "store" if store is not None else type(delivery).__name__
-            queues, delayed = (type(one).__name__ for one in (endpoint.transport, store or delivery))
+            waits = "nowhere" if delivery is None else type(delivery).__name__ if delivery.store is None else "store"
+            queues, delayed = (type(part).__name__ for part in (endpoint.transport, endpoint.store))
             return EndpointInfo(endpoint.name, queues, delayed, waits, endpoint.error_queue)
         waits = "store"
         if settings.timeout_manager:
@@ -658,7 +657,7 @@ class EndpointService:
         """Return the database of the store, its schema and the store's table; raises ConfigurationError."""
         settings = self._settings
         if settings is None:
-            store = getattr(getattr(self._endpoint, "delayed_delivery", None), "store", None)
+            store = None if self._endpoint is None else self._endpoint.store
             from delayline.sql.store import SqlDelayedMessageStore
 
             if not isinstance(store, SqlDelayedMessageStore):

@@ -72,6 +72,11 @@ class DelayedDelivery(Protocol):
         """The back end's clock, where that decides when messages are due; the endpoint uses it unless given another."""
         ...
 
+    @property
+    def store(self) -> object | None:
+        """What keeps the messages, such as a delayed message store; None where the back end itself holds them."""
+        ...
+
     def bind(self, host: DeliveryHost) -> None:
         """Attach to the endpoint; called once before anything else. No I/O.
 
@@ -142,13 +147,24 @@ class SupportsDestinationCheck(Protocol):
     finds_destinations: bool
 
 
-def management_of(delivery: object) -> object:
-    """Return where the pending messages of a delivery are listed and changed.
+@runtime_checkable
+class SupportsPendingView(Protocol):
+    """Capability of a delayed delivery: a view of its pending messages, which may be kept in another form than sent."""
 
-    That is its view of them, where its store keeps them in another form than they were sent in; else its store; else
-    the delivery itself.
-    """
-    return getattr(delivery, "management", getattr(delivery, "store", delivery))
+    @property
+    def management(self) -> object:
+        """What lists and changes the messages as they were sent."""
+        ...
+
+
+def storage_of(delivery: DelayedDelivery) -> object:
+    """Return what keeps the messages: the delivery's store, or without one the delivery itself."""
+    return delivery if delivery.store is None else delivery.store
+
+
+def management_of(delivery: DelayedDelivery) -> object:
+    """Return where the pending messages of a delivery are listed and changed."""
+    return delivery.management if isinstance(delivery, SupportsPendingView) else storage_of(delivery)
 
 
 class StoredDelivery:

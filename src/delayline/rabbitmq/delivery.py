@@ -110,16 +110,14 @@ class DelayLevelDelivery:
         return None if self.stored is None else self.stored.clock
 
     @property
-    def store(self) -> DelayedMessageStore:
-        """The store in front. Raises AttributeError without one."""
-        if self.stored is None:
-            raise AttributeError("there is no store: messages in delay levels can be counted, not listed")
-        return self.stored.store
+    def store(self) -> DelayedMessageStore | None:
+        """The store in front; None without one: messages in delay levels can be counted, not listed."""
+        return None if self.stored is None else self.stored.store
 
     @property
     def management(self) -> object:
-        """The management of the store in front: messages as they were sent. Raises AttributeError without a store."""
-        return managed_as_sent(self.store)
+        """The management of the store in front, with messages as they were sent; without a store itself, with none."""
+        return self if self.store is None else managed_as_sent(self.store)
 
     @property
     def levels(self) -> DelayInfrastructure:

@@ -411,6 +411,10 @@ class ExternalTimeoutManager:
     def clock(self) -> None:
         """None: due times are measured on this machine's clock."""
 
+    @property
+    def store(self) -> None:
+        """None: the other endpoint keeps the messages."""
+
     def bind(self, host: DeliveryHost) -> None:
         """Attach to an endpoint. Raises ConfigurationError if attached to another one."""
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
