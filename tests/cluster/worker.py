@@ -23,7 +23,7 @@ from delayline import Endpoint, Event, StoredDelivery, TransactionMode
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.dialect import Moved
+from delayline.sql.moves import Moved
 from delayline.sql.postgresql.moves import PostgresqlForwarding
 from delayline.sql.server import LockedForwarding
 from delayline.sql.sqlite.moves import FileForwarding

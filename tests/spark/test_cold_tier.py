@@ -240,7 +240,7 @@ def test_only_unregistered_files_are_swept_after_a_day(spark: SparkSession, tier
     # And files that were promoted stay for a day
     assert file.exists() and all(other.exists() for other in others)
     catalog = tiers.tier.catalog
-    ago = catalog._dialect.in_seconds(-90_000)
+    ago = catalog._dialect.values.in_seconds(-90_000)
     tiers.tier.write(lambda connection: connection.execute(update(catalog.tables.files).values(changed=ago)))
     tiers.promote(FIRST + 3 * HOUR)
     assert not file.exists() and not any(other.exists() for other in others)

@@ -79,15 +79,15 @@ def test_the_steps(due: int, kept: int) -> None:
 @pytest.mark.parametrize("due", [EARLIEST - timedelta(microseconds=1), LATEST + timedelta(microseconds=1)])
 def test_due_times_that_the_column_cannot_keep_are_refused(due: datetime) -> None:
     with pytest.raises(InvalidDueTime, match="from 1753-01-01 to 9999-12-31"):
-        server().to_due(due)
-    assert server().to_until(due).year in {1753, 9999}
+        server().values.to_due(due)
+    assert server().values.to_until(due).year in {1753, 9999}
 
 
 def test_due_times_travel_in_utc() -> None:
     zone = timezone(timedelta(hours=5, minutes=30))
-    assert server().to_due(AT.astimezone(zone)) == datetime(2026, 1, 1)  # noqa: DTZ001
-    assert server().from_due(datetime(2026, 1, 1)) == AT  # noqa: DTZ001
-    assert server().from_due(None) == LATEST
+    assert server().values.to_due(AT.astimezone(zone)) == datetime(2026, 1, 1)  # noqa: DTZ001
+    assert server().values.from_due(datetime(2026, 1, 1)) == AT  # noqa: DTZ001
+    assert server().values.from_due(None) == LATEST
 
 
 def row_of(message: Message) -> tuple[Any, ...]:

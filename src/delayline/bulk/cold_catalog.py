@@ -152,7 +152,7 @@ class ColdFiles:
             for destination, number in one.destinations.items()
         ]
         if rows:
-            connection.execute(insert(self.tables.files).values(changed=self._dialect.in_seconds(0)), rows)
+            connection.execute(insert(self.tables.files).values(changed=self._dialect.values.in_seconds(0)), rows)
             connection.execute(insert(self.tables.counts), counts)
 
     def list_files(self, connection: Connection, *, until: int | None = None) -> list[ColdFile]:
@@ -187,7 +187,7 @@ class ColdFiles:
     def retire(self, connection: Connection, names: Sequence[str], state: FileState) -> None:
         """Set the state of locked files whose messages have been moved."""
         tables = self.tables
-        changes = {"state": state.value, "changed": self._dialect.in_seconds(0)}
+        changes = {"state": state.value, "changed": self._dialect.values.in_seconds(0)}
         for some in _parts(names):
             connection.execute(update(tables.files).where(tables.files.c.name.in_(some)).values(changes))
             connection.execute(delete(tables.counts).where(tables.counts.c.file.in_(some)))
@@ -234,7 +234,7 @@ class ColdFiles:
         """Return the files that have been obsolete for a day."""
         columns = self.tables.files.c
         query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
-        long_ago = self._dialect.in_seconds(-int(KEPT_FOR.total_seconds()))
+        long_ago = self._dialect.values.in_seconds(-int(KEPT_FOR.total_seconds()))
         mine = columns.store == self._store, columns.state != FileState.HELD.value, columns.changed < long_ago
         return [ColdFile(*row, {}) for row in connection.execute(query.where(*mine))]
 

@@ -123,7 +123,9 @@ class DispatcherControl:
     def goes_on(self, generation: Generation) -> bool:
         """Return whether the generation's tasks are to continue."""
         columns = self._tables.dispatchers.c
-        query = select(columns.stopping, columns.generation, columns.owner, columns.until > self._dialect.in_seconds(0))
+        query = select(
+            columns.stopping, columns.generation, columns.owner, columns.until > self._dialect.values.in_seconds(0)
+        )
         row = self._read(
             lambda connection: connection.execute(query.where(columns.name == generation.dispatcher)).first()
         )
@@ -150,11 +152,11 @@ class DispatcherControl:
         query = select(*(column.label(column.key) for column in columns if column.name != "dispatcher"))
         query = query.where(columns.dispatcher == name).order_by(columns.shard)
         rows = self._read(lambda connection: connection.execute(query).all())
-        moment = self._dialect.from_due
+        moment = self._dialect.values.from_due
         return [ShardMetrics(**{**row._mapping, "seen": moment(row.seen)}) for row in rows]
 
     def _begin(self, connection: Connection, *, name: str, owner: str) -> None:
-        table, now = self._tables.dispatchers, self._dialect.in_seconds(0)
+        table, now = self._tables.dispatchers, self._dialect.values.in_seconds(0)
         nothing = {"name": name, "owner": owner, "generation": 0, "stopping": 0, "until": now}
         connection.execute(self._dialect.insert_new(table, "name").values(nothing))
         connection.execute(update(table).where(table.c.name == name).values(owner=owner, stopping=0))
@@ -169,12 +171,12 @@ class DispatcherControl:
         row = connection.execute(query).first()
         if row is None or row.owner != owner or row.stopping:
             return None
-        until = self._dialect.in_seconds(seconds)
+        until = self._dialect.values.in_seconds(seconds)
         connection.execute(update(table).where(table.c.name == name).values(generation=row.number + 1, until=until))
         return Generation(name, owner, row.number + 1)
 
     def _record_metrics(self, connection: Connection, *, dispatcher: str, metrics: ShardMetrics) -> None:
-        table, now = self._tables.shards, self._dialect.in_seconds(0)
+        table, now = self._tables.shards, self._dialect.values.in_seconds(0)
         values = {name: getattr(metrics, name) for name in ShardMetrics.__slots__ if name != "seen"}
         connection.execute(delete(table).where(table.c.dispatcher == dispatcher, table.c.shard == metrics.shard))
         connection.execute(insert(table).values(dispatcher=dispatcher, seen=now, **values))

@@ -57,7 +57,10 @@ class JournalExport:
     def entries(self, run: EntryRange) -> Iterator[list[tuple[Any, ...]]]:
         """Yield some entries of a run at a time, their columns in the order of COLUMNS, times in UTC."""
         columns = self._tables.entries.c
-        chosen, moment = select(*(columns[name] for name in COLUMNS)).order_by(columns.seq), self._dialect.from_due
+        chosen, moment = (
+            select(*(columns[name] for name in COLUMNS)).order_by(columns.seq),
+            self._dialect.values.from_due,
+        )
         for first in range(run.first, run.last + 1, AT_ONCE):
             query = chosen.where(columns.seq.between(first, min(first + AT_ONCE - 1, run.last)))
             rows = self._read(partial(_all, query=query))
@@ -94,7 +97,7 @@ class JournalExport:
                 f"{entries - removed} of {entries} entries of the journal were exported by another process meanwhile. "
                 "Nothing was lost or doubled; export again"
             )
-        now = self._dialect.in_seconds(0)
+        now = self._dialect.values.in_seconds(0)
         row = {"directory": directory, "path": path, "entries": entries, "finished": now}
         connection.execute(insert(self._tables.exports).values(row))
 

@@ -221,7 +221,7 @@ class JobLedger:
 
     def add(self, connection: Connection, attempts: Mapping[str, int]) -> None:
         """Record the attempts at a migration's batches that the transaction commits, or CLOSED; keeps existing rows."""
-        now = connection.execute(select(self._dialect.in_seconds(0))).scalar_one()
+        now = connection.execute(select(self._dialect.values.in_seconds(0))).scalar_one()
         counts = {"stored": 0, "duplicates": 0, "rejected": 0, "finished": now}
         rows = [{**_of_migration(run).columns, "batch": attempt, **counts} for run, attempt in attempts.items()]
         if rows:
@@ -230,7 +230,7 @@ class JobLedger:
     def end(self, connection: Connection, key: RunKey, batch: int, committed: Committed) -> None:
         """Record the result of the transaction."""
         counts = {name: getattr(committed, name) for name in ("stored", "duplicates", "rejected", "fingerprint")}
-        now = self._dialect.in_seconds(0)
+        now = self._dialect.values.in_seconds(0)
         entry = update(self.table).where(*self._is(key)).values(batch=batch, finished=now, **counts)
         connection.execute(entry)
 

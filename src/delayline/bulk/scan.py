@@ -57,7 +57,11 @@ class PendingScan:
         due = self._table.c.due
         query = select(func.min(due), func.max(due)).where(*self._conditions)
         [[first, last]] = next(self._run(query, 1))
-        return (None, None) if first is None else (self._dialect.from_due(first), self._dialect.from_due(last))
+        return (
+            (None, None)
+            if first is None
+            else (self._dialect.values.from_due(first), self._dialect.values.from_due(last))
+        )
 
     def rows(self, columns: Sequence[str], span: Span, at_once: int) -> Iterator[list[list[Any]]]:
         """Yield the columns of some rows at a time, due times in UTC, headers as text; earliest due first."""
@@ -92,7 +96,7 @@ class PendingScan:
 
     def _compared(self, column: str, sign: str, value: Any) -> ColumnElement[bool]:  # noqa: ANN401 - what it holds
         if column == "due":
-            convert = self._dialect.to_due
+            convert = self._dialect.values.to_due
             value = [convert(one) for one in value] if sign == "in" else convert(value)
         compared: ColumnElement[bool] = SIGNS[sign](self._table.c[column], value)
         return compared
@@ -101,7 +105,7 @@ class PendingScan:
 def readings(columns: Sequence[str], dialect: Dialect) -> list[Callable[[Any], Any]]:
     """Return the conversion of each column: due times to UTC, headers to text, bodies to bytes."""
     special: dict[str, Callable[[Any], Any]] = {
-        "due": dialect.from_due,
+        "due": dialect.values.from_due,
         "headers": lambda kept: bytes(kept).decode("utf-8", "replace"),
         "body": lambda kept: bytes(kept or b""),
     }

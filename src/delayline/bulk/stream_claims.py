@@ -171,8 +171,8 @@ class StreamClaims:
                 number,
                 one.id,
                 one.destination,
-                dialect.to_due(one.due),
-                dialect.headers_of(one.message),
+                dialect.values.to_due(one.due),
+                dialect.values.headers_of(one.message),
                 one.message.body,
             )
             for number, one in enumerate(messages, last + 1)

@@ -93,7 +93,7 @@ class BulkWriter:
     @property
     def largest_message(self) -> int:
         """How many bytes the headers and the body of a message may have together."""
-        return self._database.dialect.largest_message
+        return self._database.dialect.values.largest_message
 
     def create(self) -> None:
         """Create the staging area and the ledger, on the driver, and remove areas of jobs that are older than a day.
@@ -232,10 +232,10 @@ class BulkWriter:
 
     def now(self) -> datetime:
         """Return the upper bound of the time on the clock that decides whether a message is due, in UTC."""
-        now = select(self._database.dialect.in_seconds(0))
+        now = select(self._database.dialect.values.in_seconds(0))
         kept = blocking(self._opened(lambda: self._database.read(lambda connection: connection.execute(now).scalar())))
         dialect = self._database.dialect
-        return dialect.from_due(kept) + dialect.clock_tick
+        return dialect.values.from_due(kept) + dialect.values.clock_tick
 
     def __getstate__(self) -> dict[str, object]:
         return {name: value for name, value in self.__dict__.items() if not name.startswith("_kept")}

@@ -42,7 +42,7 @@ def schedules(connection: Connection, dialect: Dialect, schema: str | None) -> l
             row.run,
             "committed",
             None,
-            dialect.from_due(row.finished),
+            dialect.values.from_due(row.finished),
             int(row.stored + row.duplicates + row.rejected),
             int(row.stored),
             {"sink": row.sink, "duplicates": str(row.duplicates), "rejected": str(row.rejected)},
@@ -57,7 +57,7 @@ def dispatchers(connection: Connection, dialect: Dialect, schema: str | None) ->
     if not _exists(connection, tables.dispatchers):
         return []
     owners, shards = tables.dispatchers.c, tables.shards.c
-    alive = (owners.until > dialect.in_seconds(0)).label("alive")
+    alive = (owners.until > dialect.values.in_seconds(0)).label("alive")
     found = connection.execute(
         select(owners.name, owners.owner, owners.generation, owners.stopping, alive).order_by(owners.name).limit(LISTED)
     ).all()
@@ -70,7 +70,7 @@ def dispatchers(connection: Connection, dialect: Dialect, schema: str | None) ->
         for shard in connection.execute(mine):
             number += int(shard.dispatched)
             late = "" if shard.p99 is None else f", p99 {shard.p99:.3f} s"
-            seen = dialect.from_due(shard.seen).isoformat(timespec="seconds")
+            seen = dialect.values.from_due(shard.seen).isoformat(timespec="seconds")
             text = f"{shard.dispatched} dispatched, {shard.retried} retried, {shard.failed} failed{late}"
             details[f"shard {shard.shard}"] = f"{text}, on {shard.place}, seen {seen}"
         rows.append(JobRow("dispatcher", one.name, state, None, None, None, number, details))

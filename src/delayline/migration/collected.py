@@ -183,11 +183,11 @@ class CollectedSource(TableSource):
 
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
         """Return the column's value."""
-        return self.dialect.to_due(due)
+        return self.dialect.values.to_due(due)
 
     def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
         """Return the instant."""
-        return self.dialect.from_due(kept)
+        return self.dialect.values.from_due(kept)
 
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
         """Return the columns of a message, and the reason for its rejection."""

@@ -427,10 +427,10 @@ class MigrationJournal:
             raise BackendUnavailable(f"migration {run} was aborted meanwhile: this task's work does not count")
 
     def _now(self) -> Any:  # noqa: ANN401 - what the driver takes
-        return self._dialect.to_due(datetime.now(UTC))
+        return self._dialect.values.to_due(datetime.now(UTC))
 
     def _time(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
-        return self._dialect.from_due(kept)
+        return self._dialect.values.from_due(kept)
 
 
 def batch_name(run: str, partition: int, batch: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import StrEnum
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, Ty
 from delayline.sql.schema import ProductTables
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
@@ -19,14 +19,15 @@ if TYPE_CHECKING:
     import pyarrow as pa
     import sqlalchemy
     from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
-    from sqlalchemy.types import TypeEngine
 
     from delayline.message import Message
     from delayline.sql.deadlines import StopLimit
+    from delayline.sql.moves import ClaimingMove, Forwarding, Moved, WaitingReceiver
     from delayline.sql.notifications import ServerNotifications
     from delayline.sql.prepared import Prepared, StatementResult
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_clock import ServerClock
+    from delayline.sql.timeouts import TimeoutShape
 
 
 Result = TypeVar("Result")
@@ -106,125 +107,6 @@ class PreparedTransactions(Protocol):
 
     def in_doubt(self, connection: Connection, prefix: str) -> list[str]:
         """Return the names of prepared transactions that begin with the prefix."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Moved:
-    """How many messages moved, to which queues, and how many due ones were passed over."""
-
-    number: int
-    queues: set[str]
-    left: int = 0
-    next_due: Any = None
-    """What the due column keeps of the earliest message left, or `until` where more may be due; None for none left."""
-    reached: Any = None
-    """What the due column keeps of a message such that nothing movable is due before it; None where unknown."""
-    counts: Mapping[tuple[str, Any], int] | None = None
-    """How many moved by destination and what the due column keeps; None where that was not asked for."""
-    claimed: Sequence[tuple[Any, ...]] = ()
-    """Number, id, headers and body of the moved messages that were claimed for a receiver."""
-
-
-class Forwarding(Protocol):
-    """Moves the earliest due messages of one store's table on a server."""
-
-    one_statement: bool
-    """Whether `run` is a single statement."""
-
-    def run(
-        self,
-        connection: Connection,
-        until: object,
-        *,
-        limit: int,
-        max_bytes: int,
-        counted: bool = False,
-        since: object | None = None,
-    ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`.
-
-        `next_due` is `until` where more may be due; else the due time of the next message, or None where it is unknown.
-
-        Those that need more than moving are passed over: their queue does not exist, or their headers hold
-        properties that are meant for the dispatch only, or a time to be received.
-        """
-        ...
-
-
-class ClaimingMove(Protocol):
-    """One move of due messages that locks some of them for a `WaitingReceiver`."""
-
-    def moved(self, rows: Sequence[tuple[Any, ...]]) -> Moved | None:
-        """Read the result of `statement` from its rows; None if it has moved nothing and `run` must be called."""
-        ...
-
-    def statement(self, key: int) -> tuple[Prepared, tuple[Any, ...]]:
-        """Return the statement that moves and locks, and its parameters.
-
-        Args:
-            key: The lock of row 0.
-        """
-        ...
-
-    def run(self, connection: Connection, key: int) -> Moved:
-        """Move and lock on the connection of the claims.
-
-        Args:
-            connection: The connection.
-            key: The lock of row 0.
-        """
-        ...
-
-
-@runtime_checkable
-class ClaimingForwarding(Forwarding, Protocol):
-    """Forwarding whose moves can lock messages for a receiver."""
-
-    can_claim: bool
-    """False behind a pooler whose clients share sessions, which hold the locks."""
-
-    def claiming(
-        self,
-        until: object,
-        *,
-        limit: int,
-        max_bytes: int,
-        counted: bool,
-        since: object | None,
-        queue: str,
-        wanted: int,
-    ) -> ClaimingMove:
-        """Return a move like that of `run`.
-
-        Args:
-            until: The latest due time.
-            limit: The most messages to move.
-            max_bytes: The most bytes to move, if it is more than one message.
-            counted: Whether the result has `counts`.
-            since: The earliest due time, None for any.
-            queue: The queue in which moved messages are locked.
-            wanted: The most messages to lock.
-        """
-        ...
-
-
-class TimeoutForwarding(Protocol):
-    """Moves the earliest expired timeouts of one table on a server, in a single statement."""
-
-    def run(self, connection: Connection, at: object, until: object, sent: str, *, limit: int, max_bytes: int) -> Moved:
-        """Move expired timeouts and return the result; `next_due` is when the next one expires or its lease ends.
-
-        Skips timeouts that need more than moving: an unknown queue, or headers that the dispatcher has to read.
-
-        Args:
-            connection: the connection to run on.
-            at: the present time in the type of leases.
-            until: the present time in the type of due times.
-            sent: the present time as a header.
-            limit: how many timeouts to move at most.
-            max_bytes: how many bytes of bodies and headers to move at most.
-        """
         ...
 
 
@@ -319,30 +201,6 @@ class JournalTriggers:
     """Whether triggers run with the rights of the user that changes a row, not with their owner's."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimeoutShape:
-    """The columns of NServiceBus' timeout table on one product: https://docs.particular.net/persistence/sql/."""
-
-    key: TypeEngine[Any]
-    destination: TypeEngine[str]
-    time: TypeEngine[Any]
-    headers: TypeEngine[Any]
-    round_time: Callable[[datetime], datetime] | None = None
-    """Rounds a time in UTC up to what the column keeps; None if the column keeps times as a store's does."""
-    time_lost: timedelta = timedelta(0)
-    """How much earlier a time that .NET has stored may be than the exact time."""
-    nullable: bool = False
-    """Whether Headers and PersistenceVersion may be NULL."""
-    named_by_table: bool = False
-    """Whether the names of indexes begin with the table's name."""
-    json_headers: bool = False
-    """Whether Headers has the type JSON, which LIKE does not accept."""
-    binary_keys: bool = False
-    """Whether the driver returns keys as UUIDs, unless they are cast to text."""
-    inserts_new: bool = True
-    """Whether `insert_new` supports keys of this type."""
-
-
 class LoopStatements(Protocol):
     """A short way for single statements outside transactions, without a worker thread."""
 
@@ -388,23 +246,6 @@ class TransactionsInProgress(NamedTuple):
     """The number of the first message that was looked for, in the same snapshot; None for none."""
 
 
-class WaitingReceiver(Protocol):
-    """A receiver of one queue for which a move may claim messages, which saves the receiver's own look."""
-
-    queue: str
-    wanted: int
-    """How many messages the move may claim; 0 while the receiver does not wait for any."""
-    loop: asyncio.AbstractEventLoop
-
-    def moved(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Receive the messages, or give their claims up; on the receiver's event loop.
-
-        Args:
-            rows: Number, id, headers and body of each message that a move has claimed, in the order of their numbers.
-        """
-        ...
-
-
 @runtime_checkable
 class ClaimsInStatements(ServerClaims, Protocol):
     """Claims that are made in the statement that moves the messages to their queue, or that looks into the queue."""
@@ -433,43 +274,37 @@ class ClaimsInStatements(ServerClaims, Protocol):
         ...
 
 
-class ValueTypes(Protocol):
+class ColumnValues(ABC):
     """How a product's columns keep values, and its clock."""
 
-    clock_tick: timedelta
+    clock_tick: ClassVar[timedelta] = timedelta(microseconds=1)
     """The resolution of the clock that `in_seconds` reads: it may be read that much too early."""
-
-    largest_message: int
+    largest_message: ClassVar[int] = 500_000_000
     """How many bytes the headers and the body of a message may have together, so that it can also be read again."""
 
+    @abstractmethod
     def in_seconds(self, seconds: int) -> ColumnElement[Any]:
         """Return the database's time so many seconds from now, as the due column keeps times."""
-        ...
 
     def to_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
-        """Return the due column's value for `due`, rounded up to its precision."""
-        ...
+        """Return the due column's value for `due`, rounded up to its precision: by default as it is."""
+        return due
 
     def to_until(self, at: datetime) -> Any:  # noqa: ANN401 - as above
         """Return the value that due times are compared with: never later than `at`."""
-        ...
+        return self.to_due(at)
 
+    @abstractmethod
     def from_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
-        """Return the due time that the column keeps."""
-        ...
+        """Return the due time that the column keeps, in UTC."""
 
+    @abstractmethod
     def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
         """Return the due column as microseconds since 1970 UTC."""
-        ...
 
     def headers_of(self, message: Message) -> bytes:
-        """Return a message's headers as the store's table keeps them."""
-        ...
-
-    @property
-    def timeout_shape(self) -> TimeoutShape:
-        """The columns of NServiceBus' timeout table."""
-        ...
+        """Return a message's headers as the store's table keeps them: by default as they travel."""
+        return message.encoded_headers
 
 
 class StatementWords(Protocol):
@@ -551,10 +386,6 @@ class BulkWork(Protocol):
 
     def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
         """Delete the rows whose keys are in `copy`, and return their number."""
-        ...
-
-    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
-        """Return how expired timeouts move inside the server, or None where they do not."""
         ...
 
 
@@ -686,8 +517,11 @@ class DatabaseAccess(Protocol):
         ...
 
 
-class Dialect(ValueTypes, StatementWords, BulkWork, Catalog, TransactionControl, DatabaseAccess, Protocol):
+class Dialect(StatementWords, BulkWork, Catalog, TransactionControl, DatabaseAccess, Protocol):
     """One database of one product."""
+
+    values: ColumnValues
+    timeouts: TimeoutShape
 
     def __hash__(self) -> int:
         """Return a hash by identity."""

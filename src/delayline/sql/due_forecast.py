@@ -39,7 +39,7 @@ def forecast(
 ) -> DueForecast:
     """Return the forecast; one to four statements, each with a bounded number of rows."""
     table, dialect = statements.table, statements.dialect
-    values = [dialect.to_due(edge) for edge in edges]
+    values = [dialect.values.to_due(edge) for edge in edges]
     number = len(values) + 1
     most = min(COUNTED_EACH, COUNTED // number)
     first = _counted(connection, statements, values, most + 1)
@@ -63,7 +63,7 @@ def forecast(
             DueBucket(*span, count, known, destinations=shared)
             for span, count, known, shared in zip(spans_of(edges), counts, exact, shares, strict=True)
         ],
-        None if earliest is None else dialect.from_due(earliest),
+        None if earliest is None else dialect.values.from_due(earliest),
     )
 
 

@@ -20,7 +20,7 @@ from delayline.clock import SystemClock
 from delayline.delayed.store import Outcome
 from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.database import Database
-from delayline.sql.dialect import Moved
+from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.sqlite.commit_watch import CommitWatch

@@ -206,7 +206,7 @@ class Journal:
     def note(self, connection: Connection, event: JournalEvent, messages: Select[Any]) -> None:
         """Record an event of messages that are not in the store; the query selects id, destination and due."""
         columns = messages.subquery().c
-        now = self._dialect.in_seconds(0)
+        now = self._dialect.values.in_seconds(0)
         rows = select(literal(self._store.name), literal(event.value), *columns, now, literal(0))
         names = ["store", "event", "id", "destination", "due", "at", "retries"]
         connection.execute(insert(self._tables.entries).from_select(names, rows))
@@ -215,7 +215,7 @@ class Journal:
         """Record an event of messages that are not in the store, given as id, destination and due."""
         message_id, destination, due = message
         row = {"store": self._store.name, "event": event.value, "id": message_id, "destination": destination}
-        times = {"due": self._dialect.to_due(due), "at": self._dialect.in_seconds(0)}
+        times = {"due": self._dialect.values.to_due(due), "at": self._dialect.values.in_seconds(0)}
         connection.execute(insert(self._tables.entries).values(**row, **times, retries=0))
 
     def mark_failed(self, connection: Connection, ids: Sequence[str]) -> None:
@@ -259,7 +259,7 @@ def events_of(
     columns = entries.c
     query = select(columns.at, columns.event, columns.destination, columns.due, columns.retries)
     query = query.where(columns.id == message_id, columns.store == store).order_by(columns.seq).limit(MOST_EVENTS)
-    time = dialect.from_due
+    time = dialect.values.from_due
     rows = connection.execute(query)
     return [
         (time(at), event, destination, time(due), max(0, int(retries))) for at, event, destination, due, retries in rows

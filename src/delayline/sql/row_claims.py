@@ -17,7 +17,7 @@ from sqlalchemy import bindparam, func, select
 
 from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
-from delayline.sql.dialect import ClaimingForwarding
+from delayline.sql.moves import ClaimingForwarding
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
     from delayline.sql.database import Database
-    from delayline.sql.dialect import ClaimsInStatements, Leases, Moved, Server
+    from delayline.sql.dialect import ClaimsInStatements, Leases, Server
     from delayline.sql.file_database import FileDatabase
+    from delayline.sql.moves import Moved
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import StoreStatements
     from delayline.sql.watermark import DueQuery
@@ -116,7 +117,7 @@ class LockStatements:
             .limit(bindparam("number"))
         )
         due = due.with_for_update(skip_locked=True)
-        next_due = select(func.min(columns.due), dialect.in_seconds(0)).with_hint(table, *DIRTY)
+        next_due = select(func.min(columns.due), dialect.values.in_seconds(0)).with_hint(table, *DIRTY)
         one = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
         read = statements.waiting.where(by_ids).order_by(*in_order(table))
         self.due = Prepared(due, sql, ["until", "number"])
@@ -142,7 +143,7 @@ class ServerRowClaims:
         self._claiming = cast("ClaimingForwarding", forwarding) if can_claim else None
         self._queued = tables.queued.fullname
         self._last_moved = 0
-        self._from_due = database.dialect.from_due
+        self._from_due = database.dialect.values.from_due
         self._channel = store_channel(statements.table)
         database.notifications.register_store(self._channel, statements.table.schema)
         self._leased: set[str] = set()
@@ -364,7 +365,7 @@ class ServerRowClaims:
     def _begin(self, *, full: bool = False) -> tuple[DueQuery, object | None]:
         """Begin a query and return it with the earliest due time that it reads, None for a full query."""
         query = self._watermark.begin(full=full or (self._full_looks is None and self._watermark.is_unchecked))
-        return query, None if query.since is None else self._database.dialect.to_due(query.since)
+        return query, None if query.since is None else self._database.dialect.values.to_due(query.since)
 
     def _if_free(self, message_id: str, work: Callable[[Connection], object], connection: Connection) -> Outcome:
         # The column's collation may take another id for the same.

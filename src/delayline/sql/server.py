@@ -13,7 +13,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -47,7 +46,8 @@ from delayline.sql.deadlines import (
     AnswerDeadline,
     StopLimit,
 )
-from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED, Moved
+from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
+from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, in_order, must_fit, timeouts_table
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
@@ -57,13 +57,12 @@ from delayline.sql.workers import is_given_up
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
-    from datetime import datetime
 
     from sqlalchemy import Column, ColumnElement, Connection, Executable, Table
     from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
-    from delayline.message import Message
     from delayline.sql.dialect import (
+        ColumnValues,
         DecisionReader,
         JournalTriggers,
         Leases,
@@ -73,7 +72,6 @@ if TYPE_CHECKING:
         ServerSessions,
         Stage,
         TableIdentity,
-        TimeoutForwarding,
     )
     from delayline.sql.schema import QueueTables
     from delayline.sql.urls import Host
@@ -87,6 +85,7 @@ LEASE: Final = 60  # seconds; a dispatch takes less
 class ServerDialect(ABC):
     """One database of a server, reached through a SQLAlchemy driver."""
 
+    values: ColumnValues
     product: ClassVar[str]
     driver: str
     """SQLAlchemy's name for the dialect and driver."""
@@ -95,10 +94,8 @@ class ServerDialect(ABC):
     default_port: ClassVar[int]
     longest_name: ClassVar[int]
     """How many bytes of UTF-8 a table's name may have."""
-    clock_tick = timedelta(microseconds=1)
     server_timeout: float = SERVER_TIMEOUT
     """Seconds to wait for an answer."""
-    largest_message = 500_000_000
     forces_indexes = False
     folds_column_case = True
     deletes_by_list = False
@@ -284,31 +281,10 @@ class ServerDialect(ABC):
         """Delete the rows by a join, and return their number."""
         return connection.execute(sqlalchemy.delete(table).where(table.c[key] == copy.c[key])).rowcount
 
-    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
-        """Not here."""
-        del table, tables
-        return None
-
     def leases(self, table: Table, tables: QueueTables) -> Leases:
         """Leases in a column of the store's table."""
         del tables
         return LeaseColumn(table, self)
-
-    @abstractmethod
-    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
-        """Return the database's time so many seconds from now, as the due column keeps times."""
-
-    def to_due(self, due: datetime) -> datetime:
-        """Return the instant: the column keeps microseconds."""
-        return due
-
-    def to_until(self, at: datetime) -> datetime:
-        """Return the instant, which the column keeps exactly."""
-        return self.to_due(at)
-
-    def headers_of(self, message: Message) -> bytes:
-        """Return the headers as they travel."""
-        return message.encoded_headers
 
     def kept_name(self, table: str) -> str:
         """Return the name as it is."""
@@ -435,8 +411,10 @@ class LeaseColumn:
 
     def __init__(self, table: Table, dialect: ServerDialect) -> None:
         sql, until, by_ids = dialect.sql, table.c.leased_until, dialect.one_of(table.c.id, "keys")
-        self.free = or_(until.is_(None), until < dialect.in_seconds(0))
-        self._take = Prepared(update(table).where(by_ids).values(leased_until=dialect.in_seconds(LEASE)), sql, ["keys"])
+        self.free = or_(until.is_(None), until < dialect.values.in_seconds(0))
+        self._take = Prepared(
+            update(table).where(by_ids).values(leased_until=dialect.values.in_seconds(LEASE)), sql, ["keys"]
+        )
         self._end = Prepared(update(table).where(by_ids).values(leased_until=null()), sql, ["keys"])
 
     def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:

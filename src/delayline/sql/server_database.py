@@ -345,8 +345,8 @@ class ServerDatabase(Database):
     def __init__(self, dialect: Server) -> None:
         super().__init__()
         self.dialect = dialect
-        self._clock = ServerClock(lambda: self.spawn(self._ask_the_time), dialect.clock_tick)
-        self._now = Prepared(select(dialect.in_seconds(0)), dialect.sql, [])
+        self._clock = ServerClock(lambda: self.spawn(self._ask_the_time), dialect.values.clock_tick)
+        self._now = Prepared(select(dialect.values.in_seconds(0)), dialect.sql, [])
         self._abandoning: threading.Thread | None = None
         self._stops_over = threading.Event()
         self._limiting = threading.Lock()
@@ -636,7 +636,7 @@ class ServerDatabase(Database):
 
     def _read_the_time(self, connection: Connection) -> None:
         requested = steady()
-        self._clock.answered(self.dialect.from_due(self._now.one(connection)), requested)
+        self._clock.answered(self.dialect.values.from_due(self._now.one(connection)), requested)
 
     def _connect(self) -> None:
         self._translated(self.dialect.check)

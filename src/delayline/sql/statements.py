@@ -112,7 +112,7 @@ class StoreStatements:
     def by_due(self, width: int) -> Select[int, str, int]:
         """Return the count by bucket of `width` microseconds and destination."""
         columns = self.table.c
-        due = self._dialect.microseconds(columns.due)
+        due = self._dialect.values.microseconds(columns.due)
         # Twice the remainder: SQL's has the sign of its left side, and due times before 1970 are negative.
         start = (due - (due % width + width) % width).label("start")
         buckets = select(start, self._dialect.exact(columns.destination).label("destination")).subquery().c
@@ -134,21 +134,21 @@ class StoreStatements:
         """
         due = self.table.c.due
         of_all = select(func.min(due)).scalar_subquery()
-        recent = select(func.min(due)).where(due >= self._dialect.in_seconds(-seconds)).scalar_subquery()
+        recent = select(func.min(due)).where(due >= self._dialect.values.in_seconds(-seconds)).scalar_subquery()
         return Prepared(select(of_all, recent), self._dialect.sql, [])
 
     def row_of(self, message: DelayedMessage) -> Values:
         """Return the parameters of the insert statement."""
         kept = message.message
-        due = self._dialect.to_due(message.due)
-        headers = self._dialect.headers_of(kept)
+        due = self._dialect.values.to_due(message.due)
+        headers = self._dialect.values.headers_of(kept)
         return kept.id, message.destination, due, headers, kept.body, message.number_of_retries
 
     def message_of(self, row: Sequence[Any]) -> DelayedMessage:
         """Return the message of a row of `waiting`."""
         message_id, destination, due, headers, body, retry_count = row
         kept = Message.from_encoded(message_id, headers, body or b"")
-        return DelayedMessage(kept, destination or "", self._dialect.from_due(due), retry_count)
+        return DelayedMessage(kept, destination or "", self._dialect.values.from_due(due), retry_count)
 
     def bounded(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> list[DelayedMessage]:
         """Read due messages one by one until their bytes are too many; at least one when one is due."""
@@ -186,7 +186,9 @@ class QueueStatements:
             select(queues.c.name).where(dialect.one_of(queues.c.name, "names"), filled), sql, ["names"]
         )
         self.register = Prepared(dialect.insert_new(queues, "name"), sql, ["name"])
-        expired = case((columns.expires <= dialect.in_seconds(0), literal_column("1")), else_=literal_column("0"))
+        expired = case(
+            (columns.expires <= dialect.values.in_seconds(0), literal_column("1")), else_=literal_column("0")
+        )
         self.put = Prepared(insert(queued), sql, PUT)
         put_existing = insert(queued).from_select(
             PUT,
@@ -198,7 +200,7 @@ class QueueStatements:
         self.put_existing = Prepared(put_existing, sql, ["name", *(f"new_{name}" for name in PUT[1:])])
         """Inserts a message if its queue exists."""
         self.put_expiring = Prepared(insert(queued), sql, [*PUT, "expires"])
-        self.now = Prepared(select(dialect.in_seconds(0)), sql, [])
+        self.now = Prepared(select(dialect.values.in_seconds(0)), sql, [])
         self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
         self.claimed = Prepared(kept.add_columns(expired).where(by_numbers), sql, ["numbers"])
         self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
@@ -258,8 +260,8 @@ def queue_channel(queue: str) -> str:
 def check_size(message: Message, dialect: Dialect) -> None:
     """Refuse a message that the database could not take, or not give back. Raises InvalidMessage."""
     size = len(message.encoded_headers) + len(message.body)
-    if size > dialect.largest_message:
+    if size > dialect.values.largest_message:
         raise InvalidMessage(
-            f"message {message.id!r} has {size:,} bytes; {dialect} can keep {dialect.largest_message:,}. "
+            f"message {message.id!r} has {size:,} bytes; {dialect} can keep {dialect.values.largest_message:,}. "
             "Keep large content elsewhere and send where it is"
         )

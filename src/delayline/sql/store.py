@@ -236,7 +236,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
     ) -> Sequence[DelayedMessage]:
         """Lock and return the earliest due messages."""
-        until = self._database.dialect.to_until(at)
+        until = self._database.dialect.values.to_until(at)
         messages = await self._locking.fetch(until, limit, max_bytes=max_bytes, transaction=transaction)
         self._kept_journal.fetched(messages)
         return messages
@@ -247,7 +247,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
 
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
         """Move due messages to their queues inside the database."""
-        until, counted = self._database.dialect.to_until(at), self._counts_forwarded
+        until, counted = self._database.dialect.values.to_until(at), self._counts_forwarded
         moved = await self._locking.forward(until, limit, max_bytes=max_bytes, counted=counted)
         self._database.notify({queue_channel(name): 0 for name in moved.queues})
         counts = None
@@ -297,7 +297,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         """Count failures, move the due times, unlock."""
         if not messages:
             return 0
-        due = self._database.dialect.to_due(at)
+        due = self._database.dialect.values.to_due(at)
         ids, retry = [message.id for message in messages], self._statements.retry
         counted = await self._locking.change(
             lambda connection: retry.change_each(connection, due, keys=ids), messages, transaction
@@ -345,7 +345,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
         """Move a waiting message to another due time."""
         due = in_utc(due)
-        at, move = self._database.dialect.to_due(due), self._statements.move
+        at, move = self._database.dialect.values.to_due(due), self._statements.move
         outcome = await self._locking.manage(message_id, lambda connection: move.change(connection, at, [message_id]))
         if outcome is Outcome.DONE:
             await self._notify(due)
@@ -383,7 +383,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
     ) -> Sequence[FoundMessage]:
         """Return pending messages without their bodies, earliest due first."""
-        statements, to_due = self._statements, self._database.dialect.to_due
+        statements, to_due = self._statements, self._database.dialect.values.to_due
         due = statements.table.c.due
         query = statements.found(0).order_by(*in_order(statements.table)).limit(limit).offset(offset)
         if start is not None:
@@ -456,7 +456,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         return self._database.dialect.timeouts_table(name, self._schema)
 
     def _due(self, kept: object) -> datetime | None:
-        return None if kept is None else self._database.dialect.from_due(kept)
+        return None if kept is None else self._database.dialect.values.from_due(kept)
 
     async def _notify(self, due: datetime, transaction: Transaction | None = None) -> None:
         if transaction is None:

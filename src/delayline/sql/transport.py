@@ -409,9 +409,9 @@ class SqlTransport(SqlBackend):
     def _expiry(self, connection: Connection, spans: Sequence[timedelta | None]) -> list[object]:
         """Return when messages that may wait for so long expire, by the database's clock; None for never."""
         dialect = self._database.dialect
-        now = dialect.from_due(self._statements.now.one(connection))
+        now = dialect.values.from_due(self._statements.now.one(connection))
         latest = datetime.max.replace(tzinfo=UTC) - now
-        return [None if span is None or span > latest else dialect.to_due(now + span) for span in spans]
+        return [None if span is None or span > latest else dialect.values.to_due(now + span) for span in spans]
 
 
 def _dispatch_failed(operations: Sequence[TransportOperation], missing: set[str]) -> DispatchFailed:

@@ -37,7 +37,7 @@ def table_prefix(endpoint_name: str) -> str:
 
 def timeout_table(prefix: str, schema: str | None, dialect: Dialect) -> Table:
     """Return the timeout table with this prefix. Raises ConfigurationError for a name that is too long."""
-    shape = dialect.timeout_shape
+    shape = dialect.timeouts
     name = f"{prefix}TimeoutData"
     saga_index, time_index = ("Index_SagaId", "Index_Time")
     if shape.named_by_table:
@@ -66,16 +66,16 @@ class TimeoutTimes:
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
-        self._rounded = dialect.timeout_shape.round_time
-        self._lost = dialect.timeout_shape.time_lost
+        self._rounded = dialect.timeouts.round_time
+        self._lost = dialect.timeouts.time_lost
 
     def kept(self, due: datetime) -> Any:  # noqa: ANN401 - a value of the driver
         """Return the column's value for `due`, rounded up to its precision."""
-        return self._dialect.to_due(due) if self._rounded is None else self._rounded(due.astimezone(UTC))
+        return self._dialect.values.to_due(due) if self._rounded is None else self._rounded(due.astimezone(UTC))
 
     def until(self, at: datetime) -> Any:  # noqa: ANN401 - a value of the driver
         """Return the value to compare due times with: no timeout due after `at` compares as due."""
-        return self._dialect.to_until(at) if self._rounded is None else at.astimezone(UTC).replace(tzinfo=None)
+        return self._dialect.values.to_until(at) if self._rounded is None else at.astimezone(UTC).replace(tzinfo=None)
 
     @property
     def is_exact(self) -> bool:
@@ -104,4 +104,4 @@ class TimeoutTimes:
         """Return the due time of a column's value, NEVER for NULL."""
         if kept is None:
             return NEVER
-        return kept.replace(tzinfo=UTC) if isinstance(kept, datetime) else self._dialect.from_due(kept)
+        return kept.replace(tzinfo=UTC) if isinstance(kept, datetime) else self._dialect.values.from_due(kept)

@@ -59,7 +59,8 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import DueCount
     from delayline.message import DelayedMessage, Message
-    from delayline.sql.dialect import Dialect, Moved
+    from delayline.sql.dialect import Dialect
+    from delayline.sql.moves import Moved
     from delayline.sql.schema import QueueTables
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.timeouts.persister import LockedTimeouts, Timeout, TimeoutCount, TimeoutsChunk
@@ -91,7 +92,7 @@ class TimeoutStatements:
         content = select(columns.Id, columns.Destination, columns.SagaId, columns.State, columns.Time, columns.Headers)
         content = content.add_columns(columns.PersistenceVersion)
         look, of_keys = content.where(of_id), dialect.one_of(columns.Id, "keys")
-        self._asks_first = not dialect.timeout_shape.inserts_new
+        self._asks_first = not dialect.timeouts.inserts_new
         new = insert(table) if self._asks_first else dialect.insert_new(table, "Id")
         self._insert = Prepared(new, sql, COLUMNS)
         self._exists = Prepared(select(columns.Id).where(of_id).with_hint(table, *WAITING), sql, ["key"])
@@ -108,7 +109,8 @@ class TimeoutStatements:
         self._lock_due = Prepared(due, sql, ["until", "number"])
         self._read = Prepared(content.where(of_keys), sql, ["keys"])
         self._delete_many = Prepared(delete(table).where(of_keys), sql, ["keys"])
-        self._forwarding = dialect.timeout_forwarding(table, tables)
+        forwarding = dialect.timeouts.forwarding
+        self._forwarding = None if forwarding is None else forwarding(table, tables)
         self._first = Prepared(in_order.limit(bindparam("number")), sql, ["number"])
         times = (func.count(columns.Time), func.min(columns.Time), func.max(columns.Time))
         self._count = Prepared(select(*times, func.count()), sql, [])
@@ -133,7 +135,7 @@ class TimeoutStatements:
         """Insert the row that pollers lock. Idempotent, also in several processes at once."""
         if self.lacks_lock_row(connection):
             self._dialect.insert_rows(
-                connection, self._add_lock_row, [(self._name, POLLER_LOCK, self._dialect.to_due(EPOCH))]
+                connection, self._add_lock_row, [(self._name, POLLER_LOCK, self._dialect.values.to_due(EPOCH))]
             )
 
     def add(self, connection: Connection, timeout: Timeout) -> None:
@@ -208,7 +210,7 @@ class TimeoutStatements:
         chunk, ended = self.look(connection, at, limit)
         self._free.change_each(connection, self._name, keys=ended)
         if chunk.due:
-            kept = self._dialect.to_due(lease_until)
+            kept = self._dialect.values.to_due(lease_until)
             self._lease.change_many(connection, [(self._name, one.id, kept) for one in chunk.due])
         return chunk
 
@@ -236,7 +238,7 @@ class TimeoutStatements:
     def forward(self, connection: Connection, at: datetime, limit: int, max_bytes: int) -> Moved:
         """Move expired timeouts to their queues."""
         assert self._forwarding is not None  # noqa: S101 - `forwards` was True
-        kept, until = self._dialect.to_due(at), self.times.until(at)
+        kept, until = self._dialect.values.to_due(at), self.times.until(at)
         return self._forwarding.run(connection, kept, until, to_wire_time(at), limit=limit, max_bytes=max_bytes)
 
     def remove_many(self, connection: Connection, ids: Sequence[str]) -> int:
@@ -248,12 +250,12 @@ class TimeoutStatements:
     def lease_locked(self, connection: Connection, ids: Sequence[str], until: datetime) -> None:
         """Lease timeouts until `until`."""
         self._free.change_each(connection, self._name, keys=ids)
-        kept = self._dialect.to_due(until)
+        kept = self._dialect.values.to_due(until)
         self._lease.change_many(connection, [(self._name, one, kept) for one in ids])
 
     def lease(self, connection: Connection, ids: Sequence[str], until: datetime) -> None:
         """Change the end of existing leases."""
-        self._prolong.change_each(connection, self._dialect.to_due(until), self._name, keys=ids)
+        self._prolong.change_each(connection, self._dialect.values.to_due(until), self._name, keys=ids)
 
     def count(self, connection: Connection) -> TimeoutCount:
         """Return the number of timeouts, and the due times of the first and the last."""
@@ -268,7 +270,8 @@ class TimeoutStatements:
     def _leases(self, connection: Connection, at: datetime) -> tuple[dict[str, datetime], list[str]]:
         """Return the current leases with their ends, and the ids of expired leases."""
         leases = {
-            key: self._dialect.from_due(until) for key, until in self._leased.rows(connection, self._name, POLLER_LOCK)
+            key: self._dialect.values.from_due(until)
+            for key, until in self._leased.rows(connection, self._name, POLLER_LOCK)
         }
         ended = [key for key, until in leases.items() if until <= at]
         for key in ended:
@@ -460,7 +463,7 @@ class SqlTimeoutPersister(SqlStoreBackend):
         forward = partial(self._statements.forward, at=at, limit=limit, max_bytes=max_bytes)
         moved = await self._database.write(forward, one_statement=True)
         self._database.notify({queue_channel(name): 0 for name in moved.queues})
-        next_due = None if moved.next_due is None else self._database.dialect.from_due(moved.next_due)
+        next_due = None if moved.next_due is None else self._database.dialect.values.from_due(moved.next_due)
         return Forwarded(moved.number, next_due, moved.left)
 
     async def lease(self, ids: Sequence[str], until: datetime) -> None:
@@ -576,7 +579,7 @@ class TimeoutManagement:
         self._table = statements.table
         columns, sql = self._table.c, dialect.sql
         headers: ColumnElement[Any] = columns.Headers
-        self._headers = cast(headers, Text) if dialect.timeout_shape.json_headers else type_coerce(headers, Text)
+        self._headers = cast(headers, Text) if dialect.timeouts.json_headers else type_coerce(headers, Text)
         of_id = columns.Id == bindparam("key")
         free = select(columns.Id).where(of_id).with_for_update(skip_locked=True)
         exists = select(columns.Id).where(of_id).with_hint(self._table, *WAITING)

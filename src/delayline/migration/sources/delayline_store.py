@@ -43,11 +43,11 @@ class DelaylineStore(TableSource):
 
     def kept_due(self, due: datetime) -> Any:  # noqa: ANN401 - what the driver takes
         """Return the pending messages of a store."""
-        return self.dialect.to_due(due)
+        return self.dialect.values.to_due(due)
 
     def read_due(self, kept: Any) -> datetime:  # noqa: ANN401 - what the driver gives
         """Return the instant."""
-        return self.dialect.from_due(kept)
+        return self.dialect.values.from_due(kept)
 
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
         """Return the columns of a message."""
@@ -56,7 +56,7 @@ class DelaylineStore(TableSource):
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
         """Return the messages as they are."""
-        read = self.dialect.from_due
+        read = self.dialect.values.from_due
         return record_batch((row[0], row[1], read(row[2]), _text(row[3]), row[4]) for row in rows)
 
 

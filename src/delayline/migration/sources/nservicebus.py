@@ -64,7 +64,7 @@ class NServiceBusSql(TableSource):
         """Return the columns that make a message; headers as the text they are, also where the column is JSON."""
         columns = table.c
         state = columns.State if bodies else null()
-        key = cast(columns.Id, Text()) if self.dialect.timeout_shape.binary_keys else columns.Id
+        key = cast(columns.Id, Text()) if self.dialect.timeouts.binary_keys else columns.Id
         return key, columns.Destination, columns.Time, type_coerce(columns.Headers, Text()), state
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:

@@ -95,7 +95,7 @@ class Procrastinate(TableSource):
 
     def read_due(self, kept: datetime) -> datetime:
         """Return the instant in UTC."""
-        return self.dialect.from_due(kept)
+        return self.dialect.values.from_due(kept)
 
     def size(self, rows: FromClause) -> ColumnElement[int]:
         """Return how long the arguments are as text."""

@@ -86,7 +86,7 @@ class PlainSession(DeliverySession):
     def _kept(self, due: datetime) -> datetime:
         """Return the time that the database keeps for it, not before it. Raises InvalidDueTime."""
         dialect = database_at(self.url).dialect
-        return dialect.from_due(dialect.to_due(due))
+        return dialect.values.from_due(dialect.values.to_due(due))
 
     async def _stored(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
         """Store all of them, or each that can be where one cannot; return why some cannot."""

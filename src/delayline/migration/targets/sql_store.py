@@ -56,7 +56,7 @@ class SqlStore:
     @property
     def largest_message(self) -> int:
         """The largest message in bytes that the database can store."""
-        return self._database.dialect.largest_message
+        return self._database.dialect.values.largest_message
 
     def __str__(self) -> str:
         return str(self._database.dialect)

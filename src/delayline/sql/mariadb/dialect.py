@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import re
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
@@ -28,13 +29,14 @@ from delayline.errors import (
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql import journal_triggers
-from delayline.sql.dialect import TableIdentity, TimeoutShape, waiting_briefly
+from delayline.sql.dialect import ColumnValues, TableIdentity, waiting_briefly
 from delayline.sql.due_forecast import explanation
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import TO_PUT, must_fit
 from delayline.sql.server import LockedForwarding, ServerDialect, SessionClaims, cause_of, run, watch_of
 from delayline.sql.staging import need_arrow
+from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -210,6 +212,44 @@ class MariadbJson(mysql.LONGTEXT):
     __visit_name__ = "JSON"
 
 
+def _whole_seconds(due: datetime) -> datetime:
+    """Return the time without its zone, rounded up to a second."""
+    down = due.replace(microsecond=0, tzinfo=None)
+    return down + timedelta(seconds=1) if due.microsecond else down
+
+
+#: The columns that NServiceBus' script for MySQL creates.
+TIMEOUTS: Final = TimeoutShape(
+    mysql.VARCHAR(38),
+    mysql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH),
+    mysql.DATETIME(),
+    MariadbJson(),
+    round_time=_whole_seconds,
+    time_lost=timedelta(seconds=1),  # MariaDB cuts the fraction off, MySQL rounds it
+    json_headers=True,
+)
+
+
+class MariadbValues(ColumnValues):
+    """DATETIME(6) keeps microseconds, in UTC."""
+
+    def to_due(self, due: datetime) -> datetime:
+        """Return the instant in UTC without its zone: DATETIME(6) keeps microseconds."""
+        return due.astimezone(UTC).replace(tzinfo=None)
+
+    def from_due(self, kept: datetime) -> datetime:
+        """Return the due time in UTC."""
+        return kept.replace(tzinfo=UTC)
+
+    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return the column as microseconds since 1970."""
+        return func.timestampdiff(literal_column("MICROSECOND"), literal_column("'1970-01-01'"), due)
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the server's time so many seconds from now."""
+        return literal_column(f"(UTC_TIMESTAMP(6) + INTERVAL {seconds} SECOND)")
+
+
 class Mariadb(ServerDialect):
     """MariaDB as a dialect."""
 
@@ -222,6 +262,8 @@ class Mariadb(ServerDialect):
     rights_to_store = (*TO_PUT, "UPDATE")  # its insert of a row that may be there already is an update
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
     exact_collation: ClassVar[str] = "utf8mb4_nopad_bin"
+    values: ColumnValues = MariadbValues()
+    timeouts = TIMEOUTS
 
     def __init__(self, url: URL) -> None:
         unknown = sorted(set(url.query) - set(OPTIONS))
@@ -382,7 +424,7 @@ class Mariadb(ServerDialect):
             connection,
             "SELECT VERSION(), @@innodb_flush_log_at_trx_commit, @@max_allowed_packet, UTC_TIMESTAMP(6)",
         )[0]
-        off = (datetime.now(UTC) - self.from_due(now)).total_seconds()
+        off = (datetime.now(UTC) - self.values.from_due(now)).total_seconds()
         return [
             ("server", True, f"{self.product} {version}"),
             ("innodb_flush_log_at_trx_commit", flush == 1, f"{flush}" + ("" if flush == 1 else ": set it to 1")),
@@ -396,39 +438,12 @@ class Mariadb(ServerDialect):
         old, new, name = quoted.format_table(table), quoted.format_table(copy), quoted.quote(key)
         return connection.exec_driver_sql(f"DELETE {old} FROM {old} JOIN {new} ON {old}.{name} = {new}.{name}").rowcount
 
-    @property
-    def timeout_shape(self) -> TimeoutShape:
-        """The columns that NServiceBus' script for MySQL creates."""
-        destination = mysql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH)
-        headers = MariadbJson() if self.sql.name == "mariadb" else mysql.JSON()
-        return TimeoutShape(
-            mysql.VARCHAR(38),
-            destination,
-            mysql.DATETIME(),
-            headers,
-            round_time=_whole_seconds,
-            time_lost=timedelta(seconds=1),  # MariaDB cuts the fraction off, MySQL rounds it
-            json_headers=True,
-        )
-
     def stage(self, store: Table, name: str) -> Stage:
         """Return a staging table."""
         need_arrow()
         from delayline.sql.mariadb.staging import MariadbStage
 
         return MariadbStage(self, store, name)
-
-    def to_due(self, due: datetime) -> datetime:
-        """Return the instant in UTC without its zone: DATETIME(6) keeps microseconds."""
-        return due.astimezone(UTC).replace(tzinfo=None)
-
-    def from_due(self, kept: datetime) -> datetime:
-        """Return the due time in UTC."""
-        return kept.replace(tzinfo=UTC)
-
-    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
-        """Return the column as microseconds since 1970."""
-        return func.timestampdiff(literal_column("MICROSECOND"), literal_column("'1970-01-01'"), due)
 
     def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Return the server, and the table in the database that it or the connection names."""
@@ -453,10 +468,6 @@ class Mariadb(ServerDialect):
         if getattr(column.type.dialect_impl(self.sql), "collation", None) == self.exact_collation:
             return column
         return collate(cast(column, mysql.CHAR(charset="utf8mb4")), self.exact_collation)
-
-    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
-        """Return the server's time so many seconds from now."""
-        return literal_column(f"(UTC_TIMESTAMP(6) + INTERVAL {seconds} SECOND)")
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is; INSERT IGNORE would hide other errors too."""
@@ -542,6 +553,7 @@ class Mysql(Mariadb):
     extra = "mysql"
     oldest = (8, 0, 17)  # the first with a collation for names that are equal only when they are the same
     exact_collation = "utf8mb4_0900_bin"
+    timeouts = replace(TIMEOUTS, headers=mysql.JSON())
 
 
 def _connected(dialect: object, record: object, arguments: Sequence[Any], options: Mapping[str, Any]) -> object:
@@ -675,9 +687,3 @@ class IndexedSql(MySQLCompiler):
 
 
 WAS_READ_ONLY: Final = "delayline read-only"  # the key in SQLAlchemy's `Connection.info`
-
-
-def _whole_seconds(due: datetime) -> datetime:
-    """Return the time without its zone, rounded up to a second."""
-    down = due.replace(microsecond=0, tzinfo=None)
-    return down + timedelta(seconds=1) if due.microsecond else down

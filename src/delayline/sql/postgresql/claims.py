@@ -9,11 +9,8 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from delayline.errors import DelaylineError
-from delayline.sql.dialect import (
-    Moved,
-    Page,
-    TransactionsInProgress,
-)
+from delayline.sql.dialect import Page, TransactionsInProgress
+from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.server import SessionClaims, run
 from delayline.sql.workers import is_given_up
@@ -23,7 +20,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.dialect import ClaimingMove, ServerSessions, WaitingReceiver
+    from delayline.sql.dialect import ServerSessions
+    from delayline.sql.moves import ClaimingMove, WaitingReceiver
     from delayline.sql.postgresql.dialect import Postgresql
     from delayline.sql.prepared import StatementResult
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+from dataclasses import replace
 from datetime import UTC, datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import BigInteger, String, Text, Uuid, cast, extract, literal_column
@@ -23,11 +24,7 @@ from delayline.errors import (
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql import journal_triggers
-from delayline.sql.dialect import (
-    TableIdentity,
-    TimeoutShape,
-    conflict_columns,
-)
+from delayline.sql.dialect import ColumnValues, TableIdentity, conflict_columns
 from delayline.sql.due_forecast import explanation
 from delayline.sql.postgresql import numbers
 from delayline.sql.postgresql.claims import AdvisoryLockClaims
@@ -50,6 +47,7 @@ from delayline.sql.postgresql.two_phase import PostgresqlTwoPhase
 from delayline.sql.prepared import Prepared
 from delayline.sql.server import ServerDialect, cause_of, run, watch_of
 from delayline.sql.staging import need_arrow
+from delayline.sql.timeouts import TimeoutShape
 from delayline.sql.urls import Host, listed
 
 if TYPE_CHECKING:
@@ -122,6 +120,35 @@ OF_OTHERS: Final = (
 )
 
 
+#: The columns that NServiceBus' script for PostgreSQL creates.
+TIMEOUTS: Final = TimeoutShape(
+    Uuid(),
+    String(MAXIMUM_DESTINATION_LENGTH),
+    postgresql.TIMESTAMP(),
+    Text(),
+    round_time=lambda due: due.replace(tzinfo=None),
+    nullable=True,
+    named_by_table=True,
+    binary_keys=True,
+)
+
+
+class PostgresqlValues(ColumnValues):
+    """timestamptz keeps microseconds, and a field has 1 GB: others, pg_dump too, read bytes as hexadecimal text."""
+
+    def from_due(self, kept: datetime) -> datetime:
+        """Return the due time in UTC."""
+        return kept.astimezone(UTC)
+
+    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return the column as microseconds since 1970: exact, as `extract` is numeric."""
+        return cast(extract("epoch", due) * 1_000_000, BigInteger)
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the server's time so many seconds from now."""
+        return literal_column(f"clock_timestamp() + interval '{seconds} seconds'")
+
+
 class Postgresql(ServerDialect):
     """PostgreSQL as a dialect."""
 
@@ -135,7 +162,6 @@ class Postgresql(ServerDialect):
     deletes_by_list = True
     returns_deleted = True
     locks_tables = True
-    largest_message = 500_000_000  # a field has 1 GB, and others, pg_dump too, read bytes as hexadecimal text
 
     def __init__(self, url: URL) -> None:
         self.pgbouncer = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
@@ -152,6 +178,8 @@ class Postgresql(ServerDialect):
         from delayline.sql.postgresql.binary import Copies
 
         self._copies = Copies()
+        self.values: ColumnValues = PostgresqlValues()
+        self.timeouts = replace(TIMEOUTS, forwarding=partial(PostgresqlTimeouts, sql=self.sql))
         one_writes = self.url.query.get("target_session_attrs") in ("read-write", "primary")
         self._any_order = one_writes and len(self.hosts) > 1 and "hostaddr" not in self.url.query
         self._reached: Host | None = None
@@ -297,42 +325,12 @@ class Postgresql(ServerDialect):
         [plan] = json.loads(found) if isinstance(found, str) else found
         return [float(bucket["Plan Rows"]) for bucket in plan["Plan"]["Plans"]]
 
-    @property
-    def timeout_shape(self) -> TimeoutShape:
-        """The columns that NServiceBus' script for PostgreSQL creates."""
-        return TimeoutShape(
-            Uuid(),
-            String(MAXIMUM_DESTINATION_LENGTH),
-            postgresql.TIMESTAMP(),
-            Text(),
-            round_time=lambda due: due.replace(tzinfo=None),
-            nullable=True,
-            named_by_table=True,
-            binary_keys=True,
-        )
-
     def stage(self, store: Table, name: str) -> Stage:
         """Return a staging table."""
         need_arrow()
         from delayline.sql.postgresql.staging import PostgresqlStage
 
         return PostgresqlStage(self, store, name)
-
-    def to_due(self, due: datetime) -> datetime:
-        """Return the instant: timestamptz keeps microseconds."""
-        return due
-
-    def from_due(self, kept: datetime) -> datetime:
-        """Return the due time in UTC."""
-        return kept.astimezone(UTC)
-
-    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
-        """Return the column as microseconds since 1970: exact, as `extract` is numeric."""
-        return cast(extract("epoch", due) * 1_000_000, BigInteger)
-
-    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
-        """Return the server's time so many seconds from now."""
-        return literal_column(f"clock_timestamp() + interval '{seconds} seconds'")
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition with an array: one statement, and one plan, for lists of any length."""
@@ -406,10 +404,6 @@ class Postgresql(ServerDialect):
     def forwarding(self, table: Table, tables: QueueTables) -> PostgresqlForwarding:
         """One statement."""
         return PostgresqlForwarding(table, tables, self)
-
-    def timeout_forwarding(self, table: Table, tables: QueueTables) -> PostgresqlTimeouts:
-        """One statement."""
-        return PostgresqlTimeouts(table, tables, self)
 
     def is_disconnect(self, error: Exception) -> bool:
         """Return whether the server has gone, or this connection to it."""

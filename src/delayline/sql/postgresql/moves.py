@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from delayline.sql.dialect import Moved
+from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 

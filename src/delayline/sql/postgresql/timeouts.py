@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from delayline.message import Headers, TimeoutHeaders
-from delayline.sql.dialect import Moved
+from delayline.sql.moves import Moved
 from delayline.sql.server import run
 
 if TYPE_CHECKING:
-    from sqlalchemy import Connection, Table
+    from sqlalchemy import Connection, Dialect, Table
 
-    from delayline.sql.postgresql.dialect import Postgresql
     from delayline.sql.schema import QueueTables
 
 #: Headers in which one of these words occurs need more than moving.
@@ -51,9 +50,9 @@ SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT "Destination" FROM gon
 class PostgresqlTimeouts:
     """Moves the earliest expired timeouts of one table, skipping locked and leased ones."""
 
-    def __init__(self, table: Table, tables: QueueTables, dialect: Postgresql) -> None:
+    def __init__(self, table: Table, tables: QueueTables, sql: Dialect) -> None:
         named = {"table": table, "leases": tables.leases, "queues": tables.queues, "queued": tables.queued}
-        quote = dialect.sql.identifier_preparer.format_table
+        quote = sql.identifier_preparer.format_table
         self._move = MOVE_EXPIRED.format(**{name: quote(one) for name, one in named.items()})
         self._name = str(table.name)
         self._patterns = [f"%{marker}%" for marker in TIMEOUT_MARKERS]

@@ -26,7 +26,7 @@ from delayline.errors import (
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql import journal_triggers
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
-from delayline.sql.dialect import TableIdentity, TimeoutShape, conflict_columns
+from delayline.sql.dialect import ColumnValues, TableIdentity, conflict_columns
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
 from delayline.sql.server import run
@@ -35,6 +35,7 @@ from delayline.sql.sqlite.claims import FileClaims
 from delayline.sql.sqlite.errors import TRANSLATIONS, busy, file_identity, held_by_this_process
 from delayline.sql.sqlite.notifications import PipeNotifications
 from delayline.sql.staging import need_arrow
+from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -43,8 +44,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from delayline.message import Message
-    from delayline.sql.dialect import Finding, JournalTriggers, Stage, TimeoutForwarding
+    from delayline.sql.dialect import Finding, JournalTriggers, Stage
     from delayline.sql.schema import QueueTables
 
 
@@ -74,11 +74,38 @@ SELECT due FROM windows CROSS JOIN {table} WHERE seq >= start AND seq < start + 
 """
 
 
-class Sqlite:
-    """SQLite as a dialect."""
+#: The columns of delayline's own timeout table: NServiceBus has none for SQLite.
+TIMEOUTS: Final = TimeoutShape(
+    String(36), String(MAXIMUM_DESTINATION_LENGTH), BigInteger(), Text(), nullable=True, named_by_table=True
+)
+
+
+class SqliteValues(ColumnValues):
+    """Due times are microseconds since 1970 UTC, by this machine's clock."""
 
     clock_tick = timedelta(milliseconds=1)
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return this machine's time so many seconds from now, to the millisecond."""
+        return literal_column(f"CAST((julianday('now') - 2440587.5) * 86400000 + {seconds * 1000} AS INTEGER) * 1000")
+
+    def to_due(self, due: datetime) -> int:
+        """Return microseconds since 1970 UTC."""
+        return to_microseconds(due)
+
+    def from_due(self, kept: int) -> datetime:
+        """Return the due time."""
+        return from_microseconds(kept)
+
+    def microseconds(self, due: ColumnElement[int]) -> ColumnElement[int]:
+        """Return the column as it is."""
+        return due
+
+
+class Sqlite:
+    """SQLite as a dialect."""
+
     forces_indexes = False
     folds_column_case = True
     deletes_by_list = True
@@ -87,6 +114,8 @@ class Sqlite:
     locks_tables = True  # with the whole file
     journal: JournalTriggers | None = journal_triggers.SQLITE
     rights_to_store: Sequence[str] = TO_PUT
+    values: ColumnValues = SqliteValues()
+    timeouts = TIMEOUTS
 
     def __init__(self, url: URL) -> None:
         if not url.database or url.database == ":memory:":
@@ -188,11 +217,6 @@ class Sqlite:
         self.notifications.forked()
         self.notifications = PipeNotifications(self._directory)
 
-    def timeout_forwarding(self, table: Table, tables: QueueTables) -> TimeoutForwarding | None:
-        """Not here."""
-        del table, tables
-        return None
-
     def claims(self, table: str) -> FileClaims:
         """Return the claims on one table's rows."""
         with self._claiming:  # two instances would give one row to two callers
@@ -213,10 +237,6 @@ class Sqlite:
         """Insert every row."""
         insert.change_many(connection, rows)
 
-    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
-        """Return this machine's time so many seconds from now, to the millisecond."""
-        return literal_column(f"CAST((julianday('now') - 2440587.5) * 86400000 + {seconds * 1000} AS INTEGER) * 1000")
-
     def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Return the main file, whatever its path is called."""
         cursor = connection.connection.cursor()
@@ -226,26 +246,6 @@ class Sqlite:
         return TableIdentity(
             f"SQLite file {file}" if file else "SQLite in memory", file and file_identity(file), table.name
         )
-
-    def to_due(self, due: datetime) -> int:
-        """Return microseconds since 1970 UTC."""
-        return to_microseconds(due)
-
-    def to_until(self, at: datetime) -> int:
-        """Return microseconds since 1970 UTC."""
-        return to_microseconds(at)
-
-    def headers_of(self, message: Message) -> bytes:
-        """Return the headers as they travel."""
-        return message.encoded_headers
-
-    def from_due(self, kept: int) -> datetime:
-        """Return the due time."""
-        return from_microseconds(kept)
-
-    def microseconds(self, due: ColumnElement[int]) -> ColumnElement[int]:
-        """Return the column as it is."""
-        return due
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition that the column is one of the list bound as `name`."""
@@ -392,12 +392,6 @@ class Sqlite:
     def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
         """Delete the rows by a subquery, and return their number."""
         return connection.execute(delete(table).where(table.c[key].in_(select(copy.c[key])))).rowcount
-
-    @property
-    def timeout_shape(self) -> TimeoutShape:
-        """The columns of delayline's own timeout table: NServiceBus has none for SQLite."""
-        destination = String(MAXIMUM_DESTINATION_LENGTH)
-        return TimeoutShape(String(36), destination, BigInteger(), Text(), nullable=True, named_by_table=True)
 
     def must_exist(self) -> None:
         """Raise BackendUnusable unless the file is there."""

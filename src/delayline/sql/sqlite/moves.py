@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from sqlalchemy import bindparam, delete, func, select
 from sqlalchemy.dialects.sqlite import insert
 
-from delayline.sql.dialect import Moved
+from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER, QueueStatements
 

@@ -43,7 +43,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
-from delayline.sql.dialect import IN_SESSION, TimeoutShape, conflict_columns
+from delayline.sql.dialect import IN_SESSION, ColumnValues, conflict_columns
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import BINARY, CONTENT, HOLDS_MESSAGES, must_fit, untyped
@@ -67,6 +67,7 @@ from delayline.sql.sqlserver.statements import (
     rounded_down,
     rounded_up,
 )
+from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -130,13 +131,62 @@ class NoDriver:
         """Do nothing; SQLAlchemy asks Microsoft's driver for no pool."""
 
 
+#: The columns that NServiceBus' script for SQL Server creates.
+TIMEOUTS: Final = TimeoutShape(
+    untyped.UNIQUEIDENTIFIER(),
+    mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH),
+    DueTime(),
+    untyped.NVARCHAR("max"),
+    time_lost=timedelta(milliseconds=2),  # datetime is rounded to a 300th of a second
+    inserts_new=False,
+)
+
+
+class SqlServerValues(ColumnValues):
+    """The document's table keeps times as `datetime` and headers as XML."""
+
+    clock_tick = timedelta(milliseconds=16)  # on Windows the clock may stand still for 15.625 ms
+
+    def to_due(self, due: datetime) -> datetime:
+        """Return the instant in UTC without its zone, rounded up to the type's resolution. Raises InvalidDueTime."""
+        return rounded_up(due).replace(tzinfo=None)
+
+    def to_until(self, at: datetime) -> datetime:
+        """Return the instant in UTC without its zone, rounded down to the resolution of `datetime`."""
+        return rounded_down(at).replace(tzinfo=None)
+
+    def from_due(self, kept: datetime | None) -> datetime:
+        """Return the due time in UTC; a foreign row without one is never due."""
+        return LATEST if kept is None else kept.replace(tzinfo=UTC)
+
+    def headers_of(self, message: Message) -> bytes:
+        """Return the headers in the XML form; damaged ones, or JSON that we would write otherwise, as they are."""
+        encoded = message.encoded_headers
+        with contextlib.suppress(CorruptHeaders):
+            if encode_headers(message.headers) == encoded:
+                return to_xml(message.headers)
+        return encoded
+
+    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
+        """Return the column as microseconds since 1970, by days and milliseconds: all in one would not fit an int."""
+        day = cast_to(cast_to(due, mssql.DATE), mssql.DATETIME)
+        days = cast_to(func.datediff(literal_column("day"), literal_column("'19700101'"), due), BigInteger)
+        within = cast_to(func.datediff(literal_column("millisecond"), day, due), BigInteger)
+        return days * literal_column("86400000000") + within * literal_column("1000")
+
+    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
+        """Return the server's time so many seconds from now."""
+        return literal_column(f"DATEADD(second, {seconds}, SYSUTCDATETIME())" if seconds else "SYSUTCDATETIME()")
+
+
 class SqlServer(ServerDialect):
     """SQL Server as a dialect."""
 
     product = "SQL Server"
-    clock_tick = timedelta(milliseconds=16)  # on Windows the clock may stand still for 15.625 ms
     extra = "sqlserver"
     default_port = 1433
+    values: ColumnValues = SqlServerValues()
+    timeouts = TIMEOUTS
     returns_deleted = True
 
     BEGIN = "BEGIN TRANSACTION"
@@ -242,7 +292,7 @@ class SqlServer(ServerDialect):
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the version, the driver, how durable commits are, which ids are equal, how far this clock is off."""
         version, edition, durability, snapshot, collation, now = run(connection, ABOUT)[0]
-        off = (datetime.now(UTC) - self.from_due(now)).total_seconds()
+        off = (datetime.now(UTC) - self.values.from_due(now)).total_seconds()
         return [
             ("server", True, f"SQL Server {version} {edition}"),
             ("driver", True, "pymssql" if self._pymssql else "mssql-python"),
@@ -333,44 +383,6 @@ class SqlServer(ServerDialect):
         except DBAPIError as error:
             if number_of(error) not in ALREADY_THERE:
                 raise
-
-    def to_due(self, due: datetime) -> datetime:
-        """Return the instant in UTC without its zone, rounded up to the type's resolution. Raises InvalidDueTime."""
-        return rounded_up(due).replace(tzinfo=None)
-
-    def to_until(self, at: datetime) -> datetime:
-        """Return the instant in UTC without its zone, rounded down to the resolution of `datetime`."""
-        return rounded_down(at).replace(tzinfo=None)
-
-    def from_due(self, kept: datetime | None) -> datetime:
-        """Return the due time in UTC; a foreign row without one is never due."""
-        return LATEST if kept is None else kept.replace(tzinfo=UTC)
-
-    def headers_of(self, message: Message) -> bytes:
-        """Return the headers in the XML form; damaged ones, or JSON that we would write otherwise, as they are."""
-        encoded = message.encoded_headers
-        with contextlib.suppress(CorruptHeaders):
-            if encode_headers(message.headers) == encoded:
-                return to_xml(message.headers)
-        return encoded
-
-    def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
-        """Return the column as microseconds since 1970, by days and milliseconds: all in one would not fit an int."""
-        day = cast_to(cast_to(due, mssql.DATE), mssql.DATETIME)
-        days = cast_to(func.datediff(literal_column("day"), literal_column("'19700101'"), due), BigInteger)
-        within = cast_to(func.datediff(literal_column("millisecond"), day, due), BigInteger)
-        return days * literal_column("86400000000") + within * literal_column("1000")
-
-    def in_seconds(self, seconds: int) -> ColumnElement[Any]:
-        """Return the server's time so many seconds from now."""
-        return literal_column(f"DATEADD(second, {seconds}, SYSUTCDATETIME())" if seconds else "SYSUTCDATETIME()")
-
-    @property
-    def timeout_shape(self) -> TimeoutShape:
-        """The columns that NServiceBus' script for SQL Server creates."""
-        key, destination = untyped.UNIQUEIDENTIFIER(), mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH)
-        lost = timedelta(milliseconds=2)  # datetime is rounded to a 300th of a second
-        return TimeoutShape(key, destination, DueTime(), untyped.NVARCHAR("max"), time_lost=lost, inserts_new=False)
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is; one that only looks the same is an error."""
@@ -595,11 +607,11 @@ class LeaseTable:
 
     def __init__(self, table: Table, tables: QueueTables, dialect: SqlServer) -> None:
         leases, sql, self._dialect, self._store = tables.leases, dialect.sql, dialect, table.name
-        now, of_store = dialect.in_seconds(0), leases.c.store == bindparam("store")
+        now, of_store = dialect.values.in_seconds(0), leases.c.store == bindparam("store")
         ours = leases.c.store == bindparam("this_store", table.name)
         self.free = not_(exists().where(ours, leases.c.id == table.c.id.collate(BINARY), leases.c.until >= now))
         of_ids = delete(leases).where(of_store, dialect.one_of(leases.c.id, "keys"))
-        take = insert(leases).values(until=dialect.in_seconds(LEASE))
+        take = insert(leases).values(until=dialect.values.in_seconds(LEASE))
         self._take = Prepared(take, sql, ["store", "id"])
         self._sweep = Prepared(of_ids.where(leases.c.until < now), sql, ["store", "keys"])
         self._end = Prepared(of_ids, sql, ["store", "keys"])
