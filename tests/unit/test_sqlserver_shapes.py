@@ -303,5 +303,5 @@ def test_destinations_are_distinguished_by_case() -> None:
     statements = StoreStatements(store._table("sales"), dialect)
     counted = str(statements.by_due(1000).compile(dialect=dialect.sql))
     assert "[Destination] COLLATE Latin1_General_100_BIN2" in counted
-    exact = dialect.exact(statements.table.c.destination) == "id"
+    exact = dialect.words.exact(statements.table.c.destination) == "id"
     assert "COLLATE Latin1_General_100_BIN2) = " in str(exact.compile(dialect=dialect.sql))

@@ -224,7 +224,7 @@ def test_marks_of_the_forecast_are_the_drivers() -> None:
         connection: Any = SimpleNamespace(connection=SimpleNamespace(cursor=Cursor))
         server = SqlServer(make_url(url))
         with pytest.raises(ValueError, match="unpack"):  # this server knows no rows
-            server.estimate_due(connection, server.timeouts_table("t", None), [])
+            server.bulk.estimate_due(connection, server.timeouts_table("t", None), [])
         for sql, parameters in asked:
             assert sql.count(mark) == len(parameters) > 0
 

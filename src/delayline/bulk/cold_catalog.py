@@ -128,7 +128,7 @@ class ColdFiles:
         RequiredTables(self._dialect, tiers.schema, COLD_TIER).set_up(connection)
         with self._dialect.setting_up(connection):
             made = {"store": self._store, "tier": secrets.token_hex(8)}
-            connection.execute(self._dialect.insert_new(tiers, "store").values(made))
+            connection.execute(self._dialect.words.insert_new(tiers, "store").values(made))
         tier: str = connection.execute(select(tiers.c.tier).where(tiers.c.store == self._store)).scalar_one()
         return tier
 

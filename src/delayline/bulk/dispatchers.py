@@ -158,7 +158,7 @@ class DispatcherControl:
     def _begin(self, connection: Connection, *, name: str, owner: str) -> None:
         table, now = self._tables.dispatchers, self._dialect.values.in_seconds(0)
         nothing = {"name": name, "owner": owner, "generation": 0, "stopping": 0, "until": now}
-        connection.execute(self._dialect.insert_new(table, "name").values(nothing))
+        connection.execute(self._dialect.words.insert_new(table, "name").values(nothing))
         connection.execute(update(table).where(table.c.name == name).values(owner=owner, stopping=0))
 
     def _next_generation(self, connection: Connection, *, name: str, owner: str, lease: timedelta) -> Generation | None:

@@ -225,7 +225,7 @@ class JobLedger:
         counts = {"stored": 0, "duplicates": 0, "rejected": 0, "finished": now}
         rows = [{**_of_migration(run).columns, "batch": attempt, **counts} for run, attempt in attempts.items()]
         if rows:
-            connection.execute(self._dialect.insert_new(self.table, "run"), rows)
+            connection.execute(self._dialect.words.insert_new(self.table, "run"), rows)
 
     def end(self, connection: Connection, key: RunKey, batch: int, committed: Committed) -> None:
         """Record the result of the transaction."""
@@ -244,7 +244,7 @@ class JobLedger:
 
     def _state(self, connection: Connection, key: RunKey) -> tuple[int, Committed]:
         nothing = {"batch": NONE_YET, "stored": 0, "duplicates": 0, "rejected": 0, "finished": None}
-        connection.execute(self._dialect.insert_new(self.table, "run").values({**key.columns, **nothing}))
+        connection.execute(self._dialect.words.insert_new(self.table, "run").values({**key.columns, **nothing}))
         found = connection.execute(self._counts().where(*self._is(key)).with_for_update()).one()
         return found.batch, _committed(found, repeated=True)
 

@@ -118,7 +118,7 @@ class PublishedPartitions:
     def _insert(self, connection: Connection, number: int, content: Mapping[str, object]) -> None:
         encoded = json.dumps(content, separators=(",", ":")).encode()
         row = {"name": self._name(number), "run": self._run, "piece": number, "content": encoded}
-        connection.execute(self._dialect.insert_new(self.table, "name").values(row))
+        connection.execute(self._dialect.words.insert_new(self.table, "name").values(row))
 
     def _name(self, number: int) -> str:
         return f"{hashlib.sha256(self._run.encode()).hexdigest()[:48]}-{number}"

@@ -90,7 +90,7 @@ class PendingScan:
     def _dialect_rows(
         self, connection: Connection, query: Select[Any], at_once: int
     ) -> Iterator[Sequence[Sequence[Any]]]:
-        self._dialect.begin_scan(connection)
+        self._dialect.bulk.begin_scan(connection)
         with connection.execution_options(stream_results=True, yield_per=at_once).execute(query) as result:
             yield from result.partitions(at_once)
 

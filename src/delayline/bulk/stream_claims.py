@@ -137,7 +137,7 @@ class StreamClaims:
 
     def _own(self, connection: Connection) -> None:
         row = {"reader": self._reader, "owner": self._owner, "last": 0}
-        connection.execute(self._database.dialect.insert_new(self._readers, "reader").values(row))
+        connection.execute(self._database.dialect.words.insert_new(self._readers, "reader").values(row))
         mine = self._readers.c.reader == self._reader
         connection.execute(update(self._readers).where(mine).values(owner=self._owner))
 

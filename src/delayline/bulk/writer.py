@@ -251,7 +251,7 @@ class BulkWriter:
     def _stage(self) -> Stage:
         found: Stage | None = self.__dict__.get("_kept_stage")
         if found is None:
-            found = self.__dict__["_kept_stage"] = self._database.dialect.stage(self.table, self.name)
+            found = self.__dict__["_kept_stage"] = self._database.dialect.bulk.stage(self.table, self.name)
         return found
 
     @property

@@ -207,7 +207,7 @@ class CollectedSource(TableSource):
     def keep(self, connection: Connection, rows: Sequence[CollectedMessage]) -> None:
         """Insert messages; one whose key exists already is unchanged."""
         if rows:
-            connection.execute(self.dialect.insert_new(self.kept, self.key), [self._row(one) for one in rows])
+            connection.execute(self.dialect.words.insert_new(self.kept, self.key), [self._row(one) for one in rows])
 
     def forget(self, connection: Connection, keys: Sequence[str]) -> None:
         """Delete messages that the source has again."""

@@ -39,7 +39,7 @@ def drop_holding_table(connection: Connection, source: TableSource, name: str) -
     if not inspect(connection).has_table(name, schema=source.schema):
         return
     held = source.held(name)
-    source.dialect.lock_table(connection, held, readers=True)  # another transaction may be filling it
+    source.dialect.bulk.lock_table(connection, held, readers=True)  # another transaction may be filling it
     if connection.execute(select(held.c[NUMBER]).limit(1).with_for_update()).first() is None:
         connection.execute(DropTable(held))
 
@@ -62,8 +62,8 @@ def hold(
     """
     movable = some.of(source, cutoff)
     table, held = source.table(some.partition.table), source.held(name)
-    source.dialect.plan_for_scans(connection)
-    source.dialect.lock_table(connection, table)
+    source.dialect.bulk.plan_for_scans(connection)
+    source.dialect.bulk.lock_table(connection, table)
     connection.execute(_into_batches(source, held, some, movable, size))
     batches = _rows_of_batches(connection, held)
     there, left = sum(batches.values()), _delete_those_in(connection, source, table, held, movable)
@@ -81,8 +81,7 @@ def _into_batches(source: TableSource, held: Table, some: Slice, movable: Column
     Later slices are not sorted: all their rows are due later than those before, and sorting takes as long as writing.
     """
     rows = source.table(some.partition.table)
-    sorted_ = some.since is None or source.dialect.numbers_in_order
-    order = [rows.c[source.due], rows.c[source.key]] if sorted_ else None
+    order = [rows.c[source.due], rows.c[source.key]] if some.since is None else None
     lengths = func.coalesce(source.size(rows), literal_column("0"))
     number = func.count().over(order_by=order, rows=(None, 0)) - 1
     so_far = func.sum(lengths).over(order_by=order, rows=(None, 0))
@@ -112,7 +111,7 @@ def give_back(
     marked = select(journal.batches.c.batch).where(journal.batches_in(run, partition.number, [BatchState.MARKED.value]))
     rejected = select(journal.rejected.c.number).where(journal.rejected_in(run, partition.number))
     conditions = (batch.in_(open_batches), and_(batch.in_(marked), number.in_(rejected)))
-    source.dialect.plan_for_scans(connection)
+    source.dialect.bulk.plan_for_scans(connection)
     rows = sum(_put_back(connection, source, partition, held, condition) for condition in conditions)
     if not source.doubtful(connection, partition.held):
         once = select(journal.batches.c.batch).where(journal.attempted_once(run, partition.number))
@@ -141,9 +140,9 @@ def read_batch(connection: Connection, source: TableSource, name: str, batch: in
 def _delete_those_in(
     connection: Connection, source: TableSource, table: Table, held: Table, movable: ColumnElement[bool]
 ) -> int:
-    if source.dialect.locks_tables:
+    if source.dialect.bulk.locks_tables:
         return connection.execute(delete(table).where(movable)).rowcount
-    return source.dialect.delete_copied(connection, table, held, source.key)
+    return source.dialect.bulk.delete_copied(connection, table, held, source.key)
 
 
 #: Approximate rows of the first slice; small, so that the earliest messages are held and delivered soon.
@@ -182,7 +181,7 @@ def slices_of(
     """Return the slices of the partition, the earliest due first, and the number of rows."""
     table, movable = source.table(partition.table), source.movable(partition, cutoff)
     due = table.c[source.due]
-    source.dialect.plan_for_scans(connection)
+    source.dialect.bulk.plan_for_scans(connection)
     rows: int = connection.execute(select(func.count()).select_from(table).where(movable)).scalar_one()
     places = list(_places(rows))
     cuts: list[Any] = []

@@ -281,8 +281,8 @@ def _counted(connection: Connection, plan: Plan, partition: SourcePartition) -> 
         func.min(case((movable, due))), func.max(case((movable, due))),
     )  # fmt: skip
     grouped = [] if source.destination is None else [group]
-    source.dialect.begin_scan(connection)
-    source.dialect.plan_for_scans(connection)
+    source.dialect.bulk.begin_scan(connection)
+    source.dialect.bulk.plan_for_scans(connection)
     found = connection.execute(query.select_from(table).where(source.owned(partition)).group_by(*grouped)).fetchall()
     mine, everything, rows, overdue, too_far = (sum(int(row[place]) for row in found) for place in range(1, 6))
     first, last = ([source.read_due(row[place]) for row in found if row[place] is not None] for place in (6, 7))

@@ -161,7 +161,7 @@ class TableSource(ABC):
         if found is not None:
             return found
         own = [Column(one.name, one.type, nullable=True) for one in self.columns()]
-        own[[one.name for one in own].index(self.key)].unique = not self.dialect.locks_tables
+        own[[one.name for one in own].index(self.key)].unique = not self.dialect.bulk.locks_tables
         batch, number = (Column(one, BigInteger, primary_key=True, autoincrement=False) for one in (BATCH, NUMBER))
         return self._made(name, [batch, number, *own])
 

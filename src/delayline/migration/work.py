@@ -198,7 +198,7 @@ class PreviewWork:
         dialect = source.dialect
         try:
             with dialect.look() as connection:
-                dialect.begin_scan(connection)
+                dialect.bulk.begin_scan(connection)
                 streaming = connection.execution_options(stream_results=True, yield_per=ROWS_AT_ONCE)
                 with streaming.execute(query) as result:
                     yield from result.partitions(ROWS_AT_ONCE)

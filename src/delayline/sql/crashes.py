@@ -54,7 +54,7 @@ class CrashStatements:
     def __init__(self, tables: QueueTables, dialect: Dialect) -> None:
         receivers, suspects, sql = tables.receivers, tables.suspects, dialect.sql
         numbered, of_queue = receivers.c.number == bindparam("receiver"), suspects.c.queue == bindparam("name")
-        by_numbers = dialect.one_of(suspects.c.seq, "numbers")
+        by_numbers = dialect.words.one_of(suspects.c.seq, "numbers")
         queued = tables.queued.c.seq
         others = select(receivers.c.number, receivers.c.concurrency).where(
             receivers.c.queue == bindparam("name"), receivers.c.number != bindparam("receiver")
@@ -78,7 +78,7 @@ class CrashStatements:
         )
         self.clear = Prepared(update(suspects).where(by_numbers).values(receiver=0), sql, ["numbers"])
         self.remove = Prepared(delete(suspects).where(by_numbers), sql, ["numbers"])
-        self.there = Prepared(select(queued).where(dialect.one_of(queued, "numbers")), sql, ["numbers"])
+        self.there = Prepared(select(queued).where(dialect.words.one_of(queued, "numbers")), sql, ["numbers"])
 
 
 @lru_cache(maxsize=64)

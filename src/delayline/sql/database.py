@@ -200,7 +200,7 @@ class Database(ABC):
         self, statement: Prepared, rows: Sequence[tuple[Any, ...]], transaction: Transaction | None = None
     ) -> None:
         """Insert rows of delayed messages, as `write` does: all of them or none."""
-        insert = partial(self.dialect.insert_rows, insert=statement, rows=rows)
+        insert = partial(self.dialect.bulk.insert_rows, insert=statement, rows=rows)
         await self.write(insert, transaction, one_statement=len(rows) == 1)
 
     async def insert_one(
@@ -218,7 +218,7 @@ class Database(ABC):
 
         def insert(connection: Connection) -> None:
             if rows := rows_of(connection):
-                self.dialect.insert_rows(connection, statement, rows)
+                self.dialect.bulk.insert_rows(connection, statement, rows)
 
         await self.write(insert, transaction)
 

@@ -9,6 +9,8 @@ from datetime import timedelta
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
+from sqlalchemy import bindparam, delete
+
 from delayline.sql.schema import ProductTables
 
 if TYPE_CHECKING:
@@ -307,17 +309,74 @@ class ColumnValues(ABC):
         return message.encoded_headers
 
 
-class StatementWords(Protocol):
+class StatementWords(ABC):
     """The parts of statements that differ between products."""
 
-    forces_indexes: bool
+    forces_indexes: ClassVar[bool] = False
     """Whether statements name the indexes to use, which then have to exist."""
-
-    deletes_by_list: bool
+    deletes_by_list: ClassVar[bool] = False
     """Whether a delete of a list of keys locks no other rows."""
-
-    returns_deleted: bool
+    returns_deleted: ClassVar[bool] = False
     """Whether a delete returns the rows that it has deleted."""
+
+    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+        """Return the condition that the column is one of the list bound as `name`."""
+        return column.in_(bindparam(name, expanding=True))
+
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return a destination's column such that it equals a text only character for character."""
+        return column
+
+    @abstractmethod
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key, or primary key that includes it, as it is."""
+
+
+class BulkStatements(ABC):
+    """Statements on many rows at once, or on whole tables."""
+
+    locks_tables: ClassVar[bool] = False
+    """Whether other writers are excluded from a table that `lock_table` has locked."""
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Run the insert for every row."""
+        insert.change_many(connection, rows)
+
+    def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
+        """Insert many rows by one statement that commits by itself; False for another way, and nothing was done."""
+        del connection, insert, rows
+        return False
+
+    @abstractmethod
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return the staging area of that name for bulk writes to `store`.
+
+        Raises ConfigurationError where the product has none, and MissingExtra without pyarrow.
+        """
+
+    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:  # noqa: B027 - optional
+        """Lock the table against writers, or readers too, until the transaction ends; some products do nothing."""
+
+    def begin_scan(self, connection: Connection) -> None:  # noqa: B027 - optional
+        """Begin a transaction if a cursor on the server, or a setting for a statement, needs one."""
+
+    def plan_for_scans(self, connection: Connection) -> None:  # noqa: B027 - optional
+        """Let the server plan the transaction's statements for whole tables, where connections plan for few rows."""
+
+    @abstractmethod
+    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
+        """Return about how many rows of a store are due before, between and from the edges on.
+
+        Reads a bounded number of rows, or the database's statistics; there is no open transaction.
+        """
+
+    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
+        """Delete the rows whose keys are in `copy`, and return their number."""
+        return connection.execute(delete(table).where(table.c[key] == copy.c[key])).rowcount
+
+
+class Catalog(ProductTables, Protocol):
+    """The tables of one database: names, set-up, checks and rights."""
 
     folds_column_case: bool
     """Whether a column may be found under a name that differs only in case."""
@@ -327,70 +386,10 @@ class StatementWords(Protocol):
         """SQLAlchemy's dialect, which statements are compiled for."""
         ...
 
-    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        """Return the condition that the column is one of the list bound as `name`."""
-        ...
-
-    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
-        """Return a destination's column such that it equals a text only character for character."""
-        ...
-
     @property
     def journal(self) -> JournalTriggers | None:
         """The triggers that write a store's journal; None where none can be kept."""
         ...
-
-    def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key, or primary key that includes it, as it is."""
-        ...
-
-    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Run the insert for every row."""
-        ...
-
-
-class BulkWork(Protocol):
-    """Reading and moving whole tables."""
-
-    numbers_in_order: bool
-    """Whether a row number needs an order."""
-
-    locks_tables: bool
-    """Whether other writers are excluded from a table that `lock_table` has locked."""
-
-    def stage(self, store: Table, name: str) -> Stage:
-        """Return the staging area of that name for bulk writes to `store`.
-
-        Raises ConfigurationError where the product has none, and MissingExtra without pyarrow.
-        """
-        ...
-
-    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
-        """Lock the table against writers, or readers too, until the transaction ends; some products do nothing."""
-        ...
-
-    def begin_scan(self, connection: Connection) -> None:
-        """Begin a transaction if a cursor on the server, or a setting for a statement, needs one."""
-        ...
-
-    def plan_for_scans(self, connection: Connection) -> None:
-        """Let the server plan the transaction's statements for whole tables."""
-        ...
-
-    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
-        """Return about how many rows of a store are due before, between and from the edges on.
-
-        Reads a bounded number of rows, or the database's statistics; there is no open transaction.
-        """
-        ...
-
-    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
-        """Delete the rows whose keys are in `copy`, and return their number."""
-        ...
-
-
-class Catalog(ProductTables, Protocol):
-    """The tables of one database: names, set-up, checks and rights."""
 
     def kept_name(self, table: str) -> str:
         """Return the name under which the database keeps a table; raises ConfigurationError for one too long."""
@@ -517,10 +516,12 @@ class DatabaseAccess(Protocol):
         ...
 
 
-class Dialect(StatementWords, BulkWork, Catalog, TransactionControl, DatabaseAccess, Protocol):
+class Dialect(Catalog, TransactionControl, DatabaseAccess, Protocol):
     """One database of one product."""
 
     values: ColumnValues
+    words: StatementWords
+    bulk: BulkStatements
     timeouts: TimeoutShape
 
     def __hash__(self) -> int:
@@ -674,10 +675,6 @@ class ServerFeatures(Protocol):
 
     def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
         """Return the fast route for inserting single messages; None if there is none."""
-        ...
-
-    def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
-        """Insert many rows by one statement that commits by itself; False for another way, and nothing was done."""
         ...
 
     def notifications(self, database: ServerSessions) -> ServerNotifications:

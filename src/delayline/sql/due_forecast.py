@@ -46,7 +46,7 @@ def forecast(
     counts = [first[position].get((), 0) for position in range(number)]
     exact = [count <= most for count in counts]
     if not all(exact):
-        estimates = dialect.estimate_due(connection, table, values)
+        estimates = dialect.bulk.estimate_due(connection, table, values)
         counts = [
             count if known else max(count, round(about))
             for count, known, about in zip(counts, exact, estimates, strict=True)
@@ -131,7 +131,7 @@ def _counted(
 def _count(statements: StoreStatements, edges: int, *, by_destination: bool) -> Prepared:
     """Return the query for the first messages of each bucket; to compile it takes longer than to run it."""
     table, dialect = statements.table, statements.dialect
-    columns = [dialect.exact(table.c.destination).label("destination")] if by_destination else []
+    columns = [dialect.words.exact(table.c.destination).label("destination")] if by_destination else []
     parameters = edge_parameters(table, edges)
 
     def first(position: int, condition: ColumnElement[bool]) -> Select[Any]:

@@ -140,7 +140,7 @@ class Journal:
         self._store = store
         self._dialect = dialect
         self._tables = journal_tables(store.schema)
-        by_ids = dialect.one_of(store.c.id, "keys")
+        by_ids = dialect.words.one_of(store.c.id, "keys")
         marking = update(store).where(by_ids).values(retry_count=bindparam("mark"))
         self._mark = Prepared(marking, dialect.sql, ["mark", "keys"])
         self._given_up: set[str] = set()

@@ -107,7 +107,7 @@ class LockStatements:
 
     def __init__(self, statements: StoreStatements, dialect: Server, leases: Leases) -> None:
         table, sql = statements.table, dialect.sql
-        columns, by_ids, by_id = table.c, dialect.one_of(table.c.id, "keys"), table.c.id == bindparam("key")
+        columns, by_ids, by_id = table.c, dialect.words.one_of(table.c.id, "keys"), table.c.id == bindparam("key")
         size = func.length(columns.headers) + func.length(columns.body)
         is_due, since = columns.due <= bindparam("until"), columns.due >= bindparam("since")
         due = (

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
     from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
     from delayline.sql.dialect import (
+        BulkStatements,
         ColumnValues,
         DecisionReader,
         JournalTriggers,
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
         PreparedTransactions,
         Server,
         ServerSessions,
-        Stage,
+        StatementWords,
         TableIdentity,
     )
     from delayline.sql.schema import QueueTables
@@ -86,6 +87,8 @@ class ServerDialect(ABC):
     """One database of a server, reached through a SQLAlchemy driver."""
 
     values: ColumnValues
+    words: StatementWords
+    bulk: BulkStatements
     product: ClassVar[str]
     driver: str
     """SQLAlchemy's name for the dialect and driver."""
@@ -96,12 +99,7 @@ class ServerDialect(ABC):
     """How many bytes of UTF-8 a table's name may have."""
     server_timeout: float = SERVER_TIMEOUT
     """Seconds to wait for an answer."""
-    forces_indexes = False
     folds_column_case = True
-    deletes_by_list = False
-    returns_deleted = False
-    numbers_in_order = False
-    locks_tables = False
     journal: JournalTriggers | None = None
     rights_to_store: ClassVar[Sequence[str]] = TO_PUT
 
@@ -260,27 +258,6 @@ class ServerDialect(ABC):
         """Return the logical table, with leases."""
         return timeouts_table(name, schema, leases=True)
 
-    def stage(self, store: Table, name: str) -> Stage:
-        """Raise ConfigurationError: bulk writes to this product are not implemented."""
-        del store, name
-        raise ConfigurationError(f"bulk jobs cannot write to {self} yet: use PostgreSQL, MariaDB or SQLite")
-
-    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
-        """Do nothing: the rows are locked one by one."""
-        del connection, table, readers
-
-    def begin_scan(self, connection: Connection) -> None:
-        """Do nothing: cursors need no transaction."""
-        del connection
-
-    def plan_for_scans(self, connection: Connection) -> None:
-        """Do nothing: connections have no settings for small batches."""
-        del connection
-
-    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
-        """Delete the rows by a join, and return their number."""
-        return connection.execute(sqlalchemy.delete(table).where(table.c[key] == copy.c[key])).rowcount
-
     def leases(self, table: Table, tables: QueueTables) -> Leases:
         """Leases in a column of the store's table."""
         del tables
@@ -351,26 +328,9 @@ class ServerDialect(ABC):
         """Raise ConfigurationError: this product cannot limit a statement."""
         raise ConfigurationError(f"{self} cannot take part in an external transaction yet: send without transaction=")
 
-    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        """Return the condition that the column is one of the list bound as `name`."""
-        return column.in_(bindparam(name, expanding=True))
-
     def plans_without(self, error: Exception) -> bool:
         """False: missing objects depend on existing ones."""
         del error
-        return False
-
-    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
-        """Return the column, whose collation compares character for character."""
-        return column
-
-    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert every row."""
-        insert.change_many(connection, rows)
-
-    def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
-        """Decline: they are inserted in a transaction."""
-        del connection, insert, rows
         return False
 
     def begin(self, connection: Connection) -> None:
@@ -410,7 +370,7 @@ class LeaseColumn:
     in_row: ClassVar[bool] = True
 
     def __init__(self, table: Table, dialect: ServerDialect) -> None:
-        sql, until, by_ids = dialect.sql, table.c.leased_until, dialect.one_of(table.c.id, "keys")
+        sql, until, by_ids = dialect.sql, table.c.leased_until, dialect.words.one_of(table.c.id, "keys")
         self.free = or_(until.is_(None), until < dialect.values.in_seconds(0))
         self._take = Prepared(
             update(table).where(by_ids).values(leased_until=dialect.values.in_seconds(LEASE)), sql, ["keys"]
@@ -621,11 +581,12 @@ class LockedForwarding:
     def __init__(self, table: Table, tables: QueueTables, dialect: Server) -> None:
         columns, sql = table.c, dialect.sql
         size = func.length(columns.headers) + func.length(columns.body)
-        movable = self.movable(columns, exists().where(tables.queues.c.name == dialect.exact(columns.destination)))
+        known = exists().where(tables.queues.c.name == dialect.words.exact(columns.destination))
+        movable = self.movable(columns, known)
         is_due = and_(columns.due <= bindparam("until"), dialect.leases(table, tables).free)
         heads = select(columns.id, columns.due, columns.destination, size, movable).where(is_due)
         heads = heads.order_by(*in_order(table)).limit(bindparam("number")).with_for_update(skip_locked=True)
-        chosen = dialect.one_of(columns.id, "keys")
+        chosen = dialect.words.one_of(columns.id, "keys")
         moved = select(columns.destination, columns.id, columns.headers, self.body(columns)).where(chosen)
         move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved.order_by(*in_order(table)))
         since = columns.due >= bindparam("since")

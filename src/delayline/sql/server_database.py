@@ -598,9 +598,9 @@ class ServerDatabase(Database):
             rows = session.run(rows_of)
             if not rows:
                 return
-            at_once = partial(self.dialect.inserts_at_once, insert=statement, rows=rows)
+            at_once = partial(self.dialect.bulk.inserts_at_once, insert=statement, rows=rows)
             if not session.run(partial(self._again_after_deadlocks, at_once), commits=True):
-                each = partial(self.dialect.insert_rows, insert=statement, rows=rows)
+                each = partial(self.dialect.bulk.insert_rows, insert=statement, rows=rows)
                 session.run(partial(self._again_after_deadlocks, partial(session.in_transaction, each)))
 
     def has_rolled_back(self, error: Exception) -> bool:

@@ -177,7 +177,7 @@ class RequiredTables:
             steps += _creation(table)
         for group in self._groups:
             row = {"feature": group.feature, "version": group.usable_from, "revision": group.revision}
-            steps.append(self._dialect.insert_new(versions, "feature").values(row))
+            steps.append(self._dialect.words.insert_new(versions, "feature").values(row))
         return steps
 
     def check(self, connection: Connection) -> None:

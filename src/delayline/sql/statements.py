@@ -83,13 +83,13 @@ class StoreStatements:
         self.table = table
         self._dialect = dialect
         columns, sql = table.c, dialect.sql
-        by_ids, is_due = dialect.one_of(columns.id, "keys"), columns.due <= bindparam("until")
+        by_ids, is_due = dialect.words.one_of(columns.id, "keys"), columns.due <= bindparam("until")
         self.waiting = select(
             columns.id, columns.destination, columns.due, columns.headers, columns.body, columns.retry_count
         )
         unleased = {"leased_until": null()} if "leased_until" in columns else {}
         failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"), **unleased)
-        self.insert = Prepared(dialect.insert_new(table, "id"), sql, INSERTED)
+        self.insert = Prepared(dialect.words.insert_new(table, "id"), sql, INSERTED)
         self.insert_strictly = Prepared(insert(table), sql, INSERTED)
         """Fails for an id that there is already."""
         replaced = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in INSERTED[1:]}
@@ -115,7 +115,7 @@ class StoreStatements:
         due = self._dialect.values.microseconds(columns.due)
         # Twice the remainder: SQL's has the sign of its left side, and due times before 1970 are negative.
         start = (due - (due % width + width) % width).label("start")
-        buckets = select(start, self._dialect.exact(columns.destination).label("destination")).subquery().c
+        buckets = select(start, self._dialect.words.exact(columns.destination).label("destination")).subquery().c
         counts = select(buckets.start, buckets.destination, func.count()).group_by(buckets.start, buckets.destination)
         return counts.order_by(buckets.start, buckets.destination)
 
@@ -177,15 +177,15 @@ class QueueStatements:
         columns, sql, of_queue = queued.c, dialect.sql, queued.c.queue == bindparam("name")
         numbers = select(columns.seq).where(of_queue, columns.seq > bindparam("after")).order_by(columns.seq)
         copies = select(columns.seq).where(of_queue, columns.id == bindparam("key")).order_by(columns.seq)
-        by_numbers = dialect.one_of(columns.seq, "numbers")
+        by_numbers = dialect.words.one_of(columns.seq, "numbers")
         kept = select(columns.seq, columns.id, columns.headers, columns.body).order_by(columns.seq)
         page = kept.where(of_queue).limit(bindparam("number")).offset(bindparam("skip"))
-        self.known = Prepared(select(queues.c.name).where(dialect.one_of(queues.c.name, "names")), sql, ["names"])
+        self.known = Prepared(select(queues.c.name).where(dialect.words.one_of(queues.c.name, "names")), sql, ["names"])
         filled = exists().where(columns.queue == queues.c.name)
         self.filled = Prepared(
-            select(queues.c.name).where(dialect.one_of(queues.c.name, "names"), filled), sql, ["names"]
+            select(queues.c.name).where(dialect.words.one_of(queues.c.name, "names"), filled), sql, ["names"]
         )
-        self.register = Prepared(dialect.insert_new(queues, "name"), sql, ["name"])
+        self.register = Prepared(dialect.words.insert_new(queues, "name"), sql, ["name"])
         expired = case(
             (columns.expires <= dialect.values.in_seconds(0), literal_column("1")), else_=literal_column("0")
         )
@@ -206,7 +206,7 @@ class QueueStatements:
         self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
         self.delete_returning = (
             Prepared(delete(queued).where(by_numbers).returning(columns.seq), sql, ["numbers"])
-            if dialect.returns_deleted
+            if dialect.words.returns_deleted
             else None
         )
         self._lock = Prepared(select(columns.seq).where(by_numbers).with_for_update(), sql, ["numbers"])

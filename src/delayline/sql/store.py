@@ -360,7 +360,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         columns = statements.table.c
         query = statements.waiting.order_by(*in_order(statements.table)).limit(limit).offset(offset)
         if destination is not None:
-            query = query.where(self._database.dialect.exact(columns.destination) == destination)
+            query = query.where(self._database.dialect.words.exact(columns.destination) == destination)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [statements.message_of(row) for row in rows]
 
@@ -374,7 +374,7 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
     async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
         """Return the pending message with that id, or None."""
         statements, dialect = self._statements, self._database.dialect
-        query = statements.found(body_limit).where(dialect.one_of(statements.table.c.id, "keys"))
+        query = statements.found(body_limit).where(dialect.words.one_of(statements.table.c.id, "keys"))
         prepared = Prepared(query, dialect.sql, ["keys"])
         rows = await self._database.read(lambda connection: prepared.rows(connection, [message_id]))
         return next((self._found(row) for row in rows if row[0] == message_id), None)  # not one that collates alike

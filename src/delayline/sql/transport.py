@@ -163,7 +163,7 @@ class SqlTransport(SqlBackend):
         dialect = self._database.dialect
 
         def whole() -> list[Executable]:
-            known = [dialect.insert_new(self._tables.queues, "name").values(name=name) for name in queues]
+            known = [dialect.words.insert_new(self._tables.queues, "name").values(name=name) for name in queues]
             return self._required.script() + known
 
         return await self._database.plan(partial(self._planned, names=queues), whole)
@@ -349,7 +349,8 @@ class SqlTransport(SqlBackend):
         known: set[str] = set()
         if inspect(connection).has_table(registry.name, schema=registry.schema):
             known = set(connection.execute(select(registry.c.name)).scalars())
-        return steps + [dialect.insert_new(registry, "name").values(name=name) for name in names if name not in known]
+        register = dialect.words.insert_new(registry, "name")
+        return steps + [register.values(name=name) for name in names if name not in known]
 
     async def _check_tables(self) -> None:
         """Check the tables before their first use, not at `start`, which `setup` calls before they exist.

@@ -301,12 +301,12 @@ class Decisions:
 
     def __init__(self, dialect: Dialect, schema: str | None) -> None:
         table, sql = queue_tables(schema).decisions, dialect.sql
-        new, key = dialect.insert_new(table, "id"), table.c.id == bindparam("key")
+        new, key = dialect.words.insert_new(table, "id"), table.c.id == bindparam("key")
         self._put = Prepared(insert(table), sql, ["id", "value"])
         self._put_new = Prepared(new, sql, ["id", "value"])
         self._value = Prepared(select(table.c.value).where(key), sql, ["key"])
         self._ids = Prepared(select(table.c.id), sql, [])
-        self._delete = Prepared(delete(table).where(dialect.one_of(table.c.id, "keys")), sql, ["keys"])
+        self._delete = Prepared(delete(table).where(dialect.words.one_of(table.c.id, "keys")), sql, ["keys"])
 
     def is_identified(self, connection: Connection) -> bool:
         """Return whether it has its name."""

@@ -88,12 +88,12 @@ class TimeoutStatements:
         self.times = TimeoutTimes(dialect)
         self._name = str(table.name)
         ours, of_id = leases.c.store == bindparam("store"), columns.Id == bindparam("key")
-        of_ids = delete(leases).where(ours, dialect.one_of(leases.c.id, "keys"))
+        of_ids = delete(leases).where(ours, dialect.words.one_of(leases.c.id, "keys"))
         content = select(columns.Id, columns.Destination, columns.SagaId, columns.State, columns.Time, columns.Headers)
         content = content.add_columns(columns.PersistenceVersion)
-        look, of_keys = content.where(of_id), dialect.one_of(columns.Id, "keys")
+        look, of_keys = content.where(of_id), dialect.words.one_of(columns.Id, "keys")
         self._asks_first = not dialect.timeouts.inserts_new
-        new = insert(table) if self._asks_first else dialect.insert_new(table, "Id")
+        new = insert(table) if self._asks_first else dialect.words.insert_new(table, "Id")
         self._insert = Prepared(new, sql, COLUMNS)
         self._exists = Prepared(select(columns.Id).where(of_id).with_hint(table, *WAITING), sql, ["key"])
         self._peek = Prepared(look, sql, ["key"])
@@ -119,12 +119,12 @@ class TimeoutStatements:
         lock_row = select(leases.c.until).where(ours, leases.c.id == bindparam("lock"))
         self._lock_row = Prepared(lock_row.with_for_update(), sql, ["store", "lock"])
         self._has_lock_row = Prepared(lock_row, sql, ["store", "lock"])
-        self._add_lock_row = Prepared(dialect.insert_new(leases, "id"), sql, ["store", "id", "until"])
+        self._add_lock_row = Prepared(dialect.words.insert_new(leases, "id"), sql, ["store", "id", "until"])
         leased = select(leases.c.id, leases.c.until).where(ours, leases.c.id != bindparam("lock"))
         self._leased = Prepared(leased, sql, ["store", "lock"])
         self._lease = Prepared(insert(leases), sql, ["store", "id", "until"])
         self._free = Prepared(of_ids, sql, ["store", "keys"])
-        prolong = update(leases).where(ours, dialect.one_of(leases.c.id, "keys")).values(until=bindparam("later"))
+        prolong = update(leases).where(ours, dialect.words.one_of(leases.c.id, "keys")).values(until=bindparam("later"))
         self._prolong = Prepared(prolong, sql, ["later", "store", "keys"])
 
     def lacks_lock_row(self, connection: Connection) -> bool:
@@ -134,7 +134,7 @@ class TimeoutStatements:
     def set_up(self, connection: Connection) -> None:
         """Insert the row that pollers lock. Idempotent, also in several processes at once."""
         if self.lacks_lock_row(connection):
-            self._dialect.insert_rows(
+            self._dialect.bulk.insert_rows(
                 connection, self._add_lock_row, [(self._name, POLLER_LOCK, self._dialect.values.to_due(EPOCH))]
             )
 
@@ -146,7 +146,7 @@ class TimeoutStatements:
         time, version = self.times.kept(timeout.due), PERSISTENCE_VERSION
         saga = str(timeout.saga_id)
         row = (timeout.id, timeout.destination, saga, timeout.message.body, time, headers, version)
-        self._dialect.insert_rows(connection, self._insert, [row])
+        self._dialect.bulk.insert_rows(connection, self._insert, [row])
 
     def peek(self, connection: Connection, timeout_id: str, *, locking: bool) -> Timeout | None:
         """Return the timeout, locked if `locking`; None for an id that a column of GUIDs could not be compared with."""
@@ -243,7 +243,7 @@ class TimeoutStatements:
 
     def remove_many(self, connection: Connection, ids: Sequence[str]) -> int:
         """Delete timeouts that the transaction has locked."""
-        if self._dialect.deletes_by_list:
+        if self._dialect.words.deletes_by_list:
             return self._delete_many.change_each(connection, keys=ids)
         return sum(self._delete.change(connection, timeout_id) for timeout_id in ids)
 
@@ -385,7 +385,7 @@ class SqlTimeoutPersister(SqlStoreBackend):
         await self._open_database()
         try:
             await self._database.read(self._required(table).check)
-            if self._database.dialect.forces_indexes:
+            if self._database.dialect.words.forces_indexes:
                 await self._database.read(partial(_forget_missing_indexes, table=table))
             statements = TimeoutStatements(table, self._tables, self._database.dialect)
             await self._database.set_up(statements.lacks_lock_row, statements.set_up)
@@ -575,7 +575,7 @@ class TimeoutManagement:
 
     def __init__(self, statements: TimeoutStatements, dialect: Dialect) -> None:
         self._statements = statements
-        self._exact = dialect.exact
+        self._exact = dialect.words.exact
         self._table = statements.table
         columns, sql = self._table.c, dialect.sql
         headers: ColumnElement[Any] = columns.Headers

@@ -145,7 +145,7 @@ class StoreSession(DeliverySession):
         """Connect to the store."""
         self._database = await self.writer.open(stack)
         ids, dialect = self.writer.table.c.id, self._database.dialect
-        self._pending = Prepared(select(ids).where(dialect.one_of(ids, "keys")), dialect.sql, ["keys"])
+        self._pending = Prepared(select(ids).where(dialect.words.one_of(ids, "keys")), dialect.sql, ["keys"])
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Store the messages; if an id exists already, find out which."""

@@ -29,7 +29,7 @@ from delayline.errors import (
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql import journal_triggers
-from delayline.sql.dialect import ColumnValues, TableIdentity, waiting_briefly
+from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, TableIdentity, waiting_briefly
 from delayline.sql.due_forecast import explanation
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
@@ -41,7 +41,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Delete, FromClause, Insert, Select, Table, Update
+    from sqlalchemy import URL, ColumnElement, Connection, Delete, Dialect, FromClause, Insert, Select, Table, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
     from delayline.sql.dialect import Finding, ServerSessions, Stage
@@ -250,6 +250,73 @@ class MariadbValues(ColumnValues):
         return literal_column(f"(UTC_TIMESTAMP(6) + INTERVAL {seconds} SECOND)")
 
 
+class MariadbWords(StatementWords):
+    """Indexes are forced, and NServiceBus' columns have a collation of their own."""
+
+    forces_indexes = True
+
+    def __init__(self, sql: Dialect, collation: str) -> None:
+        self._sql = sql
+        self._collation = collation
+
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return the column under the collation of delayline's own names, which NServiceBus' table does not have."""
+        if getattr(column.type.dialect_impl(self._sql), "collation", None) == self._collation:
+            return column
+        return collate(cast(column, mysql.CHAR(charset="utf8mb4")), self._collation)
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is; INSERT IGNORE would hide other errors too."""
+        return insert(table).on_duplicate_key_update({key: table.c[key]})
+
+
+class MariadbBulk(BulkStatements):
+    """Many rows in a statement; the optimizer's estimates."""
+
+    def __init__(self, dialect: Mariadb) -> None:
+        self._dialect = dialect
+
+    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
+        """Delete the rows by a join that forces no index, which is slower here; return their number."""
+        quoted = self._dialect.sql.identifier_preparer
+        old, new, name = quoted.format_table(table), quoted.format_table(copy), quoted.quote(key)
+        return connection.exec_driver_sql(f"DELETE {old} FROM {old} JOIN {new} ON {old}.{name} = {new}.{name}").rowcount
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return a staging table."""
+        need_arrow()
+        from delayline.sql.mariadb.staging import MariadbStage
+
+        return MariadbStage(self._dialect, store, name)
+
+    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
+        """Return the optimizer's estimates, from some pages of the index of due times."""
+        explain = explanation(table, self._dialect.sql, len(edges), "EXPLAIN ")
+        cursor = explain.run(connection, *edges)
+        column = [str(name).lower() for name, *_ in cursor.description or ()].index("rows")
+        rows = [row for row in cursor.fetchall() if row[0] is not None]  # the union itself has no number
+        cursor.close()
+        estimates = [float(row[column] or 0) for row in rows]
+        [(total,)] = run(connection, ROWS, table.schema, table.name)
+        return _adding_up(estimates, total or 0)
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert many rows in a statement. Raises InvalidMessage for one that the server would not take."""
+        largest = _largest(self._dialect.room)
+        for row in rows:
+            size = sum(len(value) for value in row if isinstance(value, bytes))
+            if size > largest:
+                raise InvalidMessage(
+                    f"a message of {size} bytes is too large for {self._dialect}, which takes {largest}: "
+                    f"send less, or raise the server's max_allowed_packet above {2 * (size + HEADROOM)}"
+                )
+        cursor: Any = connection.connection.cursor()
+        # SQLAlchemy's cursor of a driver for asyncio has the driver's inside
+        getattr(cursor, "_cursor", cursor).max_stmt_length = min(LONGEST_BATCH, self._dialect.room)
+        cursor.executemany(insert.sql, rows)
+        cursor.close()
+
+
 class Mariadb(ServerDialect):
     """MariaDB as a dialect."""
 
@@ -257,7 +324,6 @@ class Mariadb(ServerDialect):
     driver = "mariadb+pymysql"
     extra = "mariadb"
     default_port = 3306
-    forces_indexes = True
     journal = journal_triggers.MYSQL
     rights_to_store = (*TO_PUT, "UPDATE")  # its insert of a row that may be there already is an update
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
@@ -277,7 +343,10 @@ class Mariadb(ServerDialect):
         super().__init__(url, connect_args=arguments, paramstyle="format")
         self.engine.dialect.statement_compiler = IndexedSql
         event.listen(self.engine, "do_connect", _connected)
-        self._room = 0
+        self.room = 0
+        """Bytes that a statement may have; unknown before `check`."""
+        self.words: StatementWords = MariadbWords(self.sql, self.exact_collation)
+        self.bulk: BulkStatements = MariadbBulk(self)
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -368,7 +437,7 @@ class Mariadb(ServerDialect):
             raise BackendUnusable(f"{self} is version {text}; delayline needs {oldest} or newer")
         if log == {"log_bin": "ON", "binlog_format": "STATEMENT"}:
             raise BackendUnusable(STATEMENT_LOG.format(place=self, cause="binlog_format=STATEMENT"))
-        self._room = int(packet)
+        self.room = int(packet)
 
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
@@ -432,61 +501,12 @@ class Mariadb(ServerDialect):
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
 
-    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
-        """Delete the rows by a join that forces no index, which is slower here; return their number."""
-        quoted = self.sql.identifier_preparer
-        old, new, name = quoted.format_table(table), quoted.format_table(copy), quoted.quote(key)
-        return connection.exec_driver_sql(f"DELETE {old} FROM {old} JOIN {new} ON {old}.{name} = {new}.{name}").rowcount
-
-    def stage(self, store: Table, name: str) -> Stage:
-        """Return a staging table."""
-        need_arrow()
-        from delayline.sql.mariadb.staging import MariadbStage
-
-        return MariadbStage(self, store, name)
-
     def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Return the server, and the table in the database that it or the connection names."""
         [(database, *server)] = run(connection, "SELECT DATABASE(), @@hostname, @@port, @@datadir")
         inside = table.schema or database
         found = run(connection, TABLE_EXISTS, inside, table.name)
         return TableIdentity(f"{self.product} database {inside}", (*server, inside), table.name if found else None)
-
-    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
-        """Return the optimizer's estimates, from some pages of the index of due times."""
-        explain = explanation(table, self.sql, len(edges), "EXPLAIN ")
-        cursor = explain.run(connection, *edges)
-        column = [str(name).lower() for name, *_ in cursor.description or ()].index("rows")
-        rows = [row for row in cursor.fetchall() if row[0] is not None]  # the union itself has no number
-        cursor.close()
-        estimates = [float(row[column] or 0) for row in rows]
-        [(total,)] = run(connection, ROWS, table.schema, table.name)
-        return _adding_up(estimates, total or 0)
-
-    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
-        """Return the column under the collation of delayline's own names, which NServiceBus' table does not have."""
-        if getattr(column.type.dialect_impl(self.sql), "collation", None) == self.exact_collation:
-            return column
-        return collate(cast(column, mysql.CHAR(charset="utf8mb4")), self.exact_collation)
-
-    def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key as it is; INSERT IGNORE would hide other errors too."""
-        return insert(table).on_duplicate_key_update({key: table.c[key]})
-
-    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert many rows in a statement. Raises InvalidMessage for one that the server would not take."""
-        for row in rows:
-            size = sum(len(value) for value in row if isinstance(value, bytes))
-            if size > _largest(self._room):
-                raise InvalidMessage(
-                    f"a message of {size} bytes is too large for {self}, which takes {_largest(self._room)}: "
-                    f"send less, or raise the server's max_allowed_packet above {2 * (size + HEADROOM)}"
-                )
-        cursor: Any = connection.connection.cursor()
-        # SQLAlchemy's cursor of a driver for asyncio has the driver's inside
-        getattr(cursor, "_cursor", cursor).max_stmt_length = min(LONGEST_BATCH, self._room)
-        cursor.executemany(insert.sql, rows)
-        cursor.close()
 
     @property
     def decides(self) -> Mariadb:

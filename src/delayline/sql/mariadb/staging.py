@@ -81,7 +81,7 @@ class MariadbStage(StagedTable):
         }
         names = [column.name for column in table.columns if column.name in columns]
         rows = list(zip(*(columns[name] for name in names), strict=True))
-        self.dialect.insert_rows(connection, Prepared(insert(table), self.dialect.sql, names), rows)
+        self.dialect.bulk.insert_rows(connection, Prepared(insert(table), self.dialect.sql, names), rows)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert the staged rows, one statement per attempt: the driver limits the time of a statement."""

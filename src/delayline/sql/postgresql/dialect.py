@@ -24,7 +24,7 @@ from delayline.errors import (
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql import journal_triggers
-from delayline.sql.dialect import ColumnValues, TableIdentity, conflict_columns
+from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, TableIdentity, conflict_columns
 from delayline.sql.due_forecast import explanation
 from delayline.sql.postgresql import numbers
 from delayline.sql.postgresql.claims import AdvisoryLockClaims
@@ -149,6 +149,85 @@ class PostgresqlValues(ColumnValues):
         return literal_column(f"clock_timestamp() + interval '{seconds} seconds'")
 
 
+class PostgresqlWords(StatementWords):
+    """A list is an array, which is one parameter."""
+
+    deletes_by_list = True
+    returns_deleted = True
+
+    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
+        """Return the condition with an array: one statement, and one plan, for lists of any length."""
+        return column == any_(bindparam(name, type_=postgresql.ARRAY(column.type)))
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is."""
+        return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
+
+
+class PostgresqlBulk(BulkStatements):
+    """COPY where ids are new, arrays where they are not; the planner's estimates."""
+
+    locks_tables = True
+
+    def __init__(self, dialect: Postgresql) -> None:
+        from delayline.sql.postgresql.binary import Copies
+
+        self._dialect = dialect
+        self._copies = Copies()
+
+    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
+        """Lock the table: EXCLUSIVE, or ACCESS EXCLUSIVE."""
+        mode = "ACCESS EXCLUSIVE" if readers else "EXCLUSIVE"
+        run(connection, f"LOCK TABLE {self._dialect.sql.identifier_preparer.format_table(table)} IN {mode} MODE")
+
+    def begin_scan(self, connection: Connection) -> None:
+        """Begin a transaction: cursors on the server and SET LOCAL need one."""
+        self._dialect.begin(connection)
+
+    def plan_for_scans(self, connection: Connection) -> None:
+        """Undo the settings of connections, which are for small batches found by their index."""
+        for setting in FOR_SCANS:
+            run(connection, setting)
+
+    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
+        """Return the planner's estimates, from the histogram of due times that ANALYZE keeps."""
+        explain = explanation(table, self._dialect.sql, len(edges), "EXPLAIN (FORMAT JSON) ")
+        self._dialect.begin(connection)
+        try:
+            run(connection, "SET LOCAL max_parallel_workers_per_gather = 0")  # which would hide and reorder the buckets
+            found = explain.one(connection, *edges)
+        finally:
+            self._dialect.rollback(connection)
+        [plan] = json.loads(found) if isinstance(found, str) else found
+        return [float(bucket["Plan Rows"]) for bucket in plan["Plan"]["Plans"]]
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return a staging table."""
+        need_arrow()
+        from delayline.sql.postgresql.staging import PostgresqlStage
+
+        return PostgresqlStage(self._dialect, store, name)
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert every row; many of them in parts, so that the server inserts one while the next is written."""
+        if len(rows) == 1:
+            insert.change(connection, *rows[0])
+            return
+        driver = getattr(connection.connection, "driver_connection", None)  # of a caller's there are only cursors
+        many = _from_arrays(insert.sql)
+        with driver.pipeline() if driver and len(rows) > PART else contextlib.nullcontext():
+            for first in range(0, len(rows), PART):
+                run(connection, many, *map(list, zip(*rows[first : first + PART], strict=True)))
+
+    def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
+        """Copy the rows, where their ids are new; or insert them, where one statement has room for all."""
+        if self._copies.copied(_driver(connection), insert.sql, rows):
+            return True
+        if len(rows) <= PART:
+            self.insert_rows(connection, insert, rows)
+        return len(rows) <= PART
+
+
 class Postgresql(ServerDialect):
     """PostgreSQL as a dialect."""
 
@@ -159,9 +238,6 @@ class Postgresql(ServerDialect):
     longest_name = 63
     journal = journal_triggers.POSTGRESQL
     folds_column_case = False
-    deletes_by_list = True
-    returns_deleted = True
-    locks_tables = True
 
     def __init__(self, url: URL) -> None:
         self.pgbouncer = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
@@ -175,10 +251,9 @@ class Postgresql(ServerDialect):
             self._given = frozenset(name.lower().replace("-", "_") for name in NAMED.findall(options))
             url = url.set(query={**url.query, "options": f"{OPTIONS} {options}".strip()})
         super().__init__(url, connect_args=arguments, paramstyle="format", use_native_hstore=False)
-        from delayline.sql.postgresql.binary import Copies
-
-        self._copies = Copies()
         self.values: ColumnValues = PostgresqlValues()
+        self.words: StatementWords = PostgresqlWords()
+        self.bulk: BulkStatements = PostgresqlBulk(self)
         self.timeouts = replace(TIMEOUTS, forwarding=partial(PostgresqlTimeouts, sql=self.sql))
         one_writes = self.url.query.get("target_session_attrs") in ("read-write", "primary")
         self._any_order = one_writes and len(self.hosts) > 1 and "hostaddr" not in self.url.query
@@ -298,66 +373,6 @@ class Postgresql(ServerDialect):
         name = self.sql.identifier_preparer.format_table(table).replace("%%", "%")  # a value, no part of a statement
         database, found, *server = run(connection, PLACE, name)[0]
         return TableIdentity(f"PostgreSQL database {database}", tuple(server), found)
-
-    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
-        """Lock the table: EXCLUSIVE, or ACCESS EXCLUSIVE."""
-        mode = "ACCESS EXCLUSIVE" if readers else "EXCLUSIVE"
-        run(connection, f"LOCK TABLE {self.sql.identifier_preparer.format_table(table)} IN {mode} MODE")
-
-    def begin_scan(self, connection: Connection) -> None:
-        """Begin a transaction: cursors on the server and SET LOCAL need one."""
-        self.begin(connection)
-
-    def plan_for_scans(self, connection: Connection) -> None:
-        """Undo the settings of connections, which are for small batches found by their index."""
-        for setting in FOR_SCANS:
-            run(connection, setting)
-
-    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
-        """Return the planner's estimates, from the histogram of due times that ANALYZE keeps."""
-        explain = explanation(table, self.sql, len(edges), "EXPLAIN (FORMAT JSON) ")
-        self.begin(connection)
-        try:
-            run(connection, "SET LOCAL max_parallel_workers_per_gather = 0")  # which would hide and reorder the buckets
-            found = explain.one(connection, *edges)
-        finally:
-            self.rollback(connection)
-        [plan] = json.loads(found) if isinstance(found, str) else found
-        return [float(bucket["Plan Rows"]) for bucket in plan["Plan"]["Plans"]]
-
-    def stage(self, store: Table, name: str) -> Stage:
-        """Return a staging table."""
-        need_arrow()
-        from delayline.sql.postgresql.staging import PostgresqlStage
-
-        return PostgresqlStage(self, store, name)
-
-    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        """Return the condition with an array: one statement, and one plan, for lists of any length."""
-        return column == any_(bindparam(name, type_=postgresql.ARRAY(column.type)))
-
-    def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key as it is."""
-        return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
-
-    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert every row; many of them in parts, so that the server inserts one while the next is written."""
-        if len(rows) == 1:
-            insert.change(connection, *rows[0])
-            return
-        driver = getattr(connection.connection, "driver_connection", None)  # of a caller's there are only cursors
-        many = _from_arrays(insert.sql)
-        with driver.pipeline() if driver and len(rows) > PART else contextlib.nullcontext():
-            for first in range(0, len(rows), PART):
-                run(connection, many, *map(list, zip(*rows[first : first + PART], strict=True)))
-
-    def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
-        """Copy the rows, where their ids are new; or insert them, where one statement has room for all."""
-        if self._copies.copied(_driver(connection), insert.sql, rows):
-            return True
-        if len(rows) <= PART:
-            self.insert_rows(connection, insert, rows)
-        return len(rows) <= PART
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction that reads what is committed, whatever the server's default is."""

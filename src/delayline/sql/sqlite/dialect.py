@@ -13,7 +13,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, String, Text, bindparam, create_engine, delete, literal_column, select
+from sqlalchemy import BigInteger, String, Text, create_engine, delete, literal_column, select
 from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import NullPool
@@ -26,8 +26,7 @@ from delayline.errors import (
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql import journal_triggers
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
-from delayline.sql.dialect import ColumnValues, TableIdentity, conflict_columns
-from delayline.sql.prepared import Prepared
+from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, TableIdentity, conflict_columns
 from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
 from delayline.sql.server import run
 from delayline.sql.setup import ReplaceKey
@@ -103,18 +102,61 @@ class SqliteValues(ColumnValues):
         return due
 
 
+class SqliteWords(StatementWords):
+    """A write transaction excludes all others."""
+
+    deletes_by_list = True
+    returns_deleted = True
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is."""
+        return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
+
+
+class SqliteBulk(BulkStatements):
+    """Files beside the database; estimates from samples, as there are no statistics."""
+
+    locks_tables = True  # with the whole file
+
+    def __init__(self, dialect: Sqlite) -> None:
+        self._dialect = dialect
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Return a folder of Arrow files beside the database file."""
+        need_arrow()
+        from delayline.sql.sqlite.staging import SqliteStage
+
+        return SqliteStage(self._dialect, store, name)
+
+    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
+        """Return estimates from windows of row numbers: SQLite keeps no usable statistics.
+
+        Rows that left are missing from windows too, so the estimates take them into account.
+        """
+        name = self._dialect.sql.identifier_preparer.format_table(table)
+        [(first, last)] = run(connection, f"SELECT (SELECT min(seq) FROM {name}), (SELECT max(seq) FROM {name})")  # noqa: S608
+        counts = [0.0] * (len(edges) + 1)
+        if first is None:
+            return counts
+        step = max(WINDOW, (last - first + WINDOWS) // WINDOWS)
+        numbers = {"first": first, "last": last, "step": step, "window": WINDOW}
+        for (due,) in _driver(connection).execute(SAMPLED.format(table=name), numbers):
+            counts[bisect.bisect_right(edges, due)] += step / WINDOW
+        return counts
+
+    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
+        """Delete the rows by a subquery, and return their number."""
+        return connection.execute(delete(table).where(table.c[key].in_(select(copy.c[key])))).rowcount
+
+
 class Sqlite:
     """SQLite as a dialect."""
 
-    forces_indexes = False
     folds_column_case = True
-    deletes_by_list = True
-    returns_deleted = True
-    numbers_in_order = False
-    locks_tables = True  # with the whole file
     journal: JournalTriggers | None = journal_triggers.SQLITE
     rights_to_store: Sequence[str] = TO_PUT
     values: ColumnValues = SqliteValues()
+    words: StatementWords = SqliteWords()
     timeouts = TIMEOUTS
 
     def __init__(self, url: URL) -> None:
@@ -127,6 +169,7 @@ class Sqlite:
         self._timeout = _seconds(url)
         self._server_timeout: float | None = None
         self.stops = StopLimit()
+        self.bulk: BulkStatements = SqliteBulk(self)
         self.asked_at = 0.0
         """When the transaction that begins next was asked for, by `time.monotonic`: it may have waited for its turn."""
         self.thread_waits = False
@@ -229,14 +272,6 @@ class Sqlite:
         """The driver's exceptions, raw and wrapped by SQLAlchemy."""
         return (DBAPIError, sqlite3.Error)
 
-    def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key as it is."""
-        return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
-
-    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert every row."""
-        insert.change_many(connection, rows)
-
     def place(self, connection: Connection, table: Table) -> TableIdentity:
         """Return the main file, whatever its path is called."""
         cursor = connection.connection.cursor()
@@ -247,10 +282,6 @@ class Sqlite:
             f"SQLite file {file}" if file else "SQLite in memory", file and file_identity(file), table.name
         )
 
-    def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        """Return the condition that the column is one of the list bound as `name`."""
-        return column.in_(bindparam(name, expanding=True))
-
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return nothing: SQLite has no rights on tables."""
         del connection, needed
@@ -260,10 +291,6 @@ class Sqlite:
         """False: missing objects depend on existing ones."""
         del error
         return False
-
-    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
-        """Return the column: its collation is binary."""
-        return column
 
     def begin(self, connection: Connection) -> None:
         """Begin a write transaction; waits for other processes up to the busy timeout.
@@ -353,45 +380,6 @@ class Sqlite:
     def timeouts_table(self, name: str, schema: str | None) -> Table:
         """Return the logical table."""
         return timeouts_table(name, schema)
-
-    def stage(self, store: Table, name: str) -> Stage:
-        """Return a folder of Arrow files beside the database file."""
-        need_arrow()
-        from delayline.sql.sqlite.staging import SqliteStage
-
-        return SqliteStage(self, store, name)
-
-    def lock_table(self, connection: Connection, table: Table, *, readers: bool = False) -> None:
-        """Do nothing: a write transaction excludes all other writers."""
-        del connection, table, readers
-
-    def begin_scan(self, connection: Connection) -> None:
-        """Do nothing: cursors need no transaction."""
-        del connection
-
-    def plan_for_scans(self, connection: Connection) -> None:
-        """Do nothing: connections have no settings for small batches."""
-        del connection
-
-    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
-        """Return estimates from windows of row numbers: SQLite keeps no usable statistics.
-
-        Rows that left are missing from windows too, so the estimates take them into account.
-        """
-        name = self.sql.identifier_preparer.format_table(table)
-        [(first, last)] = run(connection, f"SELECT (SELECT min(seq) FROM {name}), (SELECT max(seq) FROM {name})")  # noqa: S608
-        counts = [0.0] * (len(edges) + 1)
-        if first is None:
-            return counts
-        step = max(WINDOW, (last - first + WINDOWS) // WINDOWS)
-        numbers = {"first": first, "last": last, "step": step, "window": WINDOW}
-        for (due,) in _driver(connection).execute(SAMPLED.format(table=name), numbers):
-            counts[bisect.bisect_right(edges, due)] += step / WINDOW
-        return counts
-
-    def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
-        """Delete the rows by a subquery, and return their number."""
-        return connection.execute(delete(table).where(table.c[key].in_(select(copy.c[key])))).rowcount
 
     def must_exist(self) -> None:
         """Raise BackendUnusable unless the file is there."""

@@ -43,7 +43,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
-from delayline.sql.dialect import IN_SESSION, ColumnValues, conflict_columns
+from delayline.sql.dialect import IN_SESSION, BulkStatements, ColumnValues, StatementWords, conflict_columns
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import BINARY, CONTENT, HOLDS_MESSAGES, must_fit, untyped
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.message import Message
-    from delayline.sql.dialect import Finding, ServerSessions
+    from delayline.sql.dialect import Finding, ServerSessions, Stage
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Columns
 
@@ -179,6 +179,59 @@ class SqlServerValues(ColumnValues):
         return literal_column(f"DATEADD(second, {seconds}, SYSUTCDATETIME())" if seconds else "SYSUTCDATETIME()")
 
 
+class SqlServerWords(StatementWords):
+    """An insert of a new row is a condition, and names have a collation of their own."""
+
+    returns_deleted = True
+
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is; one that only looks the same is an error."""
+        return insert_into(table).execution_options(**{NEW: conflict_columns(table, key)})
+
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return the column under the collation of delayline's own names, which the document's table does not have."""
+        return collate(column, BINARY)
+
+
+class SqlServerBulk(BulkStatements):
+    """Row by row; the histograms of indexes."""
+
+    def __init__(self, dialect: SqlServer) -> None:
+        self._dialect = dialect
+
+    def stage(self, store: Table, name: str) -> Stage:
+        """Raise ConfigurationError: bulk writes to this product are not implemented."""
+        raise ConfigurationError(f"bulk jobs cannot write to {self._dialect} yet: use PostgreSQL, MariaDB or SQLite")
+
+    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Insert every row; if another transaction inserted the same key meanwhile, retry the rows one by one."""
+        try:
+            insert.change_many(connection, rows)
+        except self._dialect.errors as error:
+            if number_of(error) not in DUPLICATE_KEY:
+                raise
+            for row in rows:
+                insert.change(connection, *row)
+
+    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
+        """Return estimates from the histogram of the index of due times."""
+        name = self._dialect.sql.identifier_preparer.format_table(table)
+        try:
+            steps = run(connection, HISTOGRAM.format(mark=self._dialect.mark), name, "Index_Time")
+        except self._dialect.errors as error:
+            if number_of(error) != NO_SUCH_OBJECT:
+                raise
+            raise BackendUnusable(
+                f"a forecast of so many messages needs SQL Server 2016 SP1 CU2 or newer: {self._dialect} has no "
+                f"histograms ({text_of(error)})"
+            ) from error
+        [(rows,)] = run(connection, ROWS.format(mark=self._dialect.mark), name)
+        below = [_rows_before(edge, steps) for edge in edges]
+        counted = sum(between + equal for _, between, equal in steps)
+        scale = float(rows or 0) / counted if counted else 0.0
+        return [(end - start) * scale for start, end in pairwise([0.0, *below, counted])]
+
+
 class SqlServer(ServerDialect):
     """SQL Server as a dialect."""
 
@@ -186,8 +239,8 @@ class SqlServer(ServerDialect):
     extra = "sqlserver"
     default_port = 1433
     values: ColumnValues = SqlServerValues()
+    words: StatementWords = SqlServerWords()
     timeouts = TIMEOUTS
-    returns_deleted = True
 
     BEGIN = "BEGIN TRANSACTION"
     COMMIT = "COMMIT TRANSACTION"
@@ -220,6 +273,7 @@ class SqlServer(ServerDialect):
         sql._supports_offset_fetch = True  # also before the first connection
         sql.insert_returning = False  # row counts are not used
         event.listen(self.engine, "do_connect", self._connect_driver)
+        self.bulk: BulkStatements = SqlServerBulk(self)
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
@@ -273,7 +327,7 @@ class SqlServer(ServerDialect):
         found: dict[Table, tuple[list[str], bool]] = {}
         for table, needs in needed.items():
             name = self.sql.identifier_preparer.format_table(table)
-            granted = [run(connection, HAS_RIGHT.format(mark=self._mark), name, need)[0][0] for need in needs]
+            granted = [run(connection, HAS_RIGHT.format(mark=self.mark), name, need)[0][0] for need in needs]
             found[table] = [need for need, has in zip(needs, granted, strict=True) if not has], None in granted
         if all(unseen for _, unseen in found.values()):
             return []
@@ -286,7 +340,8 @@ class SqlServer(ServerDialect):
         ]
 
     @property
-    def _mark(self) -> str:
+    def mark(self) -> str:
+        """The placeholder of a parameter in the driver's words."""
         return "%s" if self._pymssql else "?"
 
     def findings(self, connection: Connection) -> list[Finding]:
@@ -383,42 +438,6 @@ class SqlServer(ServerDialect):
         except DBAPIError as error:
             if number_of(error) not in ALREADY_THERE:
                 raise
-
-    def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key as it is; one that only looks the same is an error."""
-        return insert_into(table).execution_options(**{NEW: conflict_columns(table, key)})
-
-    def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert every row; if another transaction inserted the same key meanwhile, retry the rows one by one."""
-        try:
-            insert.change_many(connection, rows)
-        except self.errors as error:
-            if number_of(error) not in DUPLICATE_KEY:
-                raise
-            for row in rows:
-                insert.change(connection, *row)
-
-    def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
-        """Return estimates from the histogram of the index of due times."""
-        name = self.sql.identifier_preparer.format_table(table)
-        try:
-            steps = run(connection, HISTOGRAM.format(mark=self._mark), name, "Index_Time")
-        except self.errors as error:
-            if number_of(error) != NO_SUCH_OBJECT:
-                raise
-            raise BackendUnusable(
-                f"a forecast of so many messages needs SQL Server 2016 SP1 CU2 or newer: {self} has no histograms "
-                f"({text_of(error)})"
-            ) from error
-        [(rows,)] = run(connection, ROWS.format(mark=self._mark), name)
-        below = [_rows_before(edge, steps) for edge in edges]
-        counted = sum(between + equal for _, between, equal in steps)
-        scale = float(rows or 0) / counted if counted else 0.0
-        return [(end - start) * scale for start, end in pairwise([0.0, *below, counted])]
-
-    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
-        """Return the column under the collation of delayline's own names, which the document's table does not have."""
-        return collate(column, BINARY)
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction."""
@@ -610,7 +629,7 @@ class LeaseTable:
         now, of_store = dialect.values.in_seconds(0), leases.c.store == bindparam("store")
         ours = leases.c.store == bindparam("this_store", table.name)
         self.free = not_(exists().where(ours, leases.c.id == table.c.id.collate(BINARY), leases.c.until >= now))
-        of_ids = delete(leases).where(of_store, dialect.one_of(leases.c.id, "keys"))
+        of_ids = delete(leases).where(of_store, dialect.words.one_of(leases.c.id, "keys"))
         take = insert(leases).values(until=dialect.values.in_seconds(LEASE))
         self._take = Prepared(take, sql, ["store", "id"])
         self._sweep = Prepared(of_ids.where(leases.c.until < now), sql, ["store", "keys"])
