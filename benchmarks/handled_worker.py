@@ -99,8 +99,8 @@ async def delayline_fill(url: str, settings: Settings) -> None:
     """Store messages for the due instant, or send them to the queue."""
     from benchmarks.common import NAME
     from delayline import DelayedMessage, SqlDelayedMessageStore, StoredDelivery
-    from delayline.config import Settings as Options
-    from delayline.config import endpoint_from
+    from delayline.composition import endpoint_from
+    from delayline.settings import Settings as Options
     from delayline.transport import TransportOperation
 
     due = due_of(settings)
@@ -123,8 +123,8 @@ async def delayline_work(url: str, settings: Settings) -> None:
     from benchmarks.common import NAME
     from benchmarks.telemetry_kinds import watched
     from delayline import MessageContext
-    from delayline.config import Settings as Options
-    from delayline.config import endpoint_from
+    from delayline.composition import endpoint_from
+    from delayline.settings import Settings as Options
 
     endpoint, records = endpoint_from(Options(endpoint=NAME, **_options(url, settings))), Records()
 

@@ -18,8 +18,9 @@ from benchmarks.common import DESTINATION, NAME, ROUNDS, Figures, against, fill,
 from benchmarks.servers import postgresql
 from benchmarks.servers_rabbitmq import rabbitmq
 from delayline import SqlDelayedMessageStore, TransactionMode
-from delayline.config import Settings, endpoint_from
+from delayline.composition import endpoint_from
 from delayline.rabbitmq import RabbitMQTransport
+from delayline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

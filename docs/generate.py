@@ -37,10 +37,10 @@ from delayline import (
 )
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.cli import main as command_line
-from delayline.config import Settings, describe_setting, flag_of, setting_names, variable_of
 from delayline.errors import UnsupportedTransactionMode
 from delayline.events import Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.settings import Settings, describe_setting, flag_of, setting_names, variable_of
 from delayline.sql import schema
 from delayline.sql.databases import database_at
 from delayline.telemetry import catalog

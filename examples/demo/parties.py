@@ -14,7 +14,7 @@ from examples.demo.stage import DISPATCHER, RECEIVER, REMINDERS, SENDER, Journal
 
 from delayline.cli.run import run_until_stopped
 from delayline.clock import SystemClock, to_microseconds
-from delayline.config import endpoint_from, transport_from
+from delayline.composition import endpoint_from, transport_from
 from delayline.endpoint import Endpoint
 from delayline.message import Headers, from_wire_time
 

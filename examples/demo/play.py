@@ -16,7 +16,7 @@ from examples.demo.reminders import DESTINATION
 from examples.demo.stage import DISPATCHER, RECEIVER, REMINDERS, REPOSITORY, SENDER, JournalReader, Stage
 
 from delayline.clock import SystemClock, from_microseconds
-from delayline.config import endpoint_from
+from delayline.composition import endpoint_from
 from delayline.delayed.store import managed
 from delayline.error_queue import managed_queues
 from delayline.errors import BackendUnusable

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from delayline.clock import to_microseconds
-from delayline.config import Settings
+from delayline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,8 +7,9 @@ delayline run endpoints:customers
 from datetime import UTC, datetime
 
 from delayline import Endpoint, Headers, Message, MessageContext
-from delayline.config import endpoint_from, load_settings, transport_from
+from delayline.composition import endpoint_from, transport_from
 from delayline.message import from_wire_time
+from delayline.settings import load_settings
 
 settings = load_settings(flags={"endpoint": "reminders"})
 

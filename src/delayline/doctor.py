@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
-from delayline.config import (
+from delayline.composition import (
     endpoint_from,
     examine,
     must_exist,
@@ -31,8 +31,8 @@ from delayline.transport import SupportsQueueComparison
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
-    from delayline.config import Settings
     from delayline.delayed.store import SupportsManagement
+    from delayline.settings import Settings
     from delayline.timeouts.draining import RemainingTimeouts
 
 #: A message overdue for longer means that no poller dispatches.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING
 
-from delayline.config import in_memory, must_exist, on_rabbitmq, persister_of, store_of, transport_of
+from delayline.composition import in_memory, must_exist, on_rabbitmq, persister_of, store_of, transport_of
 from delayline.delayed.store import SupportsClose, managed
 from delayline.errors import ConfigurationError
 from delayline.timeouts.draining import persister_at
@@ -14,8 +14,8 @@ from delayline.transaction import TransactionMode
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from delayline.config import Settings
     from delayline.delayed.store import DelayedMessageStore, SupportsManagement
+    from delayline.settings import Settings
     from delayline.transport import Transport
 
 

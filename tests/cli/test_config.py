@@ -7,16 +7,10 @@ from typing import Any
 import pytest
 
 from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, StoredDelivery, TransactionMode
-from delayline.config import (
-    Settings,
-    endpoint_from,
-    load_settings,
-    setting_names,
-    store_from,
-    transport_from,
-)
+from delayline.composition import endpoint_from, store_from, transport_from
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.setting_values import masked
+from delayline.settings import Settings, load_settings, setting_names
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
 

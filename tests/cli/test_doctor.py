@@ -14,7 +14,8 @@ from tests.cli.conftest import Result
 
 from delayline import Message, SqlTransport
 from delayline.clock import to_microseconds
-from delayline.config import endpoint_from, load_settings
+from delayline.composition import endpoint_from
+from delayline.settings import load_settings
 from delayline.timeouts import SqlTimeoutPersister, Timeout, TimeoutManagerDelivery
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from selenium.webdriver.remote.webelement import WebElement
 
-    from delayline.config import Settings
+    from delayline.settings import Settings
 
 DRIVER: Final = Path("/usr/bin/chromedriver")
 SCREENSHOTS: Final = Path(__file__).parents[2] / "screenshots"

@@ -11,7 +11,7 @@ from delayline.dashboard import app
 
 if TYPE_CHECKING:
     from delayline import Endpoint
-    from delayline.config import Settings
+    from delayline.settings import Settings
 
 
 def client_of(*endpoints: Endpoint | Settings, **settings: Any) -> TestClient:  # noqa: ANN401 - those of app

@@ -10,7 +10,7 @@ from tests.conftest import not_installed
 from tests.dashboard.browser import DRIVER, Browser, serving
 from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill
 
-from delayline.config import Settings
+from delayline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

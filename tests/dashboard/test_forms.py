@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from tests.dashboard.pages import client_of, csrf_of
 from tests.dashboard.world import fill
 
-from delayline.config import Settings
 from delayline.dashboard import Actor
 from delayline.dashboard.forms import body_of, editable, header_lines, headers_of, instant_of, whole
 from delayline.dashboard.live import Shared, event
 from delayline.dashboard.service import EndpointService
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import NO_VALUE, Message
+from delayline.settings import Settings
 from delayline.sql import SqlTransport
 from delayline.testing import ManualClock
 from delayline.transport import TransportOperation

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final
 
 from delayline import Headers, Message
 from delayline.cli.connection import table_groups
-from delayline.config import Settings, endpoint_from, set_up_features
+from delayline.composition import endpoint_from, set_up_features
 from delayline.message import to_wire_time
+from delayline.settings import Settings
 from delayline.spi import TransportOperation
 from delayline.sql.databases import database_at
 from delayline.telemetry.history import MinuteRow, encoded, minutes_table

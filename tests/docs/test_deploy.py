@@ -18,7 +18,7 @@ from tests.conftest import not_installed
 
 from delayline import Endpoint
 from delayline.cli import main
-from delayline.config import setting_names, variable_of
+from delayline.settings import setting_names, variable_of
 from delayline.sql import SqlTransport
 
 if TYPE_CHECKING:

@@ -11,8 +11,9 @@ from azure.storage.queue import QueueClient
 from click.testing import CliRunner
 
 from delayline.cli import main
-from delayline.config import Settings, endpoint_from, load_settings
+from delayline.composition import endpoint_from
 from delayline.setting_values import masked
+from delayline.settings import Settings, load_settings
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,11 +10,12 @@ from sqlalchemy import make_url
 from tests.eventually import eventually_async
 
 from delayline import Headers, Message
-from delayline.config import Settings, endpoint_from, transport_of
+from delayline.composition import endpoint_from, transport_of
 from delayline.dashboard.model import Action, JobState, PendingPage, PendingQuery, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.error_queue import managed_queues
 from delayline.failures import failure_headers
+from delayline.settings import Settings
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:

@@ -151,7 +151,7 @@ async def test_a_store_that_keeps_none_has_no_journal(tmp_path: Path) -> None:
 
 
 async def test_a_product_without_a_journal_is_reported() -> None:
-    from delayline.config import store_from
+    from delayline.composition import store_from
 
     with pytest.raises(ConfigurationError, match="leave it out"):
         store_from("memory:", journal=True)

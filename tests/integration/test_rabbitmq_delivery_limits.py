@@ -17,7 +17,6 @@ from tests.eventually import eventually_async
 
 from delayline import Endpoint, Event, Message, MessageContext, Recoverability
 from delayline.cli import main
-from delayline.config import load_settings
 from delayline.dashboard.service import EndpointService
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
@@ -27,6 +26,7 @@ from delayline.rabbitmq.admin.management_api import ManagementApi
 from delayline.rabbitmq.amqp.methods import QueueDeclare
 from delayline.rabbitmq.amqp.properties import sent_on
 from delayline.rabbitmq.amqp.publisher import Publication
+from delayline.settings import load_settings
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.transport import ids, received

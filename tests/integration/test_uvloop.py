@@ -9,7 +9,8 @@ import pytest
 import uvloop
 
 from delayline import Message, MessageContext
-from delayline.config import Settings, endpoint_from
+from delayline.composition import endpoint_from
+from delayline.settings import Settings
 
 
 @pytest.mark.parametrize("place", ["rabbitmq_url", "postgresql_url", "azure_url"])

@@ -28,7 +28,7 @@ PLACE: Final = "DELAYLINE_TESTS_FORK_AT"
 SERVE: Final = "serve"
 ROOT: Final = Path(__file__).parents[2]
 SINGLE: Final = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-MODULES: Final = ("delayline.config", "pandas", "psycopg", "pyarrow.parquet", "pymysql", "pyspark.worker")
+MODULES: Final = ("delayline.composition", "pandas", "psycopg", "pyarrow.parquet", "pymysql", "pyspark.worker")
 #: All modules of these.
 PACKAGES: Final = (
     "pyspark.sql.worker",

@@ -22,7 +22,7 @@ PATIENCE: Final = 120
 PRELOADED: Final = [
     "pyspark.sql",
     "sqlalchemy.dialects.postgresql",
-    "delayline.config",
+    "delayline.composition",
     "delayline.bulk.journal_export",
 ]
 

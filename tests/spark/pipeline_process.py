@@ -16,7 +16,7 @@ from tests.spark.stores import ENDPOINT
 from tests.spark.test_stream import files
 from tests.spark.tiers import HOUR
 
-from delayline.config import Settings
+from delayline.settings import Settings
 from delayline.spark import Dispatcher, JobTarget, schedule, schedule_stream, spark_session
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ from tests.spark.conftest import JDBC_DRIVER
 from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
 
 from delayline.cli import main
-from delayline.config import Settings
 from delayline.errors import BackendUnusable
+from delayline.settings import Settings
 from delayline.spark.dispatch import dispatcher_status, stop_dispatcher
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from pyspark.sql import SparkSession
 from delayline import ConfigurationError, DuplicateMessage
-from delayline.config import Settings
+from delayline.settings import Settings
 from delayline.spark import (
     Dispatcher, JobTarget, audit, compact, export, promote, promote_stream, read_journal, schedule, schedule_stream,
     spark_session, waiting_ids, write_report,

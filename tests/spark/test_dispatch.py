@@ -19,8 +19,9 @@ from tests.spark.stores import ENDPOINT, PAST, StoreAt
 
 from delayline import ConfigurationError, SqlTransport
 from delayline.bulk.dispatchers import Generation, ShardMetrics
-from delayline.config import Settings, endpoint_from
+from delayline.composition import endpoint_from
 from delayline.errors import BackendUnusable
+from delayline.settings import Settings
 from delayline.spark import Dispatcher
 
 if TYPE_CHECKING:

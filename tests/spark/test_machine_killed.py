@@ -22,7 +22,7 @@ from tests.spark.test_failures import staged
 
 from delayline import SqlDelayedMessageStore
 from delayline.bulk.writer import STREAMS, BulkWriter
-from delayline.config import endpoint_from
+from delayline.composition import endpoint_from
 from delayline.spark import audit, export, read_journal, waiting_ids
 from delayline.sql.staging import PREFIX
 

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delayline import ConfigurationError, MemoryDelayedMessageStore, MemoryTransport, StoredDelivery
-from delayline.config import Settings, endpoint_from, examine, must_exist, store_from, transport_from
+from delayline.composition import endpoint_from, examine, must_exist, store_from, transport_from
+from delayline.settings import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -10,11 +10,12 @@ from sqlalchemy import func, select, update
 from tests.eventually import eventually_async
 
 from delayline import DelayedMessage, Endpoint, Message, StoredDelivery
-from delayline.config import Settings, endpoint_from
+from delayline.composition import endpoint_from
 from delayline.dashboard.model import Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.errors import ConfigurationError
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
+from delayline.settings import Settings
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.databases import database_at
 from delayline.telemetry.history import MinuteHistory, MinuteRow, decoded, encoded, minutes_table, read_minutes

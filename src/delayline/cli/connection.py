@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delayline.clock import SystemClock, latest_of
-from delayline.config import endpoint_from, must_exist
+from delayline.composition import endpoint_from, must_exist
 from delayline.opening import refuse_memory
 
 if TYPE_CHECKING:
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.clock import Clock
-    from delayline.config import Settings
     from delayline.endpoint import Endpoint
+    from delayline.settings import Settings
     from delayline.sql.schema import TableGroup
 
 

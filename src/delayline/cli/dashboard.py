@@ -18,9 +18,9 @@ import click
 
 from delayline.cli.options import PLACES, examples, json_option, settings_options
 from delayline.cli.run import load_endpoint
-from delayline.config import load_settings
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.opening import refuse_memory
+from delayline.settings import load_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
     from delayline.endpoint import Endpoint
+    from delayline.settings import Settings
 
 TOKEN: Final = "DELAYLINE_DASHBOARD_TOKEN"  # noqa: S105 - the name of the variable
 USERS: Final = "DELAYLINE_DASHBOARD_USERS"

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from datetime import timedelta
 
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
+    from delayline.settings import Settings
 
 
 @click.command(

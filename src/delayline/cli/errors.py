@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
     from delayline.message import Message
+    from delayline.settings import Settings
 
 #: The remedy for a message without a header that names its queue.
 REMEDY: Final = "Name the queue with --to QUEUE"

@@ -9,9 +9,9 @@ from typing import Any, Final
 import click
 
 from delayline.cli.screen import Screen
-from delayline.config import describe_setting, flag_of, load_settings, setting_names, variable_of
 from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
 from delayline.setting_values import FILE_NAME
+from delayline.settings import describe_setting, flag_of, load_settings, setting_names, variable_of
 
 FAILED: Final = 1
 WRONG_USAGE: Final = 2

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
     from delayline.delayed.store import DueCount
     from delayline.message import DelayedMessage
+    from delayline.settings import Settings
 
 timeouts_option = click.option(
     "--timeouts", is_flag=True, help="Of the old timeout manager at timeouts_url, not of the store."

@@ -18,8 +18,8 @@ from delayline.transport import QueueLimits, limited
 
 if TYPE_CHECKING:
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
     from delayline.message import Message
+    from delayline.settings import Settings
 
 PLACES: Final = ("url", "transport_url")
 NONE: Final = "none"

@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.admin.move import Levels, Report
     from delayline.rabbitmq.admin.operations import BlockedMessages, Window
     from delayline.rabbitmq.admin.verification import Check
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
+    from delayline.settings import Settings
 
 SCHEMES: Final = ("amqp://", "amqps://")
 SHOWN: Final = 10

@@ -21,7 +21,7 @@ from delayline.cli.due import delay_given
 from delayline.cli.log_format import FORMATS, LEVELS, log_to_stderr
 from delayline.cli.options import FAILED, examples, json_option, settings_options
 from delayline.cli.screen import Screen
-from delayline.config import endpoint_from
+from delayline.composition import endpoint_from
 from delayline.endpoint import GRACE, Endpoint
 from delayline.errors import ConfigurationError
 from delayline.opening import refuse_memory
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
-    from delayline.config import Settings
+    from delayline.settings import Settings
     from delayline.telemetry.http_server import Response
 
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
     from delayline.endpoint import Endpoint
+    from delayline.settings import Settings
 
 AT_ONCE: Final = 2000
 """Rows that are stored concurrently, and so in few transactions."""

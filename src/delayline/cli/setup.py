@@ -17,7 +17,7 @@ from delayline.cli.options import (
     without_management_option,
 )
 from delayline.cli.screen import MARKS
-from delayline.config import (
+from delayline.composition import (
     after_setup,
     endpoint_from,
     on_rabbitmq,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
+    from delayline.settings import Settings
     from delayline.sql.schema import TableGroup
 
 #: The features whose tables jobs create at their first use.

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from delayline.cli.screen import Screen
-    from delayline.config import Settings
+    from delayline.settings import Settings
     from delayline.spark import Audit, JobTarget, Promoted, Scheduled
     from delayline.spark.audit import Totals
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Scope
 
     from delayline.clock import Clock
-    from delayline.config import Settings
     from delayline.dashboard.security import Authorize
     from delayline.endpoint import Endpoint
+    from delayline.settings import Settings
     from delayline.sync import SyncEndpoint
 
 SHORTEST_SECRET: Final = 16

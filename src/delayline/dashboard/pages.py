@@ -46,8 +46,8 @@ if TYPE_CHECKING:
     from starlette.requests import Request
 
     from delayline.clock import Clock
-    from delayline.config import Settings
     from delayline.endpoint import Endpoint
+    from delayline.settings import Settings
 
 T = TypeVar("T")
 

@@ -24,7 +24,7 @@ from delayline import error_queue
 from delayline.backends import SQL, scheme_of
 from delayline.checks import whole_number
 from delayline.clock import EPOCH, SystemClock, latest_of
-from delayline.config import Settings, in_memory, must_exist, on_rabbitmq, persister_of, store_of, transport_of
+from delayline.composition import in_memory, must_exist, on_rabbitmq, persister_of, store_of, transport_of
 from delayline.dashboard import pipeline
 from delayline.dashboard.contents import (
     BODY_SHOWN,
@@ -88,6 +88,7 @@ from delayline.failures import FAILURE_HEADERS
 from delayline.message import Headers, Message, in_utc
 from delayline.opening import as_sent
 from delayline.setting_values import masked
+from delayline.settings import Settings
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
 from delayline.transaction import TransactionMode
 from delayline.transport import (

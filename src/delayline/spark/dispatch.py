@@ -19,7 +19,7 @@ from pyspark.sql import SparkSession
 
 from delayline.bulk.dispatchers import DispatcherControl, Generation, ShardMetrics
 from delayline.checks import time_span, whole_number
-from delayline.config import endpoint_from, in_memory
+from delayline.composition import endpoint_from, in_memory
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DelaylineError
 from delayline.events import LOGGER_NAME, Event, emit
 from delayline.spark.errors import translated_errors
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delayline.bulk.dispatchers import Generation
-    from delayline.config import Settings
+    from delayline.settings import Settings
 
 
 logger = logging.getLogger(__name__)

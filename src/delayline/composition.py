@@ -1,231 +1,32 @@
-"""The one place that composes: delayline.toml, DELAYLINE_* variables and flags become settings, URLs become objects."""
+"""The one place that composes: settings and URLs become transports, stores, delayed deliveries and endpoints."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
-from delayline import setting_values
 from delayline.backends import AZURE, BROKERS, MEMORY, SQL, BackendOptions, backend_of, is_third_party, scheme_of
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.host import satellite_queues
-from delayline.endpoint import DEFAULT_CONCURRENCY, CriticalErrorAction, Endpoint
+from delayline.endpoint import CriticalErrorAction, Endpoint
 from delayline.errors import ConfigurationError
-from delayline.setting_values import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags, masked
+from delayline.setting_values import masked
 from delayline.timeouts.draining import draining_delivery, persister_at
 from delayline.timeouts.manager import TimeoutManagerDelivery
-from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.store import DelayedMessageStore
     from delayline.receiving.recoverability import Recoverability
+    from delayline.settings import Settings
     from delayline.sql import TwoPhaseCommit
     from delayline.sql.schema import TableGroup
     from delayline.timeouts import SqlTimeoutPersister
     from delayline.transport import Transport
-
-
-def _setting(default: Any, read: setting_values.Read, text: str, example: str) -> Any:  # noqa: ANN401 - typed where it is assigned
-    return field(default=default, metadata={"read": read, "text": text, "example": example})
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class Settings:
-    """Everything that can be set from outside, checked. Passwords in its URLs never show in its repr."""
-
-    endpoint: str | None = _setting(None, setting_values.name, "Name of the endpoint; its queue carries it.", "sales")
-    url: str = _setting(
-        "sqlite:///delayline.db", setting_values.url, "Where queues and delayed messages are.", "sqlite:///my.db"
-    )
-    store_url: str | None = _setting(
-        None, setting_values.url, "Where delayed messages are, if not at url.", "sqlite:///my.db"
-    )
-    transport_url: str | None = _setting(
-        None, setting_values.url, "Where queues are, if not at url.", "sqlite:///my.db"
-    )
-    delay_levels_from_seconds: float | None = _setting(
-        None,
-        setting_values.seconds_or_none,
-        "With queues on RabbitMQ and a store: delays of so many seconds or more wait in the broker.",
-        "60",
-    )
-    schema: str | None = _setting(
-        None,
-        setting_values.text,
-        "Schema of the tables in SQL databases; the connection's own, on SQL Server dbo, if left out.",
-        "messaging",
-    )
-    two_phase: bool = _setting(
-        False,
-        setting_values.yes_or_no,
-        "Make transactions of queues and store in two SQL databases one, by a two-phase commit.",
-        "true",
-    )
-    table_name: str | None = _setting(
-        None, setting_values.text, "Table of the delayed messages; {endpoint}.timeouts if left out.", "sales.timeouts"
-    )
-    journal: bool | None = _setting(
-        None,
-        setting_values.yes_or_no,
-        "Record the events of each message in the SQL journal; once set up, it stays on.",
-        "true",
-    )
-    history: bool = _setting(
-        False,
-        setting_values.yes_or_no,
-        "Write a row a minute of what each process has done, to the SQL store's database, for the dashboard.",
-        "true",
-    )
-    cold_tier: str | None = _setting(
-        None,
-        setting_values.text,
-        "Folder or URI of the Parquet files in which far messages wait; needs the extra spark.",
-        "s3://bucket/sales",
-    )
-    timeout_manager: bool = _setting(
-        False,
-        setting_values.yes_or_no,
-        "Keep delayed messages in a timeout manager, whose storage is at store_url or url, not in a store.",
-        "true",
-    )
-    timeout_manager_outage_seconds: float = _setting(
-        120.0,
-        setting_values.seconds_or_none,
-        "How long a timeout manager's storage may be out of reach before a critical error.",
-        "120",
-    )
-    timeouts_url: str | None = _setting(
-        None, setting_values.url, "Where an old timeout manager's timeouts are, to be drained.", "sqlite:///my.db"
-    )
-    disable_timeout_manager: bool = _setting(False, setting_values.yes_or_no, "Drain it no more.", "true")
-    error_queue: str = _setting("error", setting_values.name, "Queue of messages that failed for good.", "error")
-    number_of_retries: int = _setting(0, setting_values.whole(0), "Further attempts to forward a due message.", "7")
-    transaction_mode: TransactionMode | None = _setting(  # noqa: RUF009 - a field, made by dataclasses.field
-        None,
-        setting_values.mode,
-        f"{', '.join(setting_values.MODES)}; the strongest possible if left out.",
-        "TRANSACTION_SCOPE",
-    )
-    concurrency: int = _setting(DEFAULT_CONCURRENCY, setting_values.whole(1), "Messages handled at once.", "4")
-    batch_size: int = _setting(500, setting_values.whole(1), "Due messages forwarded at once.", "500")
-    batch_bytes: int = _setting(
-        16 * 1024 * 1024, setting_values.whole(1, 2**63 - 1), "Bytes forwarded at once.", "16777216"
-    )
-    maximum_recovery_failures_per_second: int = _setting(
-        1, setting_values.whole(1), "Failures to move failed messages before a critical error.", "1"
-    )
-    store_circuit_breaker_seconds: float = _setting(
-        30.0, setting_values.seconds, "How long storing may fail before a critical error.", "30"
-    )
-    fetch_circuit_breaker_seconds: float = _setting(
-        30.0, setting_values.seconds, "How long fetching may fail before a critical error.", "30"
-    )
-    dispatch_circuit_breaker_seconds: float = _setting(
-        30.0, setting_values.seconds, "How long dispatching may fail before a critical error.", "30"
-    )
-
-    def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value is not None or one.default is not None:
-                object.__setattr__(self, one.name, _checked(one.name, value, Source("argument", "{name}={example!r}")))
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{one.name}={_shown(getattr(self, one.name))!r}" for one in fields(self))
-        return f"Settings({shown})"
-
-    @property
-    def resolved_store_url(self) -> str:
-        """The URL of the delayed message store."""
-        return self.store_url or self.url
-
-    @property
-    def resolved_transport_url(self) -> str:
-        """The URL of the transport."""
-        return self.transport_url or self.url
-
-    @property
-    def named_endpoint(self) -> str:
-        """The endpoint's name; raises ConfigurationError, saying how to give one, where there is none."""
-        if self.endpoint is None:
-            raise ConfigurationError(
-                f"no endpoint is named: use --endpoint NAME, the variable {PREFIX}ENDPOINT, "
-                f'or endpoint = "NAME" in {FILE_NAME}'
-            )
-        return self.endpoint
-
-
-_KNOWN: Final = {one.name: one.metadata for one in fields(Settings)}
-
-
-def setting_names() -> tuple[str, ...]:
-    """Return the names of all settings, in the order of Settings."""
-    return tuple(_KNOWN)
-
-
-def describe_setting(name: str) -> str:
-    """Return the one-line explanation of a setting: for help texts and the reference page."""
-    return str(_KNOWN[name]["text"])
-
-
-def variable_of(name: str) -> str:
-    """Return the environment variable of a setting."""
-    return PREFIX + name.upper()
-
-
-def flag_of(name: str) -> str:
-    """Return the command line flag of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-def load_settings(
-    config: Path | str | None = None,
-    *,
-    environ: Mapping[str, str] | None = None,
-    flags: Mapping[str, object] | None = None,
-) -> Settings:
-    """Return the settings of `config` (else ./delayline.toml where there is one), the environment and `flags`.
-
-    Later ones win; a flag that is None was not given. Raises ConfigurationError naming the value, its place and the
-    remedy.
-    """
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    variables = {variable_of(name): name for name in _KNOWN}
-    given = from_file(config, _KNOWN) | from_environment(environ, variables) | from_flags(flags or {}, flag_of)
-    for name, (value, source) in given.items():
-        values[name] = _checked(name, value, source)
-    return Settings(**values)
-
-
-def _checked(name: str, value: object, source: Source) -> object:
-    metadata = _KNOWN[name]
-    try:
-        return metadata["read"](value)
-    except ValueError as error:
-        example = source.form.format(name=name, example=metadata["example"])
-        raise ConfigurationError(
-            f"{name} = {_shown(value)!r} (from {source.place}) {error}. Write for example: {example}"
-        ) from None
-
-
-def _shown(value: object) -> object:
-    if isinstance(value, TransactionMode):
-        return value.name
-    shown = masked(value) if isinstance(value, str) else value
-    if isinstance(value, int) and abs(value) > 10**setting_values.SHOWN:
-        return f"{value.bit_length()} bits"  # as text it has thousands of digits
-    return (
-        f"{shown[: setting_values.SHOWN]}..." if isinstance(shown, str) and len(shown) > setting_values.SHOWN else shown
-    )
 
 
 def transport_from(
