@@ -487,9 +487,9 @@ def mariadb_schema() -> str:
 def schema_of(url: str) -> str:
     """Return the statements that create the tables of queues and of a store."""
     product = database_at(url).dialect
-    name = product.schema_of(None)
-    tables = [schema.versions_table(name), *schema.QUEUES.tables(product, name)]
-    return schema_in(product.sql, [*tables, product.timeouts_table("sales.timeouts", name)])
+    name = product.catalog.schema_of(None)
+    tables = [schema.versions_table(name), *schema.QUEUES.tables(product.catalog, name)]
+    return schema_in(product.sql, [*tables, product.catalog.timeouts_table("sales.timeouts", name)])
 
 
 def schema_in(dialect: Dialect, tables: Sequence[Table]) -> str:

@@ -17,7 +17,7 @@ from tests.servers.postgresql import PostgresqlServer
 from delayline import BackendUnavailable, Endpoint
 from delayline.sql import SqlTransport
 from delayline.sql.dialect import TableIdentity
-from delayline.sql.postgresql.dialect import Postgresql
+from delayline.sql.postgresql.catalog import PostgresqlCatalog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -44,10 +44,10 @@ async def test_a_server_that_restarts_meanwhile_is_no_other_database(
     url = restarting.new_database()
     await SqlTransport(url).setup_infrastructure(["sales"])
     looked: list[TableIdentity] = []
-    place = Postgresql.place
+    identify = PostgresqlCatalog.identify
 
-    def restarted(self: Postgresql, connection: Connection, table: Table) -> TableIdentity:
-        found = place(self, connection, table)
+    def restarted(self: PostgresqlCatalog, connection: Connection, table: Table) -> TableIdentity:
+        found = identify(self, connection, table)
         looked.append(found)
         if len(looked) == 1:  # the user's connection was asked, delayline's own will be
             restarting.stop("immediate")
@@ -56,7 +56,7 @@ async def test_a_server_that_restarts_meanwhile_is_no_other_database(
 
     async with asyncio.timeout(2 * PATIENCE), sending(url) as endpoint:
         await endpoint.send("sales", b"", message_id="before")
-        monkeypatch.setattr(Postgresql, "place", restarted)
+        monkeypatch.setattr(PostgresqlCatalog, "identify", restarted)
         given: Any
         if kind == "psycopg":
             given = psycopg.connect(url)
@@ -74,11 +74,11 @@ def identities(*identities: object) -> Callable[..., TableIdentity]:
     """Answer the looks for a table's place, one after the other."""
     left = list(identities)
 
-    def place(self: Postgresql, connection: Connection, table: Table) -> TableIdentity:
+    def identify(self: PostgresqlCatalog, connection: Connection, table: Table) -> TableIdentity:
         del self, connection, table
         return TableIdentity("PostgreSQL database shop", left.pop(0), "1")
 
-    return place
+    return identify
 
 
 async def test_a_primary_that_has_changed_since_our_connections_were_made_is_no_other_database(
@@ -87,7 +87,7 @@ async def test_a_primary_that_has_changed_since_our_connections_were_made_is_no_
     """Given a connection to the new primary, when ours still lead to the old one, then a new one decides."""
     await SqlTransport(postgresql_url).setup_infrastructure(["sales"])
     async with asyncio.timeout(PATIENCE), sending(postgresql_url) as endpoint:
-        monkeypatch.setattr(Postgresql, "place", identities("new", "old", "new", "new"))
+        monkeypatch.setattr(PostgresqlCatalog, "identify", identities("new", "old", "new", "new"))
         with psycopg.connect(postgresql_url) as connection:
             await endpoint.send("sales", b"", message_id="m", transaction=connection)
 
@@ -97,7 +97,7 @@ async def test_a_connection_to_a_demoted_primary_is_an_outage(
 ) -> None:
     await SqlTransport(postgresql_url).setup_infrastructure(["sales"])
     async with asyncio.timeout(PATIENCE), sending(postgresql_url) as endpoint:
-        monkeypatch.setattr(Postgresql, "place", identities("old", "new", "old", "new"))
+        monkeypatch.setattr(PostgresqlCatalog, "identify", identities("old", "new", "old", "new"))
         with (
             psycopg.connect(postgresql_url, options="-c default_transaction_read_only=on") as connection,
             pytest.raises(BackendUnavailable, match="begin it on a new connection"),

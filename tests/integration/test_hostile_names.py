@@ -86,7 +86,7 @@ async def test_on_postgresql(postgresql_url: str) -> None:
         with psycopg.connect(postgresql_url) as mine:
             await store.store_many([delayed("a"), delayed("b")], await store.enlist(ExternalTransaction(mine)))
             await transport.dispatch([operation(TABLE)], await transport.enlist(ExternalTransaction(mine)))
-            place = store._database.dialect.place
+            place = store._database.dialect.catalog.identify
             assert (await store._database.read(lambda connection: place(connection, store._statements.table))).table
         assert len(await store.pending()) == 2
     finally:

@@ -30,7 +30,8 @@ from delayline.events import Event
 from delayline.spi import TransportOperation
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.databases import database_at
-from delayline.sql.mariadb.dialect import HEADROOM, Mariadb
+from delayline.sql.mariadb.catalog import HEADROOM
+from delayline.sql.mariadb.dialect import Mariadb
 from delayline.sql.prepared import LONGEST_LIST
 from delayline.sql.server import run
 from delayline.sql.server_database import ServerDatabase
@@ -440,15 +441,15 @@ async def test_texts_that_are_not_unicode_are_refused(mariadb_url: str) -> None:
 
 def test_names_are_kept_as_they_are_where_that_is_possible() -> None:
     dialect = Mariadb(make_url("mariadb://localhost/shop"))
-    assert dialect.kept_name("Größe.timeouts") == "Größe.timeouts"
-    trucks, birds = dialect.kept_name("🚚.timeouts"), dialect.kept_name("🐦.timeouts")
+    assert dialect.catalog.kept_name("Größe.timeouts") == "Größe.timeouts"
+    trucks, birds = dialect.catalog.kept_name("🚚.timeouts"), dialect.catalog.kept_name("🐦.timeouts")
     assert trucks != birds
     assert trucks.startswith("_.timeouts~")
-    assert len(dialect.kept_name("🚚" * 40)) <= 64
+    assert len(dialect.catalog.kept_name("🚚" * 40)) <= 64
     with pytest.raises(ConfigurationError, match="longer than the 64 characters"):
-        dialect.kept_name("x" * 65)
+        dialect.catalog.kept_name("x" * 65)
     with pytest.raises(ConfigurationError, match="longer than the 250 bytes of a file's name"):
-        dialect.kept_name("送" * 60)
+        dialect.catalog.kept_name("送" * 60)
 
 
 @pytest.mark.parametrize(("version", "fits"), [("10.5.9-MariaDB", False), ("10.6.0-MariaDB", True)])

@@ -284,7 +284,7 @@ async def test_tables_of_revision_2_are_upgraded_in_place(revision_2: str) -> No
         assert tuple(connection.exec_driver_sql("SELECT run, stored FROM delayline_spark_runs").one()) == ("nightly", 7)
         assert connection.exec_driver_sql("SELECT value FROM delayline_decisions").scalar_one() == "commit"
         # And nothing is left to do for any feature
-        assert RequiredTables(dialect, dialect.schema_of(None), *OF_REVISION_2, CRASHES).plan(connection) == []
+        assert RequiredTables(dialect, dialect.catalog.schema_of(None), *OF_REVISION_2, CRASHES).plan(connection) == []
     # And an endpoint works with it
     store = SqlDelayedMessageStore(revision_2)
     await store.initialize("sales", TransactionMode.RECEIVE_ONLY)

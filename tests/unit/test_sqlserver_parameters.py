@@ -143,8 +143,8 @@ def server(url: str = "mssql://sa:s3cret@host/db") -> SqlServer:
 
 def statements(dialect: SqlServer) -> Iterator[tuple[str, Prepared, Sequence[str]]]:
     """Yield every prepared statement that runs on SQL Server, with the names of its parameters."""
-    tables = queue_tables(dialect.schema_of(None))
-    table = dialect.timeouts_table("sales.timeouts", None)
+    tables = queue_tables(dialect.catalog.schema_of(None))
+    table = dialect.catalog.timeouts_table("sales.timeouts", None)
     store = StoreStatements(table, dialect)
     leases = LeaseTable(table, tables, dialect)
     timeouts = TimeoutStatements(timeout_table("Sales_", "dbo", dialect), tables, dialect)
@@ -271,7 +271,7 @@ def test_tables_of_streams_are_declared_too(binary: Binary) -> None:
     dialect = server()
     from sqlalchemy import insert
 
-    statement = Prepared(insert(stream_tables(dialect.schema_of(None))[1]), dialect.sql, NAMES)
+    statement = Prepared(insert(stream_tables(dialect.catalog.schema_of(None))[1]), dialect.sql, NAMES)
     row = ["reader", 1, ASCII, CYRILLIC, AT, b"{}", b""]
     statement.change_many(on(cursor()), [tuple(row), (*row[:2], CYRILLIC, *row[3:])])
     kinds = [kind for kind, _ in binary.batches[0]]
@@ -456,7 +456,7 @@ def test_a_timeout_is_added_with_the_same_declarations(binary: Binary, monkeypat
 
     monkeypatch.setattr(DeclaringCursor, "fetchall", lambda _: [])
     dialect = server()
-    tables = queue_tables(dialect.schema_of(None))
+    tables = queue_tables(dialect.catalog.schema_of(None))
     own = TimeoutStatements(timeout_table("Sales_", "dbo", dialect), tables, dialect)
     timeout = Timeout("1" * 32, Message("m", {}, b"x"), "счёт", AT.replace(tzinfo=UTC))
     own.add(SimpleNamespace(connection=SimpleNamespace(cursor=cursor)), timeout)  # type: ignore[arg-type]

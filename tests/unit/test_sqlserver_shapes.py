@@ -17,7 +17,8 @@ from delayline.errors import BackendUnavailable, BackendUnusable, MissingExtra
 from delayline.sql import setup
 from delayline.sql.schema import EVERY_RIGHT, QUEUES, TO_READ, queue_tables, registered_groups, versions_table
 from delayline.sql.setup import RequiredTables
-from delayline.sql.sqlserver.dialect import ABOUT, OLDEST, UNSEEN, ApplicationLocks, SqlServer, only_row
+from delayline.sql.sqlserver.catalog import ABOUT, UNSEEN, only_row
+from delayline.sql.sqlserver.dialect import OLDEST, ApplicationLocks, SqlServer
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.nservicebus import timeout_table
@@ -58,8 +59,13 @@ def shown(dialect: SqlServer, table: Table, **kinds: str) -> Any:  # noqa: ANN40
 
 
 def every_table(dialect: SqlServer) -> list[Table]:
-    own = [table for group in registered_groups() for table in group.tables(dialect, "dbo")]
-    return [dialect.timeouts_table("t", None), timeout_table("Sales_", "dbo", dialect), versions_table("dbo"), *own]
+    own = [table for group in registered_groups() for table in group.tables(dialect.catalog, "dbo")]
+    return [
+        dialect.catalog.timeouts_table("t", None),
+        timeout_table("Sales_", "dbo", dialect),
+        versions_table("dbo"),
+        *own,
+    ]
 
 
 def test_start_accepts_the_tables_of_setup() -> None:
@@ -71,7 +77,9 @@ def test_start_accepts_the_tables_of_setup() -> None:
 @pytest.mark.parametrize("table_of", ["store", "timeouts"])
 def test_due_times_of_another_type_are_refused(table_of: str) -> None:
     dialect = server()
-    table = dialect.timeouts_table("t", None) if table_of == "store" else timeout_table("Sales_", "dbo", dialect)
+    table = (
+        dialect.catalog.timeouts_table("t", None) if table_of == "store" else timeout_table("Sales_", "dbo", dialect)
+    )
     for kind in ("bigint", "date", "smalldatetime", "nvarchar(30)"):
         with pytest.raises(BackendUnusable, match="column 'Time' is"):
             setup._missing(shown(dialect, table, Time=kind), table, dialect)
@@ -80,7 +88,7 @@ def test_due_times_of_another_type_are_refused(table_of: str) -> None:
 
 def test_a_body_that_is_bounded_is_another_shape_and_no_type_error() -> None:
     dialect = server()
-    table = dialect.timeouts_table("t", None)
+    table = dialect.catalog.timeouts_table("t", None)
     with pytest.raises(BackendUnusable, match=r"column 'State' is VARBINARY\(length=8000\)"):
         setup._missing(shown(dialect, table, State="varbinary(8000)"), table, dialect)
 
@@ -176,8 +184,8 @@ def test_missing_rights_are_one_block_of_grants(held: list[int | None], grants: 
             self._results = [[(answers.pop(0),)]]
 
     connection: Any = SimpleNamespace(connection=SimpleNamespace(cursor=lambda: Asked([])))
-    needed = {queue_tables("dbo").versions: TO_READ, dialect.timeouts_table("t", None): EVERY_RIGHT}
-    assert dialect.missing_rights(connection, needed) == grants
+    needed = {queue_tables("dbo").versions: TO_READ, dialect.catalog.timeouts_table("t", None): EVERY_RIGHT}
+    assert dialect.catalog.missing_rights(connection, needed) == grants
     assert asked[0] == ("SELECT HAS_PERMS_BY_NAME(?, N'OBJECT', ?)", "dbo.delayline_schema", "SELECT")
 
 
@@ -235,8 +243,8 @@ LATER_IN_RUNS = {"sink", "kind", "fingerprint"}
 def test_the_upgrade_from_revision_2_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a catalog that shows the tables of revision 2
     dialect, groups = server(), registered_groups()
-    schema = dialect.schema_of(None)
-    tables = {table.name: table for group in groups for table in group.tables(dialect, schema)}
+    schema = dialect.catalog.schema_of(None)
+    tables = {table.name: table for group in groups for table in group.tables(dialect.catalog, schema)}
     columns = {name: shown(dialect, table).get_columns() for name, table in tables.items()}
     columns["delayline_schema"] = [in_catalog(dialect, name, "INTEGER") for name in ("version", "revision")]
     columns["delayline_spark_runs"] = [
@@ -277,11 +285,11 @@ def test_the_upgrade_from_revision_2_compiles(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_upgraded_tables_match_the_current_ones() -> None:
     dialect = server()
-    schema = dialect.schema_of(None)
+    schema = dialect.catalog.schema_of(None)
     made = (Path(__file__).parents[1] / "integration" / "schema_2" / "sqlserver.sql").read_text(encoding="utf-8")
     came_since = {"history", "crashes"}  # setup creates their tables
     for group in registered_groups():
-        for table in group.tables(dialect, schema) if group.feature not in came_since else ():
+        for table in group.tables(dialect.catalog, schema) if group.feature not in came_since else ():
             columns = [column for column in table.columns if table.name != "delayline_queues" or column.name == "name"]
             if table.name == "delayline_spark_runs":
                 columns = [column for column in table.columns if column.name not in LATER_IN_RUNS]

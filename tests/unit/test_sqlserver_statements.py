@@ -58,8 +58,8 @@ class Statements:
 
     def __init__(self, url: str = "mssql://sa:s3cret@host/db", name: str = "sales.timeouts") -> None:
         self.dialect = dialect(url)
-        self.tables = queue_tables(self.dialect.schema_of(None))
-        self.table = self.dialect.timeouts_table(name, None)
+        self.tables = queue_tables(self.dialect.catalog.schema_of(None))
+        self.table = self.dialect.catalog.timeouts_table(name, None)
         self.store = StoreStatements(self.table, self.dialect)
         self.leases = LeaseTable(self.table, self.tables, self.dialect)
         self.locks = LockStatements(self.store, self.dialect, self.leases)
@@ -128,7 +128,7 @@ def test_a_name_is_quoted_in_sql_and_in_the_literal_that_asks_for_it() -> None:
 
 
 def test_a_schema_with_a_dot_is_one_name() -> None:
-    table = dialect().timeouts_table("t", "my.own")
+    table = dialect().catalog.timeouts_table("t", "my.own")
     assert "CREATE TABLE [my.own].[t] (" in texts([CreateTable(table)], dialect())[0]
 
 
@@ -185,7 +185,7 @@ def test_locked_messages_are_passed_over_and_locked_rows_of_other_tables_are_wai
 
 
 def test_a_lock_is_waited_for_unless_locked_rows_are_to_be_skipped() -> None:
-    runs = MigrationJournal(dialect(), dialect().schema_of(None)).runs
+    runs = MigrationJournal(dialect(), dialect().catalog.schema_of(None)).runs
     query = select(runs.c.state).where(runs.c.run == "r")
     hints = {
         query: "",
@@ -224,7 +224,7 @@ def test_marks_of_the_forecast_are_the_drivers() -> None:
         connection: Any = SimpleNamespace(connection=SimpleNamespace(cursor=Cursor))
         server = SqlServer(make_url(url))
         with pytest.raises(ValueError, match="unpack"):  # this server knows no rows
-            server.bulk.estimate_due(connection, server.timeouts_table("t", None), [])
+            server.bulk.estimate_due(connection, server.catalog.timeouts_table("t", None), [])
         for sql, parameters in asked:
             assert sql.count(mark) == len(parameters) > 0
 
@@ -269,8 +269,8 @@ def test_receivers_lock_by_session() -> None:
 
 
 def test_the_schema_is_dbo_unless_named() -> None:
-    assert dialect().schema_of(None) == "dbo"
-    assert dialect().schema_of("sales") == "sales"
+    assert dialect().catalog.schema_of(None) == "dbo"
+    assert dialect().catalog.schema_of("sales") == "sales"
 
 
 @pytest.mark.parametrize(
@@ -278,16 +278,16 @@ def test_the_schema_is_dbo_unless_named() -> None:
 )
 def test_names_have_128_utf_16_units(name: str, fits: bool) -> None:
     if fits:
-        assert dialect().kept_name(name) == name
+        assert dialect().catalog.kept_name(name) == name
     else:
         with pytest.raises(ConfigurationError, match="longer than the 128 characters"):
-            dialect().kept_name(name)
+            dialect().catalog.kept_name(name)
 
 
 def test_pymssql_would_take_a_name_for_parameters() -> None:
     with pytest.raises(ConfigurationError, match="install mssql-python"):
-        dialect("mssql+pymssql://sa@host/db").kept_name("100%s")
-    assert dialect().kept_name("100%s") == "100%s"
+        dialect("mssql+pymssql://sa@host/db").catalog.kept_name("100%s")
+    assert dialect().catalog.kept_name("100%s") == "100%s"
 
 
 def test_other_drivers_are_refused() -> None:

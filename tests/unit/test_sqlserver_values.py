@@ -92,7 +92,7 @@ def test_due_times_travel_in_utc() -> None:
 
 def row_of(message: Message) -> tuple[Any, ...]:
     dialect = server()
-    statements = StoreStatements(dialect.timeouts_table("t", None), dialect)
+    statements = StoreStatements(dialect.catalog.timeouts_table("t", None), dialect)
     return statements.row_of(DelayedMessage(message, "billing", AT))
 
 
@@ -109,7 +109,7 @@ def test_headers_that_would_not_come_back_as_they_are_stay_so(encoded: bytes) ->
 
 def test_a_row_of_another_program_may_have_nulls() -> None:
     dialect = server()
-    statements = StoreStatements(dialect.timeouts_table("t", None), dialect)
+    statements = StoreStatements(dialect.catalog.timeouts_table("t", None), dialect)
     found = statements.message_of(("m", None, None, to_xml({"a": "b"}), None, 2))
     assert (found.destination, found.due, found.message.body) == ("", LATEST, b"")
     assert dict(found.message.headers) == {"a": "b"}

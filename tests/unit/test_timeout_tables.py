@@ -64,7 +64,7 @@ INDEXES = {
 @pytest.mark.parametrize("product", list(COLUMNS))
 def test_columns_and_indexes_match_the_reference(product: str) -> None:
     dialect = database_at(URLS[product]).dialect
-    table = timeout_table(table_prefix("Sales.Eu"), dialect.schema_of(None), dialect)
+    table = timeout_table(table_prefix("Sales.Eu"), dialect.catalog.schema_of(None), dialect)
     text = re.sub(r'["`\[\]]', "", str(CreateTable(table).compile(dialect=dialect.sql)))
     lines = [line.strip().rstrip(",") for line in text.splitlines() if line.startswith("\t")]
     assert lines[:-1] == COLUMNS[product]
@@ -76,8 +76,8 @@ def test_columns_and_indexes_match_the_reference(product: str) -> None:
 @pytest.mark.parametrize("url", URLS.values())
 def test_statements_compile_for_every_product(url: str) -> None:
     dialect = database_at(url).dialect
-    table = timeout_table("s_", dialect.schema_of(None), dialect)
-    statements = TimeoutStatements(table, queue_tables(dialect.schema_of(None)), dialect)
+    table = timeout_table("s_", dialect.catalog.schema_of(None), dialect)
+    statements = TimeoutStatements(table, queue_tables(dialect.catalog.schema_of(None)), dialect)
     assert "TimeoutData" in statements._lock.sql
     locks = {"mssql": "UPDLOCK", "sqlite": "SELECT"}.get(dialect.sql.name, "FOR UPDATE")
     assert locks in statements._lock.sql

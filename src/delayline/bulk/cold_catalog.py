@@ -126,7 +126,7 @@ class ColdFiles:
         """Create missing tables; return the prefix of the names of the store's files."""
         tiers = self.tables.tiers
         RequiredTables(self._dialect, tiers.schema, COLD_TIER).set_up(connection)
-        with self._dialect.setting_up(connection):
+        with self._dialect.catalog.setting_up(connection):
             made = {"store": self._store, "tier": secrets.token_hex(8)}
             connection.execute(self._dialect.words.insert_new(tiers, "store").values(made))
         tier: str = connection.execute(select(tiers.c.tier).where(tiers.c.store == self._store)).scalar_one()

@@ -104,7 +104,7 @@ class DispatcherControl:
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self._database = database_at(url)
         self._dialect = self._database.dialect
-        self._tables = dispatcher_tables(self._dialect.schema_of(schema))
+        self._tables = dispatcher_tables(self._dialect.catalog.schema_of(schema))
 
     def create(self) -> None:
         """Create the tables, or upgrade them."""

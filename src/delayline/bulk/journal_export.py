@@ -44,7 +44,7 @@ class JournalExport:
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self._database = database_at(url)
         self._dialect = self._database.dialect
-        self._tables = journal_tables(self._dialect.schema_of(schema))
+        self._tables = journal_tables(self._dialect.catalog.schema_of(schema))
 
     def runs(self, limit: int) -> list[EntryRange]:
         """Return the runs of the first `limit` entries. Raises BackendUnusable where no journal is kept."""

@@ -48,8 +48,7 @@ class PendingScan:
 
     def __init__(self, url: str, table_name: str, schema: str | None, conditions: Sequence[Condition]) -> None:
         self._dialect = database_at(url).dialect
-        dialect = self._dialect
-        self._table = dialect.timeouts_table(dialect.kept_name(table_name), dialect.schema_of(schema))
+        self._table = self._dialect.catalog.store_table(table_name, schema)
         self._conditions = [self._compared(*condition) for condition in conditions]
 
     def range(self) -> tuple[datetime | None, datetime | None]:

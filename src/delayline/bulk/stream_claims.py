@@ -67,7 +67,7 @@ class StreamClaims:
     def __init__(self, url: str, table_name: str, schema: str | None, app: str) -> None:
         self._database = database_at(url)
         self._store = SqlDelayedMessageStore(url, table_name=table_name, schema=schema)
-        self._readers, self._claimed = stream_tables(self._database.dialect.schema_of(schema))
+        self._readers, self._claimed = stream_tables(self._database.dialect.catalog.schema_of(schema))
         self._app = app
         self._reader = hashlib.sha256(f"{table_name}\0{app}".encode()).hexdigest()[:KEY_LENGTH]
         self._owner = uuid.uuid4().hex

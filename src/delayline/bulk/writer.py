@@ -87,8 +87,7 @@ class BulkWriter:
     @property
     def table(self) -> Table:
         """The store's table."""
-        dialect = self._database.dialect
-        return dialect.timeouts_table(dialect.kept_name(self.table_name), dialect.schema_of(self.schema))
+        return self._database.dialect.catalog.store_table(self.table_name, self.schema)
 
     @property
     def largest_message(self) -> int:
@@ -256,7 +255,7 @@ class BulkWriter:
 
     @property
     def _runs(self) -> JobLedger:
-        return JobLedger(self._database.dialect, self._database.dialect.schema_of(self.schema))
+        return JobLedger(self._database.dialect, self._database.dialect.catalog.schema_of(self.schema))
 
     @job_work
     async def _opened(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
@@ -283,7 +282,7 @@ class BulkWriter:
 
     def _create_stage(self, connection: Connection) -> None:
         dialect = self._database.dialect
-        with dialect.setting_up(connection):
+        with dialect.catalog.setting_up(connection):
             self._stage.create(connection)
 
     def _left_over(self, connection: Connection) -> list[str]:

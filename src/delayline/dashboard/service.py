@@ -670,7 +670,11 @@ class EndpointService:
 
         must_exist(settings.resolved_store_url)
         database = database_at(settings.resolved_store_url)
-        return database, database.dialect.schema_of(settings.schema), settings.table_name or f"{self.name}.timeouts"
+        return (
+            database,
+            database.dialect.catalog.schema_of(settings.schema),
+            settings.table_name or f"{self.name}.timeouts",
+        )
 
     async def _look(self, work: Callable[[Connection, Dialect, str | None], Result]) -> Result:
         """Run a read-only work in the store's database, on an open connection if there is one."""

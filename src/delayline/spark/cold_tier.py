@@ -47,7 +47,7 @@ class ColdTier:
         self.path = path
         self._database = database_at(self.store.address)
         dialect = self._database.dialect
-        table = dialect.timeouts_table(dialect.kept_name(self.store.table), dialect.schema_of(self.store.schema))
+        table = dialect.catalog.store_table(self.store.table, self.store.schema)
         self.catalog = ColdFiles(dialect, table)
         self._journal = Journal(table, dialect)
         _ = ColdFolder(path)

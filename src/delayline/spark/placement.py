@@ -134,7 +134,7 @@ class PartitionLedger:
 
     def partitions(self, database: Database) -> PublishedPartitions:
         """Return the table of the job in that database."""
-        return PublishedPartitions(database.dialect, self._job, database.dialect.schema_of(self._store.schema))
+        return PublishedPartitions(database.dialect, self._job, database.dialect.catalog.schema_of(self._store.schema))
 
     async def opened(self, stack: AsyncExitStack) -> Database:
         """Open the database until the stack closes."""
@@ -409,7 +409,7 @@ class _Job:
 
     def _record(self, connection: Connection, sink: Sink, counts: Committed) -> None:
         dialect, key = self._database.dialect, RunKey(self._run, sink, self._kind)
-        runs = JobLedger(dialect, None if self._store is None else dialect.schema_of(self._store.schema))
+        runs = JobLedger(dialect, None if self._store is None else dialect.catalog.schema_of(self._store.schema))
         runs.begin(connection, key, self._batch)
         runs.end(connection, key, self._batch, counts)
 

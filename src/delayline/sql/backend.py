@@ -30,7 +30,7 @@ class SqlBackend:
         connect: Callable[[], object] | None = None,
     ) -> None:
         self._database = database_at(url, server_timeout, pool_size, connect)
-        self._schema = self._database.dialect.schema_of(schema)
+        self._schema = self._database.dialect.catalog.schema_of(schema)
         self._tables = queue_tables(self._schema)
         self._two_phase = two_phase
         self._opened = 0
@@ -70,8 +70,8 @@ class SqlBackend:
         """
         dialect, every = self._database.dialect, {self._tables.versions: TO_READ, **needed}
         if takes is not None:
-            every |= dict.fromkeys(dialect.further_tables(self._tables), EVERY_RIGHT if takes else TO_READ)
-        return await self._database.look(lambda connection: dialect.missing_rights(connection, every))
+            every |= dict.fromkeys(dialect.catalog.further_tables(self._tables), EVERY_RIGHT if takes else TO_READ)
+        return await self._database.look(lambda connection: dialect.catalog.missing_rights(connection, every))
 
     async def _open_database(self) -> None:
         """Open the database; `_close_database` undoes it."""

@@ -237,11 +237,11 @@ class Database(ABC):
             self.domain, await hold_of(external), self.dialect, self.has_rolled_back, limits=limits
         )
         theirs = await enlisted.run(partial(self._theirs, table=table))
-        ours = await self.read(partial(self.dialect.place, table=table))
+        ours = await self.read(partial(self.dialect.catalog.identify, table=table))
         if theirs.database != ours.database:
             # The server may have been restarted, or another have become the primary, since one of the two connected.
             theirs = await enlisted.run(partial(self._theirs, table=table))
-            ours = await self.look(partial(self.dialect.place, table=table))
+            ours = await self.look(partial(self.dialect.catalog.identify, table=table))
         if theirs.database != ours.database:
             if not await enlisted.run(self.dialect.takes_writes):
                 raise BackendUnavailable(
@@ -339,7 +339,7 @@ class Database(ABC):
                 f"transaction= is a connection to {product}, and the messages are in the {self.dialect}: "
                 "begin it on a connection to that one"
             )
-        return self.dialect.place(connection, table)
+        return self.dialect.catalog.identify(connection, table)
 
     def _open(self) -> None:
         with self._opening:

@@ -42,10 +42,10 @@ async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
     database = database_at(url)
     await database.open()
     try:
-        name = database.dialect.schema_of(schema)
+        name = database.dialect.catalog.schema_of(schema)
         return [
             *await database.read(lambda connection: version_findings(connection, name)),
-            *await database.read(database.dialect.findings),
+            *await database.read(database.dialect.catalog.findings),
         ]
     finally:
         await database.close()
@@ -56,7 +56,7 @@ async def set_up(url: str, groups: Sequence[TableGroup], *, schema: str | None =
     database = database_at(url)
     await database.open()
     try:
-        required = RequiredTables(database.dialect, database.dialect.schema_of(schema), *groups)
+        required = RequiredTables(database.dialect, database.dialect.catalog.schema_of(schema), *groups)
         await database.set_up(required.plan, required.set_up)
     finally:
         await database.close()
@@ -65,7 +65,7 @@ async def set_up(url: str, groups: Sequence[TableGroup], *, schema: str | None =
 async def planned(url: str, groups: Sequence[TableGroup], *, schema: str | None = None) -> Sequence[str]:
     """Return the SQL that `set_up` would run, without running it. Raises the same errors."""
     database = database_at(url)
-    required = RequiredTables(database.dialect, database.dialect.schema_of(schema), *groups)
+    required = RequiredTables(database.dialect, database.dialect.catalog.schema_of(schema), *groups)
     return await database.plan(required.plan, required.script)
 
 

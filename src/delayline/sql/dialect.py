@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, Ty
 
 from sqlalchemy import bindparam, delete
 
-from delayline.sql.schema import ProductTables
+from delayline.sql.schema import TO_PUT, timeouts_table
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -375,69 +375,68 @@ class BulkStatements(ABC):
         return connection.execute(delete(table).where(table.c[key] == copy.c[key])).rowcount
 
 
-class Catalog(ProductTables, Protocol):
+class Catalog(ABC):
     """The tables of one database: names, set-up, checks and rights."""
 
-    folds_column_case: bool
+    rights_to_store: ClassVar[Sequence[str]] = TO_PUT
+    """The rights on its table that storing messages needs."""
+    folds_column_case: ClassVar[bool] = True
     """Whether a column may be found under a name that differs only in case."""
+    journal: ClassVar[JournalTriggers | None] = None
+    """The triggers that write a store's journal; None where none can be kept."""
 
-    @property
-    def sql(self) -> sqlalchemy.Dialect:
-        """SQLAlchemy's dialect, which statements are compiled for."""
-        ...
-
-    @property
-    def journal(self) -> JournalTriggers | None:
-        """The triggers that write a store's journal; None where none can be kept."""
-        ...
-
+    @abstractmethod
     def kept_name(self, table: str) -> str:
         """Return the name under which the database keeps a table; raises ConfigurationError for one too long."""
-        ...
 
     def schema_of(self, schema: str | None) -> str | None:
         """Return the schema that the user has named, or the one to use, None for the connection's own."""
-        ...
+        return schema
 
     def timeouts_table(self, name: str, schema: str | None) -> Table:
         """Return the table of a delayed message store, whose columns have the names that `schema` gives them."""
-        ...
+        return timeouts_table(name, schema, leases=True)
+
+    def store_table(self, name: str, schema: str | None) -> Table:
+        """Return the table of a store by the name and schema that the user has given."""
+        return self.timeouts_table(self.kept_name(name), self.schema_of(schema))
+
+    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
+        """Return the shared tables that this product has besides those of the queues: by default none."""
+        del tables
+        return ()
 
     def make(self, connection: Connection, step: Executable) -> None:
         """Run a DDL statement; ignores an object that another process has just created."""
-        ...
+        connection.execute(step)
 
     def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
         """Return the statements that mend a table that is there: they number new rows behind those of existing ones.
 
         Raises BackendUnusable for a table that cannot be used, as one that another engine has distributed.
         """
-        ...
+        del connection, table
+        return ()
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
         """Let one process at a time create tables, in the transaction that is open."""
-        ...
+        del connection
+        return contextlib.nullcontext()
 
-    def place(self, connection: Connection, table: Table) -> TableIdentity:
-        """Return the table's identity, the same on any connection to this product; uses cursors only."""
-        ...
+    @abstractmethod
+    def identify(self, connection: Connection, table: Table) -> TableIdentity:
+        """Return the table's identity, the same on any connection to this product; uses cursors only.
 
-    def takes_writes(self, connection: Connection) -> bool:
-        """Return whether the session of any connection to this product may write; uses cursors only."""
-        ...
+        Raises ConfigurationError where the product has no external transactions.
+        """
 
+    @abstractmethod
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the findings about the database for `delayline doctor`."""
-        ...
 
+    @abstractmethod
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANT statements for missing rights on existing tables."""
-        ...
-
-    @property
-    def rights_to_store(self) -> Sequence[str]:
-        """The rights on its table that storing messages needs."""
-        ...
 
 
 class TransactionControl(Protocol):
@@ -499,6 +498,10 @@ class DatabaseAccess(Protocol):
         """The driver's exceptions, raw and wrapped by SQLAlchemy."""
         ...
 
+    def takes_writes(self, connection: Connection) -> bool:
+        """Return whether the session of any connection to this product may write; uses cursors only."""
+        ...
+
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
         ...
@@ -516,13 +519,19 @@ class DatabaseAccess(Protocol):
         ...
 
 
-class Dialect(Catalog, TransactionControl, DatabaseAccess, Protocol):
+class Dialect(TransactionControl, DatabaseAccess, Protocol):
     """One database of one product."""
 
     values: ColumnValues
     words: StatementWords
     bulk: BulkStatements
+    catalog: Catalog
     timeouts: TimeoutShape
+
+    @property
+    def sql(self) -> sqlalchemy.Dialect:
+        """SQLAlchemy's dialect, which statements are compiled for."""
+        ...
 
     def __hash__(self) -> int:
         """Return a hash by identity."""

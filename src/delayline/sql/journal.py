@@ -151,7 +151,7 @@ class Journal:
 
         Raises ConfigurationError for a product that cannot keep one.
         """
-        triggers = self._dialect.journal
+        triggers = self._dialect.catalog.journal
         if triggers is None:
             raise ConfigurationError(f"no journal is kept on {self._dialect} yet: leave journal out")
         there = self._found(connection)
@@ -233,11 +233,11 @@ class Journal:
         return {word: f"delayline_journal_{word}_{own}" for word in ("stored", "changed", "gone")}
 
     def _found(self, connection: Connection) -> set[str]:
-        if self._dialect.journal is None:
+        if self._dialect.catalog.journal is None:
             return set()
         names = self._names.values()
         found = connection.execute(
-            text(self._dialect.journal.found), {"table": self._store.name, "schema": self._store.schema}
+            text(self._dialect.catalog.journal.found), {"table": self._store.name, "schema": self._store.schema}
         ).scalars()
         return {name for name in found if name in names}
 

@@ -49,30 +49,28 @@ from delayline.sql.deadlines import (
 from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
 from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import TO_PUT, in_order, must_fit, timeouts_table
+from delayline.sql.schema import in_order
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 from delayline.sql.urls import hosts_of
 from delayline.sql.workers import is_given_up
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
 
-    from sqlalchemy import Column, ColumnElement, Connection, Executable, Table
+    from sqlalchemy import Column, ColumnElement, Connection, Table
     from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
     from delayline.sql.dialect import (
         BulkStatements,
+        Catalog,
         ColumnValues,
         DecisionReader,
-        JournalTriggers,
         Leases,
         LoopStatements,
         PreparedTransactions,
         Server,
         ServerSessions,
         StatementWords,
-        TableIdentity,
     )
     from delayline.sql.schema import QueueTables
     from delayline.sql.urls import Host
@@ -89,19 +87,15 @@ class ServerDialect(ABC):
     values: ColumnValues
     words: StatementWords
     bulk: BulkStatements
+    catalog: Catalog
     product: ClassVar[str]
     driver: str
     """SQLAlchemy's name for the dialect and driver."""
     extra: str
     """The extra of delayline that installs the driver."""
     default_port: ClassVar[int]
-    longest_name: ClassVar[int]
-    """How many bytes of UTF-8 a table's name may have."""
     server_timeout: float = SERVER_TIMEOUT
     """Seconds to wait for an answer."""
-    folds_column_case = True
-    journal: JournalTriggers | None = None
-    rights_to_store: ClassVar[Sequence[str]] = TO_PUT
 
     @property
     def decides(self) -> DecisionReader | None:
@@ -250,23 +244,10 @@ class ServerDialect(ABC):
         """The driver's exceptions, raw and wrapped by SQLAlchemy, including those of a lost connection."""
         return (DBAPIError, PendingRollbackError, self.engine.dialect.loaded_dbapi.Error)
 
-    def schema_of(self, schema: str | None) -> str | None:
-        """Return the schema, the connection's own where None."""
-        return schema
-
-    def timeouts_table(self, name: str, schema: str | None) -> Table:
-        """Return the logical table, with leases."""
-        return timeouts_table(name, schema, leases=True)
-
     def leases(self, table: Table, tables: QueueTables) -> Leases:
         """Leases in a column of the store's table."""
         del tables
         return LeaseColumn(table, self)
-
-    def kept_name(self, table: str) -> str:
-        """Return the name as it is."""
-        must_fit(table, len(table.encode()), self.longest_name, "bytes", self)
-        return table
 
     def must_exist(self) -> None:  # noqa: B027 - enough for servers
         """Do nothing: connecting makes no database."""
@@ -274,25 +255,6 @@ class ServerDialect(ABC):
     def look(self) -> Connection:
         """Return a connection: being connected changes nothing on a server."""
         return self.connect()
-
-    def make(self, connection: Connection, step: Executable) -> None:
-        """Run the statement."""
-        connection.execute(step)
-
-    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
-        """Return none."""
-        del tables
-        return ()
-
-    def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
-        """Return none: the server numbers rows behind those that it finds."""
-        del connection, table
-        return ()
-
-    def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
-        """Trust the server to create a table once only."""
-        del connection
-        return contextlib.nullcontext()
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit."""
@@ -323,10 +285,6 @@ class ServerDialect(ABC):
         """Ask the server for a sign of life; writes are not asked for."""
         run(connection, "SELECT 1")
         return True
-
-    def place(self, connection: Connection, table: Table) -> TableIdentity:
-        """Raise ConfigurationError: this product cannot limit a statement."""
-        raise ConfigurationError(f"{self} cannot take part in an external transaction yet: send without transaction=")
 
     def plans_without(self, error: Exception) -> bool:
         """False: missing objects depend on existing ones."""

@@ -133,9 +133,9 @@ class RequiredTables:
             NewerSchema: A newer delayline has upgraded the tables, and this one cannot use them.
             BackendUnusable: A table has another shape.
         """
-        with self._dialect.setting_up(connection):
+        with self._dialect.catalog.setting_up(connection):
             for step in self.plan(connection):
-                self._dialect.make(connection, step)
+                self._dialect.catalog.make(connection, step)
 
     def plan(self, connection: Connection) -> list[Executable]:
         """Return the statements that `set_up` would run. Raises the same errors.
@@ -155,7 +155,7 @@ class RequiredTables:
             if _has_table(inspector, table):
                 steps += map(AddColumn, _missing(inspector, table, self._dialect))
                 steps += _rekeying(inspector, table)
-                steps += self._dialect.mending(connection, table)
+                steps += self._dialect.catalog.mending(connection, table)
             else:
                 steps += _creation(table)
         for group in groups:
@@ -198,12 +198,12 @@ class RequiredTables:
             raise _older(self._versions, "feature")
         for table in self._tables(self._groups):
             if _has_table(inspector, table):
-                self._dialect.mending(connection, table)
+                self._dialect.catalog.mending(connection, table)
                 for column in _missing(inspector, table, self._dialect):
                     raise _older(table, column.name)
 
     def _tables(self, groups: Sequence[TableGroup]) -> list[Table]:
-        grouped = [table for group in groups for table in group.tables(self._dialect, self._schema)]
+        grouped = [table for group in groups for table in group.tables(self._dialect.catalog, self._schema)]
         return list(dict.fromkeys([*grouped, *self._others]))
 
     def _others_in_use(self, inspector: Inspector) -> list[TableGroup]:
@@ -212,7 +212,7 @@ class RequiredTables:
             group
             for group in registered_groups()
             if group not in self._groups
-            and any(table.name in there for table in group.tables(self._dialect, self._schema))
+            and any(table.name in there for table in group.tables(self._dialect.catalog, self._schema))
         ]
 
 
@@ -291,7 +291,7 @@ def _missing(inspector: Inspector, table: Table, dialect: Dialect) -> list[Colum
     found = inspector.get_columns(table.name, schema=table.schema)
     missing = []
     for column in table.columns:
-        there = _named(column.name, found, folds_case=dialect.folds_column_case)
+        there = _named(column.name, found, folds_case=dialect.catalog.folds_column_case)
         if there is not None:
             fault = _fault(inspector, column, there)
         else:

@@ -46,7 +46,7 @@ class StagedTable(ABC):
     def create(self, connection: Connection) -> None:
         """Create the table, unless it is there."""
         if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
-            self.dialect.make(connection, CreateTable(self.table))
+            self.dialect.catalog.make(connection, CreateTable(self.table))
 
     def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
         """Write the rows on a separate connection, all or none."""

@@ -133,10 +133,10 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
         """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         table, dialect = self._table(endpoint_name), self._database.dialect
-        needed: dict[Table, Sequence[str]] = {table: EVERY_RIGHT if takes else dialect.rights_to_store}
+        needed: dict[Table, Sequence[str]] = {table: EVERY_RIGHT if takes else dialect.catalog.rights_to_store}
         journal = Journal(table, dialect)
         await self._database.look(journal.look)
-        if journal.kept and dialect.journal is not None and dialect.journal.needs_rights:
+        if journal.kept and dialect.catalog.journal is not None and dialect.catalog.journal.needs_rights:
             needed[journal.entries] = TO_WRITE
         return await self._missing_rights(needed, takes=takes)
 
@@ -434,9 +434,9 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
     def _set_up(self, connection: Connection, table: Table) -> None:
         dialect = self._database.dialect
         self._required(table).set_up(connection)
-        with dialect.setting_up(connection):
+        with dialect.catalog.setting_up(connection):
             for step in self._journal_plan(connection, table):
-                dialect.make(connection, step)
+                dialect.catalog.make(connection, step)
 
     def _required(self, table: Table) -> RequiredTables:
         groups = [QUEUES, JOURNAL] if self._keeps_journal else [QUEUES]
@@ -452,8 +452,8 @@ class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
         journal.look(connection)
 
     def _table(self, endpoint_name: str) -> Table:
-        name = self._database.dialect.kept_name(self._table_name or f"{endpoint_name}.timeouts")
-        return self._database.dialect.timeouts_table(name, self._schema)
+        name = self._table_name or f"{endpoint_name}.timeouts"
+        return self._database.dialect.catalog.store_table(name, self._schema)
 
     def _due(self, kept: object) -> datetime | None:
         return None if kept is None else self._database.dialect.values.from_due(kept)

@@ -118,7 +118,7 @@ class MinuteHistory(Measurements):
     ) -> None:
         super().__init__()
         self._database = database_at(url)
-        self._schema = self._database.dialect.schema_of(schema)
+        self._schema = self._database.dialect.catalog.schema_of(schema)
         self._kept_for = kept_for
         self._given_clock = clock
         self._process = process_name()

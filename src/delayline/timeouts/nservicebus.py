@@ -42,9 +42,9 @@ def timeout_table(prefix: str, schema: str | None, dialect: Dialect) -> Table:
     saga_index, time_index = ("Index_SagaId", "Index_Time")
     if shape.named_by_table:
         saga_index, time_index = f"{name}_SagaIdx", f"{name}_TimeIdx"
-        dialect.kept_name(saga_index)
+        dialect.catalog.kept_name(saga_index)
     return Table(
-        quoted_name(dialect.kept_name(name), quote=True),
+        quoted_name(dialect.catalog.kept_name(name), quote=True),
         MetaData(schema=schema),
         Column("Id", shape.key, primary_key=True),
         Column("Destination", shape.destination),

@@ -72,7 +72,7 @@ class SqlStore:
 
     def queues(self) -> frozenset[str] | None:
         """Return the names of all queues, None where they are somewhere else."""
-        names = select(queue_tables(self._database.dialect.schema_of(self.schema)).queues.c.name)
+        names = select(queue_tables(self._database.dialect.catalog.schema_of(self.schema)).queues.c.name)
         found = blocking(self._database.look(lambda connection: list(connection.execute(names).scalars())))
         return frozenset(found) if found else None
 
@@ -111,7 +111,7 @@ class SqlStore:
 
     def _named(self, connection: Connection, name: str) -> str:
         dialect = self._database.dialect
-        schema = dialect.schema_of(self.schema)
+        schema = dialect.catalog.schema_of(self.schema)
         tables = inspect(connection).get_table_names(schema=schema)
         prefix = table_prefix(name).casefold()
         stores = [one.removesuffix(SUFFIX) for one in tables if one.endswith(SUFFIX)]
@@ -125,7 +125,7 @@ class SqlStore:
             raise ConfigurationError(
                 f"{name!r} may be any of {', '.join(sorted(found))} at {dialect}: name one with --endpoint"
             )
-        table = dialect.timeouts_table(dialect.kept_name(f"{found[0]}{SUFFIX}"), schema)
+        table = dialect.catalog.store_table(f"{found[0]}{SUFFIX}", schema)
         RequiredTables(dialect, schema, QUEUES, others=[table]).check(connection)
         return found[0]
 

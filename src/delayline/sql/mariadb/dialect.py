@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import re
 from dataclasses import replace
@@ -17,157 +16,37 @@ from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.sql.operators import in_op
 from sqlalchemy.sql.visitors import iterate
 
-from delayline.errors import (
-    BackendUnavailable,
-    BackendUnusable,
-    ConfigurationError,
-    DelaylineError,
-    InvalidMessage,
-    MissingExtra,
-    StorageFull,
-    TransactionConflict,
-)
+from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError, InvalidMessage, MissingExtra
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.sql import journal_triggers
-from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, TableIdentity, waiting_briefly
+from delayline.sql.dialect import BulkStatements, Catalog, ColumnValues, StatementWords
 from delayline.sql.due_forecast import explanation
+from delayline.sql.mariadb.catalog import HEADROOM, MariadbCatalog, largest
+from delayline.sql.mariadb.errors import (
+    APART,
+    GAVE_WAY,
+    NO_WRITES,
+    ROLLED_BACK,
+    STATEMENT_LOG,
+    is_disconnect,
+    number_of,
+    translated,
+)
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
-from delayline.sql.schema import TO_PUT, must_fit
-from delayline.sql.server import LockedForwarding, ServerDialect, SessionClaims, cause_of, run, watch_of
+from delayline.sql.server import LockedForwarding, ServerDialect, SessionClaims, run, watch_of
 from delayline.sql.staging import need_arrow
 from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Delete, Dialect, FromClause, Insert, Select, Table, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
-    from delayline.sql.dialect import Finding, ServerSessions, Stage
+    from delayline.sql.dialect import ServerSessions, Stage
     from delayline.sql.schema import QueueTables
 
 
-#: The connection is of no use any more: the server shuts down, has killed it, or is not there.
-DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031}
-#: The transaction gave way to another. 1020: that one has changed a row since this one's snapshot
-#: (innodb_snapshot_isolation, which is on since MariaDB 11.6.2).
-GAVE_WAY: Final = {1020, 1213, 1614}
-#: These errors end the whole transaction, 1206 for want of room for its locks; others undo their statement only.
-ROLLED_BACK: Final = GAVE_WAY | {1206}
-#: The server, or the session, takes no writes: a primary that has become a replica.
-NO_WRITES: Final = (1290, 1792, 1836)
-#: A node of a cluster that is not a part of it now; others may be reached by a new connection.
-APART: Final = (1047, 3100)
-DENIED: Final = frozenset({1142, 1143})
-LOCK_WAIT_TIMEOUT: Final = 1205
-NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
-
-UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable
-CREDENTIALS: Final = "{place} refuses this user: {cause}. Check the user and the password"
-RIGHTS: Final = "{place} does not allow this user that: {cause}. Run as an administrator: GRANT {missing}"
-#: A refusal names the missing commands, unless the user has no right at all on the database.
-REFUSED: Final = re.compile(r"(.+?) command denied to user .*? for (?:table|column) (.+)")
-EVERY_RIGHT: Final = "SELECT, INSERT, UPDATE, DELETE on its tables, and CREATE, ALTER and INDEX for `delayline setup`"
-SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
-LOST: Final = "the connection to {place} is lost: {cause}"
-NAME: Final = "{place} cannot have a table of that name: {cause}. Choose another endpoint name or table_name"
-TLS: Final = "{place} and this machine agree on no encryption: {cause}. Check the ssl_ options in the URL"
-TEXT: Final = "{place} cannot keep this text: {cause}"
-FULL: Final = "{place} has no space left: {cause}"
-SHORT: Final = "{place} is short of resources: {cause}. Raise its limits, or connect less often"
-READ_ONLY: Final = "{place} is read-only, a replica perhaps: {cause}. Name the primary in the URL"
-STATEMENT_LOG: Final = (
-    "{place} writes statements to its binary log, which it refuses to do for transactions that read what is committed: "
-    "{cause}. Set binlog_format to MIXED or ROW"
-)
-REFUSES: Final = "{place} does not do that now: {cause}"
-NOT_REACHED: Final = "cannot reach {place}: {cause}. Check that the server runs and answers there"
-
-TRANSLATIONS: Final[dict[tuple[int, ...], tuple[type[Exception], str]]] = {
-    (1045, 1130, 1251, 1698, 1820, 1862, 2059): (UNUSABLE, CREDENTIALS),
-    (1044, 1142, 1143, 1227, 1370): (UNUSABLE, RIGHTS),
-    (1049,): (UNUSABLE, "{place} does not exist: {cause}. Create it: CREATE DATABASE, or name another in the URL"),
-    (1146, 1932): (UNUSABLE, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
-    (1054, 1136, 1364): (UNUSABLE, SHAPE),
-    (1059, 1102, 1103, 1300): (ConfigurationError, NAME),
-    (2026, 3159, 4052): (UNUSABLE, TLS),
-    (1153, 1301): (InvalidMessage, "{place} cannot take something that large: {cause}. Raise max_allowed_packet"),
-    (1264, 1292, 1366, 1406): (InvalidMessage, TEXT),
-    (1021, 1114): (StorageFull, FULL),
-    (1037, 1038, 1040, 1041, 1129, 1135, 1203, 1206, 1226): (UNAVAILABLE, SHORT),
-    (1684,): (UNAVAILABLE, "another process is setting up {place}: {cause}"),
-    (1205, 3572): (UNAVAILABLE, "{place} did not get a lock in time: {cause}"),
-    (1020, 1213, 1614): (TransactionConflict, "{place} gave this transaction up in favour of another: {cause}"),
-    (1305, 1613): (UNAVAILABLE, "{place} has ended this transaction: {cause}"),
-    NO_WRITES: (UNAVAILABLE, READ_ONLY),
-    APART: (UNAVAILABLE, "{place} is a node that is not a part of its cluster now: {cause}"),
-    (1197, 1467, 1594, 1595, 1596, 1598, 1637, 1785): (UNAVAILABLE, "{place} cannot write that now: {cause}"),
-    (1665,): (UNUSABLE, STATEMENT_LOG),
-    (1317, 1969, 3024): (UNAVAILABLE, "{place} has ended the statement: {cause}"),
-    (1053, 1927, 2006, 2013, 2014, 2055, 4031, 0): (UNAVAILABLE, LOST),
-    (1152, 1158, 1159, 1160, 1161): (UNAVAILABLE, LOST),
-    (1005, 1026, 1030, 1180, 1181): (UNAVAILABLE, "{place} cannot read or write its files: {cause}. Check its disk"),
-}
-BY_NUMBER: Final = {number: meaning for numbers, meaning in TRANSLATIONS.items() for number in numbers}
-
-
-#: Classes of errors that no message causes by its contents ...
-OF_SERVERS: Final = frozenset({"OperationalError", "InternalError", "NotSupportedError", "InterfaceError"})
-#: ... but for these: a trigger's refusal, a constraint's, and those of values that do not fit.
-OF_ROWS: Final = frozenset({1048, 1062, 1169, 1216, 1217, 1364, 1365, 1451, 1452, 1557, 1586, 1644, 1690, 3819, 4025})
-
-
-def number_of(error: BaseException) -> int | None:
-    """Return the server's or the driver's number of an error, None for one that has none."""
-    arguments = cause_of(error).args
-    return arguments[0] if arguments and isinstance(arguments[0], int) else None
-
-
-def is_disconnect(error: Exception) -> bool:
-    """Return whether the connection is unusable."""
-    return number_of(error) in DISCONNECTS
-
-
-def translated(error: Exception, place: str) -> Exception:
-    """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-    cause, number = _text(error), number_of(error)
-    if isinstance(error, UnicodeEncodeError):
-        return InvalidMessage(
-            TEXT.format(place=place, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
-        )
-    if number in {2002, 2003}:
-        if "SSL" in cause or "certificate" in cause:
-            return BackendUnusable(TLS.format(place=place, cause=cause))
-        return BackendUnavailable(NOT_REACHED.format(place=place, cause=cause))
-    if any(sign in cause for sign in NO_SPACE):
-        return StorageFull(FULL.format(place=place, cause=cause))
-    if number in BY_NUMBER:
-        kind, text = BY_NUMBER[number]
-        return kind(text.format(place=place, cause=cause, missing=_missing(cause)))
-    kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
-    if number not in OF_ROWS and kinds & OF_SERVERS:
-        return BackendUnavailable(REFUSES.format(place=place, cause=cause))
-    if number is not None and "ProgrammingError" in kinds:
-        return BackendUnusable(REFUSES.format(place=place, cause=cause))
-    return error
-
-
-def _missing(cause: str) -> str:
-    """Return the missing rights that a refusal names, and their table."""
-    refused = REFUSED.match(cause)
-    return EVERY_RIGHT if refused is None else f"{refused[1]} ON {refused[2]}"
-
-
-def _text(error: BaseException) -> str:
-    """Return the server's text without the error numbers around it."""
-    arguments = cause_of(error).args
-    return str(arguments[1] if len(arguments) > 1 else arguments[0] if arguments else error).strip().rstrip(".")
-
-
-LONGEST_NAME: Final = 64  # characters
-LONGEST_FILE_NAME: Final = 250  # bytes; a table is a file, in whose name every special character takes five
-HEADROOM: Final = 64 * 1024  # bytes of a statement beside body and headers, and for the headers of a failure
 LONGEST_BATCH: Final = 1_000_000  # bytes of a statement that inserts several rows
 OPTIONS: Final = (
     "connect_timeout", "read_timeout", "write_timeout", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key",
@@ -186,17 +65,6 @@ SESSION: Final = (
 )
 #: Both are there in each version, or none.
 BINARY_LOG: Final = "SHOW VARIABLES WHERE Variable_name IN ('log_bin', 'binlog_format')"
-TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
-SETUP_LOCK: Final = "delayline setup"
-
-#: Statements that need one right only, and affect no row.
-EXPLAINED: Final = {
-    "SELECT": "SELECT 1 FROM {table} WHERE FALSE",
-    "INSERT": "INSERT INTO {table} VALUES ()",
-    "UPDATE": "UPDATE {table} SET {one} = 1 WHERE FALSE",
-    "DELETE": "DELETE FROM {table} WHERE FALSE",
-}
-
 
 #: What a doubled estimate is multiplied with at least, as the number of a table's rows is an estimate too.
 ABOUT_HALF: Final = 0.45
@@ -302,12 +170,12 @@ class MariadbBulk(BulkStatements):
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert many rows in a statement. Raises InvalidMessage for one that the server would not take."""
-        largest = _largest(self._dialect.room)
+        most = largest(self._dialect.room)
         for row in rows:
             size = sum(len(value) for value in row if isinstance(value, bytes))
-            if size > largest:
+            if size > most:
                 raise InvalidMessage(
-                    f"a message of {size} bytes is too large for {self._dialect}, which takes {largest}: "
+                    f"a message of {size} bytes is too large for {self._dialect}, which takes {most}: "
                     f"send less, or raise the server's max_allowed_packet above {2 * (size + HEADROOM)}"
                 )
         cursor: Any = connection.connection.cursor()
@@ -324,8 +192,6 @@ class Mariadb(ServerDialect):
     driver = "mariadb+pymysql"
     extra = "mariadb"
     default_port = 3306
-    journal = journal_triggers.MYSQL
-    rights_to_store = (*TO_PUT, "UPDATE")  # its insert of a row that may be there already is an update
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
     exact_collation: ClassVar[str] = "utf8mb4_nopad_bin"
     values: ColumnValues = MariadbValues()
@@ -347,23 +213,12 @@ class Mariadb(ServerDialect):
         """Bytes that a statement may have; unknown before `check`."""
         self.words: StatementWords = MariadbWords(self.sql, self.exact_collation)
         self.bulk: BulkStatements = MariadbBulk(self)
+        self.catalog: Catalog = MariadbCatalog(self)
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
         """The driver's exceptions, and UnicodeEncodeError, which it does not wrap."""
         return (*super().errors, UnicodeEncodeError)
-
-    def kept_name(self, table: str) -> str:
-        """Return the name, with characters that names cannot have replaced by a hash of the whole."""
-        must_fit(table, len(table), LONGEST_NAME, "characters", self)
-        kept = re.sub(r"[^\x01-\uffff]|[\ud800-\udfff]", "_", table)
-        if kept != table:
-            kept = (
-                f"{kept[: LONGEST_NAME - 9]}~{hashlib.sha256(table.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
-            )
-        bytes_of_file = sum(1 if one.isascii() and (one.isalnum() or one == "_") else 5 for one in kept)
-        must_fit(table, bytes_of_file, LONGEST_FILE_NAME, "bytes of a file's name", self)
-        return kept
 
     def connect(self) -> Connection:
         """Return a new connection: autocommit, UTC, strict mode, READ COMMITTED."""
@@ -438,75 +293,6 @@ class Mariadb(ServerDialect):
         if log == {"log_bin": "ON", "binlog_format": "STATEMENT"}:
             raise BackendUnusable(STATEMENT_LOG.format(place=self, cause="binlog_format=STATEMENT"))
         self.room = int(packet)
-
-    @contextlib.contextmanager
-    def setting_up(self, connection: Connection) -> Iterator[None]:
-        """Let one process at a time create tables."""
-        patience = int(self.setup_patience)
-        if not run(connection, "SELECT GET_LOCK(%s, %s)", SETUP_LOCK, patience)[0][0]:
-            raise BackendUnavailable(f"another process has been setting up {self} for {patience} s: try again")
-        try:
-            yield
-        finally:
-            if not self.is_broken(connection):  # with which the lock ends
-                run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK)
-
-    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return the GRANT statements for missing rights on existing tables.
-
-        An EXPLAIN of a statement checks the same rights as running it, those of roles included. A table that another
-        session has locked is left out, as EXPLAIN would wait for that session.
-        """
-        with waiting_briefly(self, connection):
-            return self._missing_rights(connection, needed)
-
-    def _missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        grants, user = [], ""
-        for table, needs in needed.items():
-            name = self.sql.identifier_preparer.format_table(table)
-            column = self.sql.identifier_preparer.quote(next(iter(table.columns)).name)
-            lacking = []
-            for need in needs:
-                refusal = self._refusal(connection, EXPLAINED[need].format(table=name, one=column))
-                if refusal == LOCK_WAIT_TIMEOUT:
-                    break
-                if refusal in DENIED:
-                    lacking.append(need)
-            if lacking:
-                user = user or _quoted_user(run(connection, "SELECT CURRENT_USER()")[0][0])
-                place = name if table.schema else f"`{str(self.url.database).replace('`', '``')}`.{name}"
-                grants.append(f"GRANT {', '.join(lacking)} ON {place.replace('%%', '%')} TO {user};")
-        return grants
-
-    def _refusal(self, connection: Connection, statement: str) -> int | None:
-        try:
-            run(connection, f"EXPLAIN {statement}")
-        except self.errors as error:
-            if self.is_disconnect(error):
-                raise
-            return number_of(error)
-        return None
-
-    def findings(self, connection: Connection) -> list[Finding]:
-        """Return the version, how durable a commit is, how large a message may be, and how far our clock is off."""
-        version, flush, packet, now = run(
-            connection,
-            "SELECT VERSION(), @@innodb_flush_log_at_trx_commit, @@max_allowed_packet, UTC_TIMESTAMP(6)",
-        )[0]
-        off = (datetime.now(UTC) - self.values.from_due(now)).total_seconds()
-        return [
-            ("server", True, f"{self.product} {version}"),
-            ("innodb_flush_log_at_trx_commit", flush == 1, f"{flush}" + ("" if flush == 1 else ": set it to 1")),
-            ("max_allowed_packet", True, f"{packet} bytes: a message may have {_largest(packet)}"),
-            ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
-        ]
-
-    def place(self, connection: Connection, table: Table) -> TableIdentity:
-        """Return the server, and the table in the database that it or the connection names."""
-        [(database, *server)] = run(connection, "SELECT DATABASE(), @@hostname, @@port, @@datadir")
-        inside = table.schema or database
-        found = run(connection, TABLE_EXISTS, inside, table.name)
-        return TableIdentity(f"{self.product} database {inside}", (*server, inside), table.name if found else None)
 
     @property
     def decides(self) -> Mariadb:
@@ -601,17 +387,6 @@ def _adding_up(estimates: list[float], total: float) -> list[float]:
         if among and (factor := 1 - excess / among) >= ABOUT_HALF:
             return [about * factor if one in doubled else about for one, about in enumerate(estimates)]
     return estimates
-
-
-def _quoted_user(user: str) -> str:
-    """Return the account, `name@host` as the server writes it, as GRANT takes it."""
-    name, _, host = user.rpartition("@")
-    return "@".join("'" + part.replace("\\", "\\\\").replace("'", "''") + "'" for part in (name, host))
-
-
-def _largest(packet: int) -> int:
-    """Return how many bytes of body and headers fit into a statement, where each is written as two digits."""
-    return packet // 2 - min(HEADROOM, packet // 8)
 
 
 # Claims on queue rows in MariaDB and MySQL: named locks of a session.

@@ -23,10 +23,10 @@ from delayline.errors import (
     TransactionAborted,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.sql import journal_triggers
-from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, TableIdentity, conflict_columns
+from delayline.sql.dialect import BulkStatements, Catalog, ColumnValues, StatementWords, conflict_columns
 from delayline.sql.due_forecast import explanation
 from delayline.sql.postgresql import numbers
+from delayline.sql.postgresql.catalog import USUAL, PostgresqlCatalog
 from delayline.sql.postgresql.claims import AdvisoryLockClaims
 from delayline.sql.postgresql.errors import (
     ABORTED,
@@ -41,7 +41,7 @@ from delayline.sql.postgresql.errors import (
 )
 from delayline.sql.postgresql.moves import PostgresqlForwarding
 from delayline.sql.postgresql.notifications import PostgresqlNotifications
-from delayline.sql.postgresql.rights import DENIED, UNKNOWN, missing_rights, remedy
+from delayline.sql.postgresql.rights import DENIED, UNKNOWN, remedy
 from delayline.sql.postgresql.timeouts import PostgresqlTimeouts
 from delayline.sql.postgresql.two_phase import PostgresqlTwoPhase
 from delayline.sql.prepared import Prepared
@@ -51,16 +51,15 @@ from delayline.sql.timeouts import TimeoutShape
 from delayline.sql.urls import Host, listed
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
-    from delayline.sql.dialect import Finding, ServerSessions, Stage
+    from delayline.sql.dialect import ServerSessions, Stage
     from delayline.sql.postgresql.binary import LoopStatements
     from delayline.sql.schema import QueueTables
 
 OLDEST: Final = 13
-SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
 PART: Final = 250  # rows of a large insert that go to the server at once
 #: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read
 #: and sort all that is due for each batch instead; and planning a small batch takes as long as moving it. A table
@@ -71,7 +70,7 @@ SETTINGS: Final = {
     "enable_bitmapscan": "off",
     "jit": "off",
     "plan_cache_mode": "force_generic_plan",
-    "default_transaction_isolation": "read committed",
+    "default_transaction_isolation": USUAL,
     "quote_all_identifiers": "off",  # which changes the names of types that the server tells
     "datestyle": "ISO",
 }
@@ -99,25 +98,6 @@ CONNECT_ARGS: Final = {
     "keepalives_count": 3,
     "prepare_threshold": PREPARE_THRESHOLD,
 }
-
-
-#: A copy of a server has its identifier, but was not started at the same microsecond.
-PLACE: Final = """
-SELECT current_database(), to_regclass(%s)::oid::text, d.oid::text, c.system_identifier::text,
-  extract(epoch FROM pg_postmaster_start_time())::text
-FROM pg_database AS d, pg_control_system() AS c WHERE d.datname = current_database()
-"""
-
-
-FINDINGS: Final = """
-SELECT current_setting('server_version'), current_setting('synchronous_commit'), now(),
-  (SELECT reset_val FROM pg_settings WHERE name = 'default_transaction_isolation')
-"""
-USUAL: Final = SETTINGS["default_transaction_isolation"]
-OF_OTHERS: Final = (
-    f": delayline's own transactions are {USUAL} all the same; yours, as in context.transaction(), may be given up in "
-    "favour of others and have to be repeated"
-)
 
 
 #: The columns that NServiceBus' script for PostgreSQL creates.
@@ -235,9 +215,6 @@ class Postgresql(ServerDialect):
     driver = "postgresql+psycopg"
     extra = "postgresql"
     default_port = 5432
-    longest_name = 63
-    journal = journal_triggers.POSTGRESQL
-    folds_column_case = False
 
     def __init__(self, url: URL) -> None:
         self.pgbouncer = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
@@ -254,6 +231,7 @@ class Postgresql(ServerDialect):
         self.values: ColumnValues = PostgresqlValues()
         self.words: StatementWords = PostgresqlWords()
         self.bulk: BulkStatements = PostgresqlBulk(self)
+        self.catalog: Catalog = PostgresqlCatalog(self)
         self.timeouts = replace(TIMEOUTS, forwarding=partial(PostgresqlTimeouts, sql=self.sql))
         one_writes = self.url.query.get("target_session_attrs") in ("read-write", "primary")
         self._any_order = one_writes and len(self.hosts) > 1 and "hostaddr" not in self.url.query
@@ -329,50 +307,6 @@ class Postgresql(ServerDialect):
             version = int(run(connection, "SHOW server_version_num")[0][0])
         if version // 10_000 < OLDEST:
             raise BackendUnusable(f"{self} is version {version // 10_000}; delayline needs {OLDEST} or newer")
-
-    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
-        """Return the table of sleeping pollers, which NOTIFY uses."""
-        return (tables.sleeping,)
-
-    def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
-        """Return the statements that set sequences behind their rows: replication does not copy sequences.
-
-        Raises BackendUnusable for a table that Citus has distributed.
-        """
-        name = self.sql.identifier_preparer.format_table(table).replace("%%", "%")  # a value, no part of a statement
-        if distributed(connection, OF_TABLE, name):
-            raise BackendUnusable(DISTRIBUTED.format(place=self, tables=repr(table.name)))
-        return numbers.catching_up(connection, name)
-
-    @contextlib.contextmanager
-    def setting_up(self, connection: Connection) -> Iterator[None]:
-        """Let one process at a time create tables: IF NOT EXISTS alone still collides in the catalogs."""
-        run(connection, f"SET LOCAL lock_timeout = '{round(self.setup_patience * 1000)}'")
-        run(connection, "SELECT pg_advisory_xact_lock(%s)", SETUP_LOCK)
-        yield
-
-    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return the GRANT statements for missing rights on existing tables."""
-        return missing_rights(connection, needed)
-
-    def findings(self, connection: Connection) -> list[Finding]:
-        """Return the version, how durable a commit is, and how far this machine's clock is off."""
-        version, durable, now, isolation = run(connection, FINDINGS)[0]
-        off = (datetime.now(UTC) - now).total_seconds()
-        return [
-            ("server", True, f"PostgreSQL {version}"),
-            ("synchronous_commit", durable != "off", f"{durable}"),
-            ("default_transaction_isolation", True, isolation + ("" if isolation == USUAL else OF_OTHERS)),
-            numbers.numbers_finding(connection),
-            *_distributed_findings(self, connection),
-            ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
-        ]
-
-    def place(self, connection: Connection, table: Table) -> TableIdentity:
-        """Return the server, the database and the table that the search path leads to."""
-        name = self.sql.identifier_preparer.format_table(table).replace("%%", "%")  # a value, no part of a statement
-        database, found, *server = run(connection, PLACE, name)[0]
-        return TableIdentity(f"PostgreSQL database {database}", tuple(server), found)
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction that reads what is committed, whatever the server's default is."""
@@ -502,35 +436,6 @@ def _from_arrays(insert: str) -> str:
 
 def _driver(connection: Connection) -> Any:  # noqa: ANN401 - psycopg is an extra
     return connection.connection.driver_connection
-
-
-#: Citus' list of tables that it has distributed, reference tables included.
-LIST_OF_DISTRIBUTED: Final = "SELECT to_regclass('pg_dist_partition') IS NOT NULL"
-OF_TABLE: Final = "SELECT logicalrelid::text FROM pg_dist_partition WHERE logicalrelid = to_regclass(%s)"
-OF_SCHEMAS: Final = """
-SELECT logicalrelid::text FROM pg_dist_partition JOIN pg_class AS c ON c.oid = logicalrelid
-WHERE c.relname LIKE 'delayline\\_%%' OR EXISTS (
-  SELECT FROM pg_attribute AS a WHERE a.attrelid = c.oid AND a.attname = 'seq' AND EXISTS (
-    SELECT FROM pg_class AS q WHERE q.relnamespace = c.relnamespace AND q.relname = 'delayline_messages'))
-ORDER BY 1
-"""
-DISTRIBUTED: Final = (
-    "{place} has distributed {tables} over several servers, as Citus does: claims would exclude nobody there, and "
-    "notifications arrive nowhere. Keep delayline's tables local (SELECT undistribute_table(...)), or name a server "
-    "that is not distributed"
-)
-
-
-def distributed(connection: Connection, query: str, *values: str) -> list[str]:
-    """Return the distributed tables that a query of Citus' list finds; none where there is no such list."""
-    if not run(connection, LIST_OF_DISTRIBUTED)[0][0]:
-        return []
-    return [name for (name,) in run(connection, query, *values)]
-
-
-def _distributed_findings(dialect: Postgresql, connection: Connection) -> list[Finding]:
-    found = distributed(connection, OF_SCHEMAS)
-    return [("distributed tables", False, DISTRIBUTED.format(place=dialect, tables=", ".join(found)))] if found else []
 
 
 def _brief(cause: str) -> str:

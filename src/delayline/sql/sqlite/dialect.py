@@ -24,12 +24,10 @@ from delayline.errors import (
     ConfigurationError,
 )
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.sql import journal_triggers
 from delayline.sql.deadlines import SERVER_TIMEOUT, StopLimit
-from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, TableIdentity, conflict_columns
-from delayline.sql.schema import TO_PUT, must_fit, timeouts_table
+from delayline.sql.dialect import BulkStatements, Catalog, ColumnValues, StatementWords, conflict_columns
 from delayline.sql.server import run
-from delayline.sql.setup import ReplaceKey
+from delayline.sql.sqlite.catalog import SqliteCatalog
 from delayline.sql.sqlite.claims import FileClaims
 from delayline.sql.sqlite.errors import TRANSLATIONS, busy, file_identity, held_by_this_process
 from delayline.sql.sqlite.notifications import PipeNotifications
@@ -37,14 +35,12 @@ from delayline.sql.staging import need_arrow
 from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Insert, Table
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
-    from delayline.sql.dialect import Finding, JournalTriggers, Stage
-    from delayline.sql.schema import QueueTables
+    from delayline.sql.dialect import Stage
 
 
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
@@ -54,9 +50,6 @@ SAME_LOCK: Final = 1.0  # seconds in which a lock that was not given is taken fo
 #: Seconds that a start waits for a transaction of its own process if a thread waits for the start: the transaction may
 #: be that thread's, and would never end.
 OWN_TRANSACTION_PATIENCE: Final = 1.0
-LONGEST_NAME: Final = 1000  # bytes; SQLite itself has no such limit
-#: SQLite's levels; below FULL a commit may be lost with the power.
-SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 
 #: How many windows of row numbers are sampled to estimate due times, and how many numbers each has.
 WINDOWS: Final = 400
@@ -152,11 +145,9 @@ class SqliteBulk(BulkStatements):
 class Sqlite:
     """SQLite as a dialect."""
 
-    folds_column_case = True
-    journal: JournalTriggers | None = journal_triggers.SQLITE
-    rights_to_store: Sequence[str] = TO_PUT
     values: ColumnValues = SqliteValues()
     words: StatementWords = SqliteWords()
+    catalog: Catalog = SqliteCatalog()
     timeouts = TIMEOUTS
 
     def __init__(self, url: URL) -> None:
@@ -272,21 +263,6 @@ class Sqlite:
         """The driver's exceptions, raw and wrapped by SQLAlchemy."""
         return (DBAPIError, sqlite3.Error)
 
-    def place(self, connection: Connection, table: Table) -> TableIdentity:
-        """Return the main file, whatever its path is called."""
-        cursor = connection.connection.cursor()
-        cursor.execute("PRAGMA database_list")
-        file = next((path for _, name, path in cursor.fetchall() if name == "main"), "")
-        cursor.close()
-        return TableIdentity(
-            f"SQLite file {file}" if file else "SQLite in memory", file and file_identity(file), table.name
-        )
-
-    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return nothing: SQLite has no rights on tables."""
-        del connection, needed
-        return []
-
     def plans_without(self, error: Exception) -> bool:
         """False: missing objects depend on existing ones."""
         del error
@@ -359,28 +335,6 @@ class Sqlite:
         """Release the savepoint and keep the work since."""
         _driver(connection).execute("RELEASE delayline")
 
-    def kept_name(self, table: str) -> str:
-        """Return the name as it is."""
-        must_fit(table, len(table.encode()), LONGEST_NAME, "bytes", self)
-        if table.casefold().startswith("sqlite_"):  # https://sqlite.org/lang_createtable.html
-            raise ConfigurationError(
-                f"SQLite reserves names that begin with 'sqlite_', and the table would be {table!r}: "
-                "name the endpoint, or table_name=, otherwise"
-            )
-        return table
-
-    def schema_of(self, schema: str | None) -> str | None:
-        """Return the schema, which can only be the file itself: delayline attaches no other."""
-        if schema not in (None, "main"):
-            raise ConfigurationError(
-                f"schema={schema!r}: SQLite has no schemas. Leave it out, or use a separate file for these tables"
-            )
-        return schema
-
-    def timeouts_table(self, name: str, schema: str | None) -> Table:
-        """Return the logical table."""
-        return timeouts_table(name, schema)
-
     def must_exist(self) -> None:
         """Raise BackendUnusable unless the file is there."""
         if not self.path.exists():
@@ -403,41 +357,10 @@ class Sqlite:
         with engine.connect() as connection:
             yield connection
 
-    def make(self, connection: Connection, step: Executable) -> None:
-        """Run the statement."""
-        for statement in step.rebuild() if isinstance(step, ReplaceKey) else [step]:
-            connection.execute(statement)
-
-    def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
-        """Return none: rows are numbered behind those that are there."""
-        del connection, table
-        return ()
-
     def takes_writes(self, connection: Connection) -> bool:
         """Return True: a file has no replicas."""
         del connection
         return True
-
-    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
-        """Return none."""
-        del tables
-        return ()
-
-    def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
-        """No-op: a write transaction excludes all other writers."""
-        del connection
-        return contextlib.nullcontext()
-
-    def findings(self, connection: Connection) -> list[Finding]:
-        """Return how durable the file is."""
-        journal = connection.exec_driver_sql("PRAGMA journal_mode").scalar()
-        level = SYNCHRONOUS.get(connection.exec_driver_sql("PRAGMA synchronous").scalar() or 0, "unknown")
-        durable = level in {"FULL", "EXTRA"}
-        return [
-            ("journal mode", journal == "wal", f"{journal}"),
-            ("synchronous", durable, f"{level}{'' if durable else ': a power cut can lose messages'}"),
-            ("clock", True, "this machine's own; SQLite has none that could differ"),
-        ]
 
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""

@@ -6,17 +6,12 @@ import contextlib
 import hashlib
 import importlib.util
 import math
-import re
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import (
     BigInteger,
-    Column,
-    Index,
-    Integer,
-    MetaData,
     Table,
     and_,
     bindparam,
@@ -34,22 +29,19 @@ from sqlalchemy import (
 from sqlalchemy import __version__ as sqlalchemy_version
 from sqlalchemy import cast as cast_to
 from sqlalchemy import insert as insert_into
-from sqlalchemy import text as text_of_sql
 from sqlalchemy.dialects import mssql
-from sqlalchemy.exc import DBAPIError
-from sqlalchemy.sql import quoted_name
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, CorruptHeaders, MissingExtra
 from delayline.header_xml import to_xml
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, encode_headers
 from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
-from delayline.sql.dialect import IN_SESSION, BulkStatements, ColumnValues, StatementWords, conflict_columns
+from delayline.sql.dialect import IN_SESSION, BulkStatements, Catalog, ColumnValues, StatementWords, conflict_columns
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import BINARY, CONTENT, HOLDS_MESSAGES, must_fit, untyped
+from delayline.sql.schema import BINARY, untyped
 from delayline.sql.server import LEASE, LockedForwarding, ServerDialect, SessionClaims, cause_of, run
+from delayline.sql.sqlserver.catalog import SqlServerCatalog, only_row
 from delayline.sql.sqlserver.errors import (
-    ALREADY_THERE,
     DUPLICATE_KEY,
     NO_SUCH_OBJECT,
     READ_ONLY,
@@ -70,12 +62,12 @@ from delayline.sql.sqlserver.statements import (
 from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Executable, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
     from delayline.message import Message
-    from delayline.sql.dialect import Finding, ServerSessions, Stage
+    from delayline.sql.dialect import ServerSessions, Stage
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Columns
 
@@ -83,8 +75,6 @@ if TYPE_CHECKING:
 OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
 #: How @@VERSION begins on a server whose version counts; that of Azure SQL has been 12.0.2000.8 for ever.
 BOXED: Final = "Microsoft SQL Server"
-DEFAULT_SCHEMA: Final = "dbo"
-LONGEST_NAME: Final = 128  # UTF-16 units
 MICROSOFT, PYMSSQL = "mssql+mssqlpython", "mssql+pymssql"
 MICROSOFT_DIALECT: Final = "sqlalchemy.dialects.mssql.mssqlpython"  # SQLAlchemy 2.1 brought it
 CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
@@ -97,8 +87,6 @@ NOT_LOADED: Final = (
     "apt-get install libltdl7 libodbc2 libkrb5-3 libgssapi-krb5-2; "
     "or install delayline[pymssql] and write mssql+pymssql:// in the URL"
 )
-HAS_RIGHT: Final = "SELECT HAS_PERMS_BY_NAME({mark}, N'OBJECT', {mark})"  # NULL if the user lacks the right to see it
-UNSEEN: Final = " -- if there is no such table, run `delayline setup` instead"
 UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in the TypeError that pymssql raises for one
 CHECK_URL: Final = "Check the user, the password and the options in the URL"
 #: English, because errors are matched by text where they have no number; and a limit for lock waits.
@@ -106,16 +94,7 @@ SESSION: Final = (
     "SET LANGUAGE us_english; SET XACT_ABORT OFF; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
     "SET LOCK_TIMEOUT 10000;"
 )
-SETUP_LOCK: Final = (
-    "DECLARE @result int; EXEC @result = sp_getapplock @Resource = N'delayline setup', @LockMode = N'Exclusive', "
-    "@LockOwner = N'Transaction', @LockTimeout = 60000; SELECT @result"
-)
 PRODUCT: Final = "SELECT CAST(@@VERSION AS nvarchar(400)), CAST(SERVERPROPERTY('ProductVersion') AS nvarchar(128))"
-ABOUT: Final = (
-    "SELECT CAST(SERVERPROPERTY('ProductVersion') AS nvarchar(128)), CAST(SERVERPROPERTY('Edition') AS nvarchar(128)), "
-    "delayed_durability_desc, is_read_committed_snapshot_on, collation_name, SYSUTCDATETIME() "
-    "FROM sys.databases WHERE name = DB_NAME()"  # its id there is not DB_ID() on Azure SQL Database
-)
 
 
 class NoDriver:
@@ -253,10 +232,10 @@ class SqlServer(ServerDialect):
                 f"SQLAlchemy {sqlalchemy_version} cannot use mssql-python: run pip install 'sqlalchemy>=2.1', or "
                 f"install delayline[pymssql] and write {PYMSSQL}:// in the URL"
             )
-        self._pymssql = self.driver == PYMSSQL
-        if self._pymssql:
+        self.uses_pymssql = self.driver == PYMSSQL
+        if self.uses_pymssql:
             self.extra = "pymssql"
-        style = {"paramstyle": "format", "supports_comments": False} if self._pymssql else {"paramstyle": "qmark"}
+        style = {"paramstyle": "format", "supports_comments": False} if self.uses_pymssql else {"paramstyle": "qmark"}
         self._missing: MissingExtra | None = None
         try:
             try:
@@ -274,11 +253,12 @@ class SqlServer(ServerDialect):
         sql.insert_returning = False  # row counts are not used
         event.listen(self.engine, "do_connect", self._connect_driver)
         self.bulk: BulkStatements = SqlServerBulk(self)
+        self.catalog: Catalog = SqlServerCatalog(self)
 
     @property
     def errors(self) -> tuple[type[Exception], ...]:
         """The drivers' exceptions, and the one of Microsoft's driver for an unknown option in a URL."""
-        if self._pymssql or self._missing is not None:
+        if self.uses_pymssql or self._missing is not None:
             return super().errors
         from mssql_python.exceptions import ConnectionStringParseError
 
@@ -318,49 +298,15 @@ class SqlServer(ServerDialect):
             return True
         return str(error).startswith(NOT_LOADED.partition("{")[0])
 
-    def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
-        """Return the GRANT statements for missing rights on tables.
-
-        A table on which the user has no right at all looks like a missing one; it is counted if other tables are
-        visible.
-        """
-        found: dict[Table, tuple[list[str], bool]] = {}
-        for table, needs in needed.items():
-            name = self.sql.identifier_preparer.format_table(table)
-            granted = [run(connection, HAS_RIGHT.format(mark=self.mark), name, need)[0][0] for need in needs]
-            found[table] = [need for need, has in zip(needs, granted, strict=True) if not has], None in granted
-        if all(unseen for _, unseen in found.values()):
-            return []
-        user = self.sql.identifier_preparer.quote_identifier(run(connection, "SELECT USER_NAME()")[0][0])
-        return [
-            f"GRANT {', '.join(lacking)} ON {self.sql.identifier_preparer.format_table(table)} TO {user};"
-            + (UNSEEN if unseen else "")
-            for table, (lacking, unseen) in found.items()
-            if lacking
-        ]
-
     @property
     def mark(self) -> str:
         """The placeholder of a parameter in the driver's words."""
-        return "%s" if self._pymssql else "?"
-
-    def findings(self, connection: Connection) -> list[Finding]:
-        """Return the version, the driver, how durable commits are, which ids are equal, how far this clock is off."""
-        version, edition, durability, snapshot, collation, now = run(connection, ABOUT)[0]
-        off = (datetime.now(UTC) - self.values.from_due(now)).total_seconds()
-        return [
-            ("server", True, f"SQL Server {version} {edition}"),
-            ("driver", True, "pymssql" if self._pymssql else "mssql-python"),
-            ("delayed durability", durability != "FORCED", f"{durability}: commits are {_durable(durability)}"),
-            ("read committed snapshot", True, "on" if snapshot else "off"),
-            ("collation", True, f"{collation}: ids that it takes for equal cannot wait at the same time"),
-            ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
-        ]
+        return "%s" if self.uses_pymssql else "?"
 
     def limit_connect(self, arguments: dict[str, Any]) -> None:
         """Limit connecting and, with pymssql, whose limit is the whole process's, statements by the longest limit."""
         login = max(1, math.ceil(self.connect_timeout))
-        if self._pymssql:
+        if self.uses_pymssql:
             arguments.setdefault("login_timeout", login)
             arguments.setdefault("timeout", math.ceil(self.server_timeout * JOB_WORK))
         elif "timeout" not in self.url.query:
@@ -368,7 +314,7 @@ class SqlServer(ServerDialect):
 
     def adopt(self, driver: Any) -> object:  # noqa: ANN401 - the drivers are extras
         """Return pymssql's connection so that it binds bytes as varbinary; Microsoft's driver cannot be adopted."""
-        if not self._pymssql:
+        if not self.uses_pymssql:
             raise ConfigurationError(
                 "connect= and Engines are not supported with mssql-python: write Authentication=... in the URL, or use "
                 "pymssql"
@@ -376,7 +322,7 @@ class SqlServer(ServerDialect):
         return VarbinaryConnection(driver)
 
     def _connect_driver(self, _: object, record: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
-        if self._pymssql:
+        if self.uses_pymssql:
             return VarbinaryConnection(self.engine.dialect.loaded_dbapi.connect(*arguments, **options))
         from delayline.sql.sqlserver.microsoft import DeclaringConnection
 
@@ -387,57 +333,6 @@ class SqlServer(ServerDialect):
         connection = DeclaringConnection(*arguments, **options)
         connection.limit = seconds
         return connection
-
-    def schema_of(self, schema: str | None) -> str:
-        """Return the schema, `dbo` where none is named; quoted, as a dot in it means nothing."""
-        schema = schema or DEFAULT_SCHEMA
-        if _units(schema) > LONGEST_NAME:
-            raise ConfigurationError(f"schema={schema!r} is longer than the {LONGEST_NAME} characters of {self}")
-        return quoted_name(schema, quote=True)
-
-    def kept_name(self, table: str) -> str:
-        """Return the name as it is; raises ConfigurationError also for one that pymssql would misread."""
-        must_fit(table, _units(table), LONGEST_NAME, "characters", self)
-        if self._pymssql and re.search(r"%[sd(]", table):
-            raise ConfigurationError(
-                f"pymssql would take a part of the table name {table!r} for a parameter: install mssql-python, "
-                "or give the store a table_name"
-            )
-        return table
-
-    def timeouts_table(self, name: str, schema: str | None) -> Table:
-        """Return the document's table, which a .NET endpoint may share."""
-        return Table(
-            quoted_name(name, quote=True),
-            MetaData(schema=self.schema_of(schema)),
-            Column("Id", mssql.NVARCHAR(MAXIMUM_ID_LENGTH), key="id", primary_key=True),
-            Column("Destination", mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH), key="destination"),
-            Column("State", CONTENT, key="body"),
-            Column("Time", DueTime(), key="due"),
-            Column("Headers", CONTENT, key="headers", nullable=False),
-            Column("RetryCount", Integer, key="retry_count", nullable=False, server_default=text_of_sql("(0)")),
-            Index("Index_Time", "due"),
-            info={HOLDS_MESSAGES: True},
-        )
-
-    def further_tables(self, tables: QueueTables) -> Sequence[Table]:
-        """Return the table of leases: .NET's table of a store has no column for them."""
-        return (tables.leases,)
-
-    @contextlib.contextmanager
-    def setting_up(self, connection: Connection) -> Iterator[None]:
-        """Let one process at a time create tables."""
-        if only_row(connection, SETUP_LOCK)[0] < 0:
-            raise BackendUnusable(f"another process has been setting up {self} for a minute: try again")
-        yield
-
-    def make(self, connection: Connection, step: Executable) -> None:
-        """Run the statement; a .NET endpoint that sets up at the same moment does not ask for our lock."""
-        try:
-            connection.execute(step)
-        except DBAPIError as error:
-            if number_of(error) not in ALREADY_THERE:
-                raise
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction."""
@@ -486,7 +381,7 @@ class SqlServer(ServerDialect):
         """Return whether the connection is unusable; pymssql's is out of step when a transaction has ended."""
         cause, sql = cause_of(error), self.engine.dialect
         lost = isinstance(cause, sql.loaded_dbapi.Error) and sql.is_disconnect(cause, None, None)
-        return lost or (self._pymssql and self.has_rolled_back(error))
+        return lost or (self.uses_pymssql and self.has_rolled_back(error))
 
     def outdates_sessions(self, error: Exception) -> bool:
         """Return whether the database is read-only."""
@@ -537,16 +432,8 @@ def _driver_of(url: URL) -> str:
     return MICROSOFT
 
 
-def _units(name: str) -> int:
-    return len(name.encode("utf-16-le", "surrogatepass")) // 2
-
-
 def _installed(module: str) -> bool:
     return importlib.util.find_spec(module) is not None
-
-
-def _durable(setting: str) -> str:
-    return "lost with the server: set it to DISABLED or ALLOWED" if setting == "FORCED" else "durable"
 
 
 # Claims on queue rows in SQL Server: application locks of a session.
@@ -587,25 +474,6 @@ class ApplicationLocks(SessionClaims):
 
     def _name(self, row: int) -> str:
         return f"{self._prefix}{row:d}"
-
-
-def only_row(connection: Connection, batch: str) -> tuple[Any, ...]:
-    """Run the statements and return the row of the only one that gives rows; others give counts, or nothing.
-
-    Raises BackendUnavailable where the server gives none.
-    """
-    cursor: Any = connection.connection.cursor()
-    cursor.execute(batch)
-    rows: list[Any] = []
-    while True:
-        if cursor.description:
-            rows += cursor.fetchall()
-        if not cursor.nextset():  # an error of a later statement is raised here
-            break
-    cursor.close()
-    if len(rows) != 1:
-        raise BackendUnavailable(f"SQL Server gave {len(rows)} rows instead of one for: {batch[:200]}")
-    return tuple(rows[0])
 
 
 def _chunks(rows: Sequence[int]) -> Iterator[Sequence[int]]:
