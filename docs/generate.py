@@ -332,19 +332,24 @@ EVENT_MEANING: Final = {
 }
 
 
+#: The functions that log events, and the position of the event among their arguments; `_log` is that of `Reports`.
+LOGGING: Final = {"emit": 2, "log_failure": 2, "_log": 1}
+
+
 def emitted() -> dict[str, tuple[set[str], set[str]]]:
-    """Return the levels and facts of each event, read from every call of `emit` and `log_failure`."""
+    """Return the levels and facts of each event, read from every call that logs one."""
     found: dict[str, tuple[set[str], set[str]]] = {event.name: (set(), set()) for event in Event}
     for path in sorted(SOURCE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             called = getattr(node, "func", None)
             name = getattr(called, "id", None) or getattr(called, "attr", None)
-            if isinstance(node, ast.Call) and name in {"emit", "log_failure"} and len(node.args) > 2:
-                level, event = node.args[1], node.args[2]
+            if isinstance(node, ast.Call) and name in LOGGING and len(node.args) > LOGGING[name]:
+                level, event = node.args[LOGGING[name] - 1 : LOGGING[name] + 1]
                 if isinstance(level, ast.Attribute) and isinstance(event, ast.Attribute):
                     levels, facts = found[event.attr]
                     levels.add(level.attr)
                     facts |= {word.arg for word in node.keywords if word.arg not in {None, "exception"}} - {None}
+                    facts |= {"queue"} if name == "_log" else set()
     return found
 
 

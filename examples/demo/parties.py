@@ -20,7 +20,7 @@ from delayline.message import Headers, from_wire_time
 
 if TYPE_CHECKING:
     from delayline.message import Message
-    from delayline.receiving.handlers import MessageContext
+    from delayline.receiving.context import MessageContext
 
 AT_ONCE: Final = 500
 STANDARD_INPUT: Final = 0

@@ -23,7 +23,7 @@ from delayline.lazy_imports import lazy_imports as _lazy_imports
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.outgoing import Send
-from delayline.receiving.handlers import MessageContext
+from delayline.receiving.context import MessageContext
 from delayline.receiving.recoverability import Discard, MoveToErrors, Recoverability, Retry, exponential
 from delayline.receiving.transactions import HandlerRows, handler_rows
 from delayline.serialization import JsonSerializer, Serializer, message_type

@@ -43,9 +43,12 @@ from delayline.external import UNSET, ExternalTransaction, SupportsExternalTrans
 from delayline.grouping import ABANDONED
 from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
 from delayline.outgoing import Composer, Destinations, HeaderMap, Send, check_endpoint_name, report_sent
-from delayline.receiving.handlers import Handlers, name_of
-from delayline.receiving.pipeline import Pipeline, open_satellite
+from delayline.receiving.execution import name_of
+from delayline.receiving.handlers import Handlers
+from delayline.receiving.intake import open_intake
+from delayline.receiving.pipeline import Pipeline, handler_pipeline
 from delayline.receiving.recoverability import DELAYED_DELIVERIES, Recoverability
+from delayline.receiving.satellites import open_satellite
 from delayline.receiving.transactions import HandlerRows, HandlerTransactions, handler_rows
 from delayline.transaction import (
     WAITING_TASK,
@@ -58,7 +61,6 @@ from delayline.transaction import (
 )
 from delayline.transport import (
     SupportsCancelledDispatch,
-    SupportsHandlerSlots,
     SupportsQueueAddresses,
     SupportsQueueLimits,
     SupportsQueueManagement,
@@ -830,19 +832,15 @@ class Endpoint:
             transactions = HandlerTransactions(self.transport, self.transaction_mode, self.transaction_connections)
             self._running.push_async_callback(transactions.close)
             transactions.check_drivers(self._handlers.functions)
-            receiver, limits = await self.transport.receiver(self._queue), self._handlers.limits
-            self._pipeline = Pipeline(
-                host=self._host,
-                queue=self._queue,
-                receiver=receiver,
-                handlers=self._handlers,
-                delivery=self.delayed_delivery,
+            self._running.callback(self._handlers.close)
+            self._pipeline = handler_pipeline(
+                await open_intake(self._host, self._queue, self.concurrency),
+                self._handlers,
+                transactions=transactions,
                 composer=self._composer,
                 recoverability=self.recoverability,
-                concurrency=self.concurrency,
+                delivery=self.delayed_delivery,
                 destinations=self._destinations,
-                transactions=transactions,
-                slots=receiver.handler_slots(limits) if isinstance(receiver, SupportsHandlerSlots) else {},
             )
             self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)

@@ -33,7 +33,8 @@ from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from delayline.receiving.handlers import Handler, MessageContext
+    from delayline.receiving.context import MessageContext
+    from delayline.receiving.handlers import Handler
     from delayline.spi import DelayedDelivery, DelayedMessageStore, Transport
 
 Settings = dict[str, Any]

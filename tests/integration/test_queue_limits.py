@@ -200,13 +200,14 @@ class TwoKinds:
     async def has_limit(self, number: int) -> Any:  # noqa: ANN401 - the slots in the database
         """Wait until the endpoint has read this limit of its first kind; return the slots."""
         pipeline: Any = self.endpoint._pipeline
+        admission = pipeline.intake.receiver._admission
 
         async def is_read() -> bool:
-            await pipeline.receiver._admission.read()
-            return bool(pipeline.slots["Bill"]._number == number)
+            await admission.read()
+            return bool(admission._handler_slots["Bill"]._number == number)
 
         await eventually_async(is_read)
-        return pipeline.slots["Bill"]
+        return admission._handler_slots["Bill"]
 
 
 async def test_a_type_of_message_is_limited_over_all_processes(url: str) -> None:

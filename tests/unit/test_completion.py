@@ -163,7 +163,7 @@ async def test_a_message_whose_claim_was_lost_is_not_handled(
     # Given a receiver that has lost a message to another one before its handler starts
     scenario = build(clock, concurrency=2)
     seen = await start(scenario, _succeed)
-    receiver = scenario.endpoint._pipeline.receiver  # type: ignore[union-attr]
+    receiver = scenario.endpoint._pipeline.intake.receiver  # type: ignore[union-attr]
     monkeypatch.setattr(type(receiver), "holds", lambda self, received: received.message.id != "lost")
     # When it is its turn
     await fill(scenario, "a", "lost", "b")
@@ -263,7 +263,7 @@ async def test_a_receiver_without_prefetching_releases_messages_at_a_stop(clock:
     seen = await start(scenario, _succeed)
     pipeline = scenario.endpoint._pipeline
     assert pipeline is not None
-    pipeline._prefetches = None
+    pipeline._prefetch._prefetching = None
     scenario.transport.inject(Fault("receive", until=gate))
     await fill(scenario, "first")
     await fill(scenario, "second")

@@ -374,7 +374,7 @@ async def test_a_message_handled_elsewhere_is_rolled_back_as_far_as_the_mode_goe
 async def test_a_message_gone_before_its_handler_in_mode_none_is_skipped(clock: ManualClock) -> None:
     scenario = build(clock, transaction_mode=TransactionMode.NONE)
     seen = await start(scenario, succeed)
-    receiver = scenario.endpoint._pipeline.receiver  # type: ignore[union-attr]
+    receiver = scenario.endpoint._pipeline.intake.receiver  # type: ignore[union-attr]
 
     async def gone(*_: object) -> bool:
         return False
@@ -532,7 +532,7 @@ def cancel_own_task(depth: int = 1) -> None:
 
 
 async def cancel_tasks(scenario: Scenario) -> None:
-    (task,) = scenario.endpoint._pipeline._tasks  # type: ignore[union-attr]
+    (task,) = scenario.endpoint._pipeline.intake.tasks._tasks  # type: ignore[union-attr]
     task.cancel()
     await settle()
 
@@ -682,7 +682,7 @@ async def test_no_more_messages_at_once_than_the_concurrency(clock: ManualClock)
 
 def break_receiving(scenario: Scenario, error: Exception) -> Callable[[], None]:
     """Make receiving fail; return what mends it."""
-    receiver: Any = scenario.endpoint._pipeline.receiver  # type: ignore[union-attr]
+    receiver: Any = scenario.endpoint._pipeline.intake.receiver  # type: ignore[union-attr]
 
     async def broken(limit: int) -> Any:  # noqa: ANN401
         raise error

@@ -404,7 +404,7 @@ async def test_a_coroutine_that_blocks_the_loop_is_logged(
 ) -> None:
     # Given a handler whose second step takes so long, as its own clock has it
     now = [100.0]
-    monkeypatch.setattr("delayline.receiving.handlers.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("delayline.receiving.execution.time", SimpleNamespace(monotonic=lambda: now[0]))
     scenario = build(clock)
 
     @scenario.endpoint.handler

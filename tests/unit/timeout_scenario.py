@@ -16,7 +16,7 @@ from delayline.timeouts import MemoryTimeoutPersister, TimeoutManagerDelivery
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
-    from delayline.receiving.handlers import MessageContext
+    from delayline.receiving.context import MessageContext
     from delayline.testing import ManualClock
 
 TIMEOUTS, DISPATCHER = "sales.Timeouts", "sales.TimeoutsDispatcher"

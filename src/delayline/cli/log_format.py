@@ -11,7 +11,7 @@ from typing import Any, Final
 from delayline.errors import CorruptHeaders
 from delayline.events import LOGGER_NAME, Event
 from delayline.message import DelayedMessage, Message
-from delayline.receiving import pipeline
+from delayline.receiving import reports
 
 FORMATS: Final = ("text", "json")
 LEVELS: Final = ("debug", "info", "warning", "error", "critical")
@@ -101,7 +101,7 @@ def log_to_stderr(level: str, log_format: str, *, endpoint: str | None = None, h
     text = logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
     handler.setFormatter(JsonFormatter(endpoint) if log_format == "json" else text)
     if handled:
-        receiving = logging.getLogger(pipeline.__name__)
+        receiving = logging.getLogger(reports.__name__)
         receiving.setLevel(logging.DEBUG)
         receiving.addFilter(HandledAtInfo(debug=level == "debug"))
     logger = logging.getLogger(LOGGER_NAME)

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import DelayedMessageStore, Forwarded
     from delayline.message import DelayedMessage, Message
-    from delayline.receiving.handlers import MessageContext
+    from delayline.receiving.context import MessageContext
     from delayline.transaction import TransactionMode
     from delayline.transport import Transport, TransportOperation
 

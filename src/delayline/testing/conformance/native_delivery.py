@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from delayline.delayed.delivery import DelayedDelivery
-    from delayline.receiving.handlers import MessageContext
+    from delayline.receiving.context import MessageContext
     from delayline.transport import Transport
 
 SECOND = timedelta(seconds=1)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import DelayedMessageStore
     from delayline.message import Message
-    from delayline.receiving.handlers import MessageContext
+    from delayline.receiving.context import MessageContext
     from delayline.transport import Transport
 
 #: Seconds until something that never comes fails a test; less than the poller's longest sleep, which ends by itself.

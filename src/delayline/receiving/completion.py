@@ -1,0 +1,302 @@
+"""Completion: the sends of a handled message are dispatched and it is removed, in the way of the transaction mode.
+
+Messages whose handlers end at about the same time are completed together: their removal from the queue and, where the
+mode has both in one transaction, their sends. Each message waits for the commit before its own at most.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from delayline.delayed.delivery import SupportsDeferMany
+from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed, InvalidMessage, QueueNotFound
+from delayline.grouping import Grouping
+from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, control_message, to_wire_time
+from delayline.outgoing import Outgoing, check_name
+from delayline.receiving.intake import MOST_OUTSIDE
+from delayline.receiving.recoverability import DELAYED_DELIVERIES
+from delayline.transaction import TransactionMode, again_after_conflicts
+from delayline.transport import (
+    SupportsFlush,
+    SupportsPrefetch,
+    SupportsQueueLookup,
+    SupportsTransportTransactions,
+    TransportOperation,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from delayline.delayed.delivery import DelayedDelivery
+    from delayline.message import Message
+    from delayline.observer import SupportsTraces
+    from delayline.outgoing import Destinations
+    from delayline.receiving.intake import Intake
+    from delayline.receiving.transactions import HandlerTransaction, HandlerTransactions, TransactionLost
+    from delayline.transaction import Transaction
+    from delayline.transport import ReceivedMessage
+
+#: Messages that are completed together.
+MAXIMUM_COMPLETED: Final = 500
+
+
+class AlreadyHandled(Exception):
+    """The message left its queue while it was being handled here: another receiver has handled it."""
+
+
+class _Completion(NamedTuple):
+    """A handled message, with what is done in the transaction of its removal."""
+
+    received: ReceivedMessage
+    now: Sequence[TransportOperation] = ()
+    later: Sequence[Outgoing] = ()
+    work: Callable[[Transaction | None], Awaitable[None]] | None = None
+    """The work of a satellite."""
+
+    @property
+    def needs_transaction(self) -> bool:
+        """Whether there is more to do than to remove the message."""
+        return bool(self.now or self.later or self.work)
+
+
+class Completion:
+    """Completes the messages of one queue.
+
+    Args:
+        intake: The queue.
+        delivery: Takes the delayed sends of handlers; None for no such delivery, or no handlers.
+        destinations: Where destinations of delayed sends are looked for; None for nowhere.
+        transactions: The handlers' own transactions; None for no handlers.
+        together: Whether messages are completed in groups, if the receiver supports that.
+        traces: Makes spans; None for none.
+    """
+
+    def __init__(
+        self,
+        intake: Intake,
+        *,
+        delivery: DelayedDelivery | None = None,
+        destinations: Destinations | None = None,
+        transactions: HandlerTransactions | None = None,
+        together: bool = True,
+        traces: SupportsTraces | None = None,
+    ) -> None:
+        self._mode = intake.host.mode
+        self._transport = intake.host.transport
+        self._queue = intake.queue
+        self._receiver = intake.receiver
+        self._delivery = delivery
+        self._destinations = destinations
+        self._transactions = transactions
+        self._traces = traces
+        self._prefetching = intake.receiver if isinstance(intake.receiver, SupportsPrefetch) else None
+        together = together and self._prefetching is not None
+        self._completions: Grouping[_Completion, bool] = Grouping(
+            self._complete_group,
+            maximum=MAXIMUM_COMPLETED if together else 1,
+            at_once=1 if together else intake.tasks.limit + MOST_OUTSIDE,
+        )
+
+    async def remove(self, received: ReceivedMessage) -> bool:
+        """Remove a message before it is handled; return False if it has left its queue before."""
+        if not await self._completions.run_to_end(_Completion(received)):
+            return False
+        if isinstance(self._receiver, SupportsFlush):
+            await self._receiver.flush(received)
+        return True
+
+    async def complete(
+        self, received: ReceivedMessage, outgoing: Sequence[Outgoing], own: HandlerTransaction | None = None
+    ) -> None:
+        """Dispatch the sends and remove the message from its queue, in the order of the transaction mode.
+
+        Args:
+            received: The message.
+            outgoing: The sends.
+            own: The handler's own transaction, in which both are done.
+
+        Raises:
+            AlreadyHandled: It has left its queue meanwhile.
+            DelaylineError: A send failed; the message is where it was.
+        """
+        if self._traces is None:
+            await self._complete(received, outgoing, own)
+            return
+        with self._traces.settling(self._queue):
+            await self._complete(received, outgoing, own)
+
+    async def complete_work(
+        self, received: ReceivedMessage, work: Callable[[Transaction | None], Awaitable[None]]
+    ) -> None:
+        """Run a satellite's work and remove the message; in one transaction where the mode has one for both."""
+        mode = self._mode
+        if mode is not TransactionMode.TRANSACTION_SCOPE:
+            await work(None)
+        if mode is not TransactionMode.NONE:
+            shared = work if mode is TransactionMode.TRANSACTION_SCOPE else None
+            await self._remove_with(_Completion(received, work=shared))
+
+    def outage(self, own: HandlerTransaction | None, error: BaseException) -> TransactionLost | None:
+        """Return the outage that has ended a handler's transaction, if that is what the error says."""
+        return None if self._transactions is None else self._transactions.outage(own, error)
+
+    async def _complete(
+        self, received: ReceivedMessage, outgoing: Sequence[Outgoing], own: HandlerTransaction | None
+    ) -> None:
+        if own is not None and own.connection is not None:
+            await self._complete_in(own, received, outgoing)
+            return
+        now, later = await self._checked(outgoing) if outgoing else ([], [])
+        match self._mode:
+            case TransactionMode.NONE:
+                await self._send(now, later, None)
+            case TransactionMode.RECEIVE_ONLY:
+                await self._send(now, later, None)
+                await self._remove_with(_Completion(received))
+            case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
+                await self._send([], later, None)
+                await self._remove_with(_Completion(received, now))
+            case TransactionMode.TRANSACTION_SCOPE:
+                await self._remove_with(_Completion(received, now, later))
+
+    async def _complete_in(
+        self, own: HandlerTransaction, received: ReceivedMessage, outgoing: Sequence[Outgoing]
+    ) -> None:
+        """Remove the message and dispatch the sends in the handler's own transaction, and commit it."""
+        assert self._transactions is not None  # noqa: S101 - which has opened it
+        try:
+            now, later = await self._checked(outgoing)
+            transaction = await self._transactions.enlist(own)
+            if later and not self._transactions.reaches(self._delivery, transaction):
+                await self._send([], later, None)
+                later = []
+            was_there = await self._receiver.acknowledge(received, transaction)
+            if was_there:
+                await self._send(now, later, transaction)
+        except BaseException as error:
+            outage = self.outage(own, error)
+            await own.roll_back()
+            if outage is not None:
+                raise outage from error
+            raise
+        if not was_there:
+            await own.roll_back()
+            raise self._already_handled(received)
+        try:
+            await own.commit()
+        except Exception as error:  # it has closed its connection
+            if (outage := self.outage(own, error)) is not None:
+                raise outage from error
+            raise
+        await self._receiver.release(received)  # its row is gone, the claim is not
+
+    async def _checked(self, outgoing: Sequence[Outgoing]) -> tuple[list[TransportOperation], list[Outgoing]]:
+        """Return the sends for now and for later. Raises QueueNotFound for destinations of delayed messages."""
+        now = [entry.operation for entry in outgoing if entry.due is None]
+        later = [entry for entry in outgoing if entry.due is not None]
+        for entry in later:
+            if entry.check and self._destinations is not None:
+                await self._destinations.check(entry.operation.destination)
+        return now, later
+
+    async def _remove_with(self, completion: _Completion) -> None:
+        if not await self._completions.run_to_end(completion):
+            raise self._already_handled(completion.received)
+
+    def _already_handled(self, received: ReceivedMessage) -> AlreadyHandled:
+        return AlreadyHandled(
+            f"message {received.message.id!r} left queue {self._queue!r} while it was handled: a possible duplicate"
+        )
+
+    async def _complete_group(self, group: Sequence[_Completion]) -> Sequence[bool]:
+        """Remove the messages from the queue and dispatch the sends of those that were there, together."""
+        if not any(completion.needs_transaction for completion in group):
+            return await self._acknowledge(group, None)
+        return await again_after_conflicts(partial(self._complete_in_transaction, group))
+
+    async def _complete_in_transaction(self, group: Sequence[_Completion]) -> Sequence[bool]:
+        transport = self._transport
+        if not isinstance(transport, SupportsTransportTransactions):
+            raise ConfigurationError(f"{type(transport).__name__} has no transactions")
+        async with transport.transaction() as transaction:
+            removed = await self._acknowledge(group, transaction)
+            completed = [completion for completion, was_there in zip(group, removed, strict=True) if was_there]
+            await self._send(
+                [operation for completion in completed for operation in completion.now],
+                [outgoing for completion in completed for outgoing in completion.later],
+                transaction,
+            )
+            for completion in completed:
+                if completion.work is not None:
+                    await completion.work(transaction)
+        return removed
+
+    async def _acknowledge(self, group: Sequence[_Completion], transaction: Transaction | None) -> Sequence[bool]:
+        if len(group) > 1 and self._prefetching is not None:
+            return await self._prefetching.acknowledge_many([each.received for each in group], transaction)
+        return [await self._receiver.acknowledge(each.received, transaction) for each in group]
+
+    async def _send(
+        self, now: list[TransportOperation], later: list[Outgoing], transaction: Transaction | None
+    ) -> None:
+        if now:
+            await self._transport.dispatch(now, transaction)
+        if not later:
+            return
+        if self._delivery is None:
+            raise ConfigurationError(f"a delay needs delayed delivery: {DELAYED_DELIVERIES}")
+        operations = [(entry.operation, entry.due) for entry in later if entry.due is not None]
+        if len(operations) > 1 and isinstance(self._delivery, SupportsDeferMany):
+            await self._delivery.defer_many(operations, transaction)
+            return
+        for operation, due in operations:
+            await self._delivery.defer(operation, due, transaction)
+
+
+@dataclass(frozen=True, slots=True)
+class RetryNotices:
+    """Completes messages that ServicePulse has sent to be retried, each with a notice to it.
+
+    See https://docs.particular.net/servicepulse/intro-failed-message-retries.
+    """
+
+    intake: Intake
+    completion: Completion
+
+    async def complete(
+        self, received: ReceivedMessage, outgoing: Sequence[Outgoing], own: HandlerTransaction | None
+    ) -> None:
+        """Complete the message; without the notice if that cannot be sent. See `Completion.complete`."""
+        notice = await self._notice(received.message)
+        if notice is None:
+            await self.completion.complete(received, outgoing, own)
+            return
+        try:
+            await self.completion.complete(received, [notice, *outgoing], own)
+        except DispatchFailed as failed:
+            if set(failed.failures) != {0} or own is not None:
+                raise
+            self.intake.reports.unacknowledged(received.message, failed.failures[0])
+            sent = self.intake.host.mode in (TransactionMode.NONE, TransactionMode.RECEIVE_ONLY)  # all but the notice
+            rest = [send for send in outgoing if send.due is not None or not sent]
+            await self.completion.complete(received, rest)
+
+    async def _notice(self, message: Message) -> Outgoing | None:
+        """Return the notice; None if the message names no queue for it, or one that cannot be sent to."""
+        retry, queue = (message.headers.get(name) for name in (Headers.RETRY_ID, Headers.RETRY_ACKNOWLEDGEMENT_QUEUE))
+        if retry is None or queue is None:
+            return None
+        transport, now = self.intake.host.transport, self.intake.host.clock.now()
+        try:
+            check_name(Headers.RETRY_ACKNOWLEDGEMENT_QUEUE, queue, MAXIMUM_DESTINATION_LENGTH)
+            if queue == self.intake.queue:
+                raise InvalidMessage("it is the queue that the message came from")
+            if isinstance(transport, SupportsQueueLookup) and not await transport.has_queue(queue):
+                raise QueueNotFound(queue)
+        except DelaylineError as error:
+            self.intake.reports.unacknowledged(message, error)
+            return None
+        notice = control_message(now, {Headers.RETRY_SUCCESSFUL: to_wire_time(now), Headers.RETRY_ID: retry})
+        return Outgoing(TransportOperation(notice, queue), None)

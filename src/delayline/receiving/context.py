@@ -1,0 +1,270 @@
+"""The context of a handler: what it knows of its message, its sends, and its transaction."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Coroutine, Generator
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+
+from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Iterable
+    from datetime import datetime, timedelta
+
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
+    from sqlalchemy.orm import Session, sessionmaker
+
+    from delayline.message import Body, Message
+    from delayline.outgoing import Composer, HeaderMap, Outgoing, Send
+    from delayline.receiving.transactions import (
+        ConnectionPool,
+        HandlerTransaction,
+        HandlerTransactions,
+        TransactionSource,
+    )
+
+Result_co = TypeVar("Result_co", covariant=True)
+
+
+class Recorded(Coroutine[Any, Any, Result_co]):
+    """The outcome of something that is done already: awaiting it returns at once, leaving it alone is fine too."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Result_co) -> None:
+        self._value = value
+
+    def __await__(self) -> Generator[Any, Any, Result_co]:
+        """Return the value."""
+        yield from ()
+        return self._value
+
+    def send(self, value: object) -> NoReturn:
+        """Return the value to an event loop that runs it as a task."""
+        raise StopIteration(self._value)
+
+    def throw(self, *error: Any) -> NoReturn:  # noqa: ANN401 - as a coroutine has it
+        """Raise the error."""
+        raise error[1] if len(error) > 1 and error[1] is not None else error[0]
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class MessageContext:
+    """The context of a handler: metadata, and sending.
+
+    Messages sent through it are dispatched after the handler has succeeded, in the way of the transaction mode; if the
+    handler raises they are dropped. Calls return at once without I/O; `await` is possible and not needed.
+    """
+
+    def __init__(
+        self,
+        received: Message,
+        queue: str,
+        attempt: int,
+        composer: Composer,
+        transactions: HandlerTransactions | None = None,
+    ) -> None:
+        self.message = received.logical
+        self.queue = queue
+        self.attempt = attempt
+        """Which attempt of this round this is, from 1."""
+        self.outgoing: list[Outgoing] = []
+        self._received = received
+        self._composer = composer
+        self._transactions = transactions
+        self.own: HandlerTransaction | None = None
+        """The transaction that the handler has asked for."""
+        self._over = False
+
+    def send(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        headers: HeaderMap | None = None,
+        message_id: str | None = None,
+        delay: timedelta | None = None,
+        deliver_at: datetime | None = None,
+        expires: timedelta | None = None,
+        correlation_id: str | None = None,
+        check_destination: bool = True,
+    ) -> Awaitable[str]:
+        """Send a message, now or delayed, when the handler has succeeded.
+
+        Args:
+            destination: The queue it goes to, 1 to 200 characters.
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            headers: Further headers, str to str.
+            message_id: Its id, 1 to 250 characters; a new UUID when left out.
+            delay: How long it waits, zero or more; excludes `deliver_at`.
+            deliver_at: When it is due, an aware datetime.
+            expires: How long it may wait in its queue, above zero; then it is deleted.
+            correlation_id: Id of the exchange that it belongs to, 1 to 250 characters.
+            check_destination: Whether a delayed message for a queue that does not exist is a failure of the handler.
+
+        Returns:
+            An awaitable that gives the message's id.
+
+        Raises:
+            InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
+            InvalidDueTime: By the call: a delay or instant that cannot be honoured.
+        """
+        return Recorded(
+            self._keep(
+                self._composer.compose(
+                    destination,
+                    body,
+                    headers=headers,
+                    message_id=message_id,
+                    delay=delay,
+                    deliver_at=deliver_at,
+                    expires=expires,
+                    correlation_id=correlation_id,
+                    related_to=self.message,
+                )._replace(check=check_destination)
+            )
+        )
+
+    def send_many(self, messages: Iterable[Send], *, check_destination: bool = True) -> Awaitable[list[str]]:
+        """Send several messages when the handler has succeeded.
+
+        Args:
+            messages: What to send; see `Send`.
+            check_destination: See `Endpoint.send`.
+
+        Returns:
+            An awaitable of the messages' ids.
+
+        Raises:
+            InvalidMessage: By the call: a message is invalid, or the handler has ended.
+        """
+        composed = self._composer.compose_many(messages, self.message)
+        return Recorded([self._keep(one._replace(check=check_destination)) for one in composed])
+
+    def forward(
+        self, destination: str, *, delay: timedelta | None = None, deliver_at: datetime | None = None
+    ) -> Awaitable[str]:
+        """Send this message, unchanged, to another queue when the handler has succeeded.
+
+        Args:
+            destination: Name of the queue, 1 to 200 characters.
+            delay: Time to wait, zero or more; excludes `deliver_at`.
+            deliver_at: Due time, an aware datetime.
+
+        Returns:
+            An awaitable of the message's id.
+
+        Raises:
+            InvalidMessage: By the call: the queue's name is invalid, or the handler has ended.
+            InvalidDueTime: By the call: the delay or due time is out of range.
+        """
+        return Recorded(self._keep(self._composer.forward(self.message, destination, delay, deliver_at)))
+
+    def reply(self, body: Body, *, headers: HeaderMap | None = None, delay: timedelta | None = None) -> Awaitable[str]:
+        """Send a reply to the message's reply address when the handler has succeeded.
+
+        Args:
+            body: The body: bytes, text, or a value that the endpoint's serializer takes.
+            headers: Further headers.
+            delay: Time to wait, zero or more.
+
+        Returns:
+            An awaitable of the reply's id.
+
+        Raises:
+            InvalidMessage: By the call: the message has no reply address, or the handler has ended.
+        """
+        return Recorded(self._keep(self._composer.reply(self.message, body, headers, delay)))
+
+    def defer(self, delay: timedelta | None = None, *, deliver_at: datetime | None = None) -> Awaitable[None]:
+        """Handle this same message again, later.
+
+        Args:
+            delay: Time to wait, zero or more; excludes `deliver_at`.
+            deliver_at: Due time, an aware datetime.
+
+        Returns:
+            An awaitable of None.
+
+        Raises:
+            InvalidDueTime: By the call: neither or both are given, or the due time is out of range.
+        """
+        if delay is None and deliver_at is None:
+            raise InvalidDueTime("defer needs a delay or deliver_at: give the time to handle the message again")
+        self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))
+        return Recorded(None)
+
+    @overload
+    def transaction(self, source: Engine) -> Connection: ...
+    @overload
+    def transaction(self, source: sessionmaker[Session]) -> Session: ...
+    @overload
+    def transaction(self, source: AsyncEngine) -> Awaitable[AsyncConnection]: ...
+    @overload
+    def transaction(self, source: async_sessionmaker[AsyncSession]) -> Awaitable[AsyncSession]: ...
+    @overload
+    def transaction(self, source: Callable[[], Result_co]) -> Result_co: ...
+    @overload
+    def transaction(self, source: ConnectionPool) -> Any: ...  # noqa: ANN401
+    @overload
+    def transaction(self, source: str | None = None) -> Any: ...  # noqa: ANN401
+
+    def transaction(self, source: TransactionSource | None = None) -> Any:
+        """Open a transaction for your rows, in which this message's end and the handler's sends commit too.
+
+        It commits when the handlers of the message have succeeded, and is rolled back when one raises. Do not commit it
+        yourself. Your rows are in the database of the queues.
+
+        Args:
+            source: Makes the connection. In a function: an Engine or sessionmaker of SQLAlchemy, a pool or a function
+                that connects, as psycopg's, or an alias of Django's DATABASES. In a coroutine function, which awaits
+                the result: an AsyncEngine, an async_sessionmaker, an AsyncConnectionPool or a coroutine function. By
+                default an Engine on the database of the queues, with `transaction_connections` of the endpoint.
+
+        Returns:
+            The connection or session; in a coroutine function an awaitable of it.
+
+        Raises:
+            ConfigurationError: The queues are in no SQL database, the transaction mode has no transactions, or the
+                source does not fit the handler.
+
+        Example:
+            ```python
+            @endpoint.handles(OrderPlaced)
+            async def bill(order: OrderPlaced, context: MessageContext) -> None:
+                connection = await context.transaction(async_engine)
+                await connection.execute(insert(orders).values(id=order.order_id))
+                context.send("billing", Bill(order.order_id))
+            ```
+        """
+        if self._over:
+            raise InvalidMessage(f"the handler of message {self.message.id!r} has ended: it can open no transaction")
+        if self._transactions is None:
+            raise ConfigurationError("this message has no transaction that a handler can use")
+        if self.own is None:
+            own = self._transactions.open(source)
+            begun = own.begin()
+            self.own = own
+            return begun
+        if source not in (None, self.own.source) or self.own.owner not in (None, threading.get_ident()):
+            raise ConfigurationError(
+                f"message {self.message.id!r} has a transaction of another source or handler already"
+            )
+        return self.own.begin()
+
+    def end(self) -> None:
+        """Take nothing more: the handlers have ended."""
+        self._over = True
+
+    def _keep(self, outgoing: Outgoing) -> str:
+        if self._over:
+            raise InvalidMessage(
+                f"the handler of message {self.message.id!r} has ended: this message would be lost. Await in the "
+                "handler all tasks that it starts, or use Endpoint.send"
+            )
+        self.outgoing.append(outgoing)
+        return outgoing.operation.message.id

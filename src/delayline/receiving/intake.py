@@ -1,0 +1,176 @@
+"""A queue that messages are taken from, and the tasks that handle them, up to the concurrency limit and beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from delayline.circuit_breaker import first_of
+from delayline.errors import HandlerCancelled
+from delayline.events import Event, emit
+from delayline.receiving.reports import Reports
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Iterator
+    from datetime import timedelta
+
+    from delayline.clock import Clock
+    from delayline.delayed.host import DeliveryHost
+    from delayline.transport import ReceivedMessage, Receiver
+
+logger = logging.getLogger(__name__)
+
+#: How many messages that cannot be moved wait beside those that are handled, and how large they are together.
+MOST_OUTSIDE: Final = 500
+MOST_BYTES_OUTSIDE: Final = 64 << 20
+#: Seconds until a cancelled handler that does not end is left behind.
+CANCELLED_WITHIN: Final = 5.0
+
+
+class MessageTasks:
+    """The tasks that handle the messages of one queue.
+
+    Args:
+        queue: The queue.
+        limit: How many messages are handled at once.
+        clock: Measures pauses.
+    """
+
+    def __init__(self, queue: str, limit: int, clock: Clock) -> None:
+        self._queue = queue
+        self.limit = limit
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._outside: dict[asyncio.Task[object], int] = {}
+        """The tasks that wait outside of the limit, with the sizes of their messages."""
+        self.stopping = asyncio.Event()
+        """Set when no further message is handled."""
+        self.receiving: asyncio.Task[None] | None = None
+        """The task that receives the messages."""
+        self.on_room: Callable[[], None] = _nothing
+        """Called when a task begins to wait outside of the limit."""
+        self._gives_up = False
+        """Whether the handlers that still run at a stop are cancelled."""
+
+    @property
+    def running(self) -> int:
+        """How many messages are being handled."""
+        return len(self._tasks) - len(self._outside)
+
+    @property
+    def free(self) -> int:
+        """How many further messages may be handled; below 0 when some have come back from outside of the limit."""
+        return self.limit - self.running
+
+    def __contains__(self, task: object) -> bool:
+        return task in self._tasks
+
+    def start(self, work: Coroutine[object, object, None], done: Callable[[], None]) -> None:
+        """Run the work of one message in a task of its own; `done` is called when it has ended."""
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            done()
+            if not task.cancelled() and (error := task.exception()) is not None:
+                text = "a receive task failed"
+                emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, text, exception=error)
+
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)
+
+    async def others_end(self, seconds: float) -> None:
+        """Wait until the tasks of other messages have ended, but those outside of the limit; at most so long."""
+        others = self._tasks - self._outside.keys() - {asyncio.current_task()}
+        if others:
+            await first_of(asyncio.wait(others), self.stopping.wait(), self._clock.sleep(seconds))
+
+    @contextlib.contextmanager
+    def outside_limit(self, received: ReceivedMessage) -> Iterator[bool]:
+        """Let others be handled in this message's place, if there is room for that; return whether there is."""
+        task, size = asyncio.current_task(), len(received.message.body)
+        is_full = len(self._outside) >= MOST_OUTSIDE or sum(self._outside.values()) + size > MOST_BYTES_OUTSIDE
+        if task is None or is_full:
+            yield False
+            return
+        self._outside[task] = size
+        self.on_room()
+        try:
+            yield True
+        finally:
+            del self._outside[task]
+
+    async def wait(self, pause: timedelta) -> None:
+        """Wait so long, or until the stop."""
+        await self.until_stopping(self._clock.sleep(pause.total_seconds()))
+
+    async def until_stopping(self, awaited: Coroutine[None, None, object]) -> None:
+        """Await this, or the stop."""
+        await first_of(self.stopping.wait(), awaited)
+
+    def failure(self, caught: Exception | asyncio.CancelledError) -> Exception | None:
+        """Return what has failed, also where others have cancelled a message's task; None where the endpoint ends.
+
+        Or its event loop, which cancels every task at its end, also the one that receives.
+        """
+        if not isinstance(caught, asyncio.CancelledError):
+            return caught
+        task, receiving = asyncio.current_task(), self.receiving
+        if self._gives_up or task is None or receiving is None or receiving.cancelled() or receiving.cancelling():
+            return None
+        while task.cancelling():
+            task.uncancel()
+        failure = HandlerCancelled(
+            f"the task of a message in {self._queue!r} was cancelled, and not by its endpoint: let the handler end "
+            "only tasks of its own"
+        )
+        failure.__cause__ = caught
+        return failure
+
+    async def finish(self, grace: timedelta | None) -> None:
+        """Wait for the handlers that run; after the grace period they are cancelled. None is for no limit."""
+        if self._tasks and grace is not None:
+            await first_of(asyncio.wait(self._tasks), self._clock.sleep(grace.total_seconds()))
+            await self._cancel(grace)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def _cancel(self, grace: timedelta) -> None:
+        """Cancel the handlers that run, and abandon those that do not end then."""
+        if not self._tasks:
+            return
+        text = "%d handlers of %s have not ended within %s: cancelled, their messages are handled again"
+        emit(logger, logging.WARNING, Event.HANDLERS_CANCELLED, text, len(self._tasks), self._queue, grace)
+        self._gives_up = True
+        for task in self._tasks:
+            task.cancel()
+        await first_of(asyncio.wait(self._tasks), self._clock.sleep(CANCELLED_WITHIN))
+        if self._tasks:
+            text = "%d handlers of %s ignore their cancellation and are left behind"
+            emit(logger, logging.ERROR, Event.HANDLERS_CANCELLED, text, len(self._tasks), self._queue)
+            self._tasks.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """A queue that messages are taken from, with what all share that handle them."""
+
+    host: DeliveryHost
+    """The endpoint, and the transaction mode."""
+    queue: str
+    receiver: Receiver
+    tasks: MessageTasks
+    reports: Reports
+
+
+async def open_intake(host: DeliveryHost, queue: str, concurrency: int) -> Intake:
+    """Return the intake of a queue, of which so many messages are handled at once. Raises QueueNotFound."""
+    receiver, tasks = await host.transport.receiver(queue), MessageTasks(queue, concurrency, host.clock)
+    return Intake(host, queue, receiver, tasks, Reports(queue, host.observers.all))
+
+
+def _nothing() -> None:
+    """Do nothing."""
