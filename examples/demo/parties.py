@@ -14,7 +14,7 @@ from examples.demo.stage import DISPATCHER, RECEIVER, REMINDERS, SENDER, Journal
 
 from delayline.cli.run import run_until_stopped
 from delayline.clock import SystemClock, to_microseconds
-from delayline.composition import endpoint_from, transport_from
+from delayline.composition import endpoint_from, transport_of
 from delayline.endpoint import Endpoint
 from delayline.message import Headers, from_wire_time
 
@@ -55,7 +55,7 @@ async def receive(stage: Stage) -> None:
     """Note every message that arrives: its id, when it was due and when it came."""
     journal = Journal(stage.journal(RECEIVER))
     settings = stage.settings(reminders.DESTINATION)
-    endpoint = Endpoint(reminders.DESTINATION, transport=transport_from(settings.url), concurrency=8)
+    endpoint = Endpoint(reminders.DESTINATION, transport=transport_of(settings), concurrency=8)
     clock = SystemClock()
 
     @endpoint.handler

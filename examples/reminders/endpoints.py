@@ -7,7 +7,7 @@ delayline run endpoints:customers
 from datetime import UTC, datetime
 
 from delayline import Endpoint, Headers, Message, MessageContext
-from delayline.composition import endpoint_from, transport_from
+from delayline.composition import endpoint_from, transport_of
 from delayline.message import from_wire_time
 from delayline.settings import load_settings
 
@@ -16,7 +16,7 @@ settings = load_settings(flags={"endpoint": "reminders"})
 # No handlers: this process only moves what is due to the queue of `customers`. Start as many as you like.
 dispatcher = endpoint_from(settings)
 
-customers = Endpoint("customers", transport=transport_from(settings.url))
+customers = Endpoint("customers", transport=transport_of(settings))
 
 
 @customers.handler

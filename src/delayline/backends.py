@@ -1,44 +1,55 @@
-"""URL schemes: the back end that each one names, delayline's own and those of installed distributions.
+"""Back ends by URL scheme: each answers for itself what is made there, set up and counted, and what cannot be.
 
 A distribution adds a scheme with an entry point of the group `delayline.backends`: its name is the scheme, its value a
-module or object that fulfils `Backend`.
+subclass of `Backend`. delayline's own are found by name too, because they are built on this module.
 """
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from delayline.checks import full_scheme
-from delayline.errors import ConfigurationError
-from delayline.setting_values import masked
+from delayline.errors import ConfigurationError, DelaylineError
+from delayline.masking import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractAsyncContextManager
 
-    from delayline.delayed.store import DelayedMessageStore
-    from delayline.sql import TwoPhaseCommit
+    from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
+    from delayline.delayed.store import DelayedMessageStore, SupportsManagement
     from delayline.transport import Transport
 
+    #: Subject, whether it is right (None: unknown), and value or remedy.
+    Findings = Sequence[tuple[str, bool | None, str]]
+
 GROUP: Final = "delayline.backends"
-MEMORY: Final = "memory"
-AZURE: Final = "azure"
-BROKERS: Final = ("amqp", "amqps")
-SQL: Final = ("sqlite", "postgresql", "mariadb", "mysql", "mssql")
+#: delayline's own back ends by scheme. An entry point cannot replace one of them.
+OWN: Final = {
+    "memory": "delayline.memory.backend:MemoryBackend",
+    "azure": "delayline.azure.backend:AzureBackend",
+    **dict.fromkeys(("amqp", "amqps"), "delayline.rabbitmq.backend:RabbitMQBackend"),
+    **dict.fromkeys(("sqlite", "postgresql", "mariadb", "mysql", "mssql"), "delayline.sql.backend:SqlBackend"),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """Settings for a transport or store at a URL; a back end ignores those that do not apply to it.
+    """Settings for what is made at a URL; a back end ignores those that do not apply to it.
 
     Attributes:
-        name: Name of the client's connections, usually the endpoint's.
+        name: Name of the endpoint, and of the client's connections.
         error_queue: Queue for messages that the transport cannot read.
         schema: Schema of SQL tables; None for the connection's own.
         table_name: Table of delayed messages; None for the endpoint's.
         journal: Whether a SQL store keeps a journal; None leaves it as it was set up.
-        two_phase: The two-phase commit that a SQL transport and store share.
+        two_phase: The two-phase commit that transport and store share, see `Backend.two_phase_commit`.
     """
 
     name: str = "delayline"
@@ -46,142 +57,312 @@ class BackendOptions:
     schema: str | None = None
     table_name: str | None = None
     journal: bool | None = None
-    two_phase: TwoPhaseCommit | None = None
+    two_phase: object | None = None
 
 
-class Backend(Protocol):
-    """The transport and the store behind one URL scheme; a module with these two functions is one.
+@dataclass(frozen=True, slots=True)
+class BackendUse:
+    """What an endpoint has at one URL.
 
-    A back end without one of them raises ConfigurationError there.
+    Attributes:
+        queues: Names of the queues that are there; None if its queues are elsewhere.
+        delays: Whether its delayed messages wait there.
     """
+
+    queues: Sequence[str] | None
+    delays: bool
+
+
+@dataclass(frozen=True, slots=True)
+class DueWithin:
+    """Messages that wait in a back end itself and are due within a span of time.
+
+    Attributes:
+        span: The longest time until they are due.
+        count: How many they are.
+    """
+
+    span: timedelta
+    count: int
+
+
+class BulkRoute(StrEnum):
+    """How jobs and migrations write many messages to a back end; the values are the kinds of a migration's targets."""
+
+    MESSAGES = "messages"
+    """Message by message, as an endpoint does."""
+    STAGED_ROWS = "sql-store"
+    """Rows of a SQL store that tasks stage and the driver commits."""
+    STORED_ROWS = "plain-store"
+    """Rows of a SQL store on a product without staging tables."""
+    TABLE_ROWS = "azure-table"
+    """Rows of a delayed messages table of Azure."""
+    DELAY_LEVELS = "rabbitmq-levels"
+    """Messages published to the delay levels of a broker."""
+
+
+class Backend:
+    """What there is behind the URLs of one scheme; one object a scheme, which keeps no connection.
+
+    Subclass it. A back end has `transport`, `store` or both; one whose queues hold messages until they are due has
+    `delivery` and `pending` in place of a store, and says so in `native_delays`. All other members have defaults.
+
+    Args:
+        scheme: The URLs' scheme.
+    """
+
+    in_process: ClassVar[bool] = False
+    """Whether the messages are in this process's memory and end with it."""
+    native_delays: ClassVar[str | None] = None
+    """What delayed messages wait in where the back end itself holds them, such as `delay levels`; None: in a store."""
+    unlisted: ClassVar[str | None] = None
+    """Why pending messages that the back end itself holds cannot be listed, and what to do; None if they can."""
+    bulk_route: BulkRoute = BulkRoute.MESSAGES
+    """How jobs and migrations write many messages there."""
+    has_tables: ClassVar[bool] = False
+    """Whether it is a SQL database, where delayline has tables for jobs, timeouts, minutes and the cold tier."""
+    longest_delay: ClassVar[timedelta | None] = None
+    """The longest time that a message can wait; None for no limit."""
+    grain: ClassVar[timedelta] = timedelta(microseconds=1)
+    """The resolution to which due times are rounded up."""
+    largest_message: ClassVar[int] = 1 << 40
+    """How many bytes headers and body of a message may have together."""
+
+    def __init__(self, scheme: str) -> None:
+        self.scheme = scheme
 
     def transport(self, url: str, options: BackendOptions) -> Transport:
         """Return a new transport on the queues at `url`, without connecting.
 
         Args:
-            url: The URL from the settings; its scheme is the entry point's name.
-            options: The settings that apply to transports and stores.
+            url: The URL from the settings.
+            options: The settings that apply to transports.
+
+        Raises:
+            ConfigurationError: The URL is wrong, or the back end has no queues.
         """
-        ...
+        raise ConfigurationError(f"{self.scheme}: has no queues, as {masked(url)!r} needs: give another transport_url")
 
     def store(self, url: str, options: BackendOptions) -> DelayedMessageStore:
-        """Return a new delayed message store at `url`, without connecting. The arguments are those of `transport`."""
-        ...
+        """Return a new delayed message store at `url`, without connecting.
 
+        Args:
+            url: The URL from the settings.
+            options: The settings that apply to stores.
 
-class _Memory:
-    def transport(self, url: str, options: BackendOptions) -> Transport:
-        del url, options
-        from delayline.memory import MemoryTransport
-
-        return MemoryTransport()
-
-    def store(self, url: str, options: BackendOptions) -> DelayedMessageStore:
-        _refuse_journal(url, options)
-        from delayline.memory import MemoryDelayedMessageStore
-
-        return MemoryDelayedMessageStore()
-
-
-class _RabbitMQ:
-    def transport(self, url: str, options: BackendOptions) -> Transport:
-        from delayline.rabbitmq import RabbitMQTransport
-
-        return RabbitMQTransport(url, error_queue=options.error_queue, name=options.name)
-
-    def store(self, url: str, options: BackendOptions) -> DelayedMessageStore:
-        del url, options
+        Raises:
+            ConfigurationError: The URL is wrong, or the back end has no store.
+        """
         raise ConfigurationError(
-            "messages in RabbitMQ's delay levels can be counted, not listed, cancelled or rescheduled. Count them "
-            "with: delayline rabbitmq pending. For the rest keep delayed messages in a database: store_url"
+            f"{self.scheme}: has no delayed message store at {masked(url)!r}: give another store_url"
         )
 
+    def delivery(
+        self,
+        url: str,
+        options: BackendOptions,
+        *,
+        stored: StoredDelivery | None = None,
+        stored_below: timedelta | None = None,
+    ) -> DelayedDelivery:
+        """Return a new delayed delivery by the back end itself, without connecting.
 
-class _Azure:
-    def transport(self, url: str, options: BackendOptions) -> Transport:
-        del options
-        from delayline.azure import AzureStorageQueueTransport
+        Args:
+            url: The URL from the settings.
+            options: The settings that apply to it.
+            stored: A store in front, which holds messages that the back end cannot.
+            stored_below: Delays shorter than this wait in the store as well.
 
-        return AzureStorageQueueTransport(url)
+        Raises:
+            ConfigurationError: The back end holds no messages until they are due, or takes no store in front.
+        """
+        raise ConfigurationError(f"{self.scheme}: holds no messages until they are due: give a store_url")
 
-    def store(self, url: str, options: BackendOptions) -> DelayedMessageStore:
-        _refuse_journal(url, options)
-        from delayline.azure import AzureDelayedTable
+    def two_phase_commit(self) -> object | None:
+        """Return a new two-phase commit for a transport and a store in two such back ends; None where there is none."""
+        return None
 
-        return AzureDelayedTable(url, table_name=options.table_name)
+    def must_exist(self, url: str) -> None:
+        """Raise BackendUnusable if there is nothing at `url` and opening it would create an empty back end."""
 
+    async def examine(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:
+        """Return what `delayline doctor` says about the back end.
 
-class _Sql:
-    def transport(self, url: str, options: BackendOptions) -> Transport:
-        from delayline.sql import SqlTransport
+        Args:
+            url: The URL from the settings.
+            options: The settings of the endpoint.
+            use: What the endpoint has there.
 
-        return SqlTransport(url, schema=options.schema, two_phase=options.two_phase)
+        Raises:
+            BackendUnavailable, BackendUnusable: It cannot be reached, or refuses.
+        """
+        return [("back end", True, f"{self.scheme}: is installed; it has no own checks")]
 
-    def store(self, url: str, options: BackendOptions) -> DelayedMessageStore:
-        from delayline.sql import SqlDelayedMessageStore
+    async def set_up_queues(self, url: str, options: BackendOptions, queues: Sequence[str]) -> None:
+        """Create further queues, with what they need for delayed messages. Idempotent.
 
-        return SqlDelayedMessageStore(
-            url,
-            table_name=options.table_name,
-            schema=options.schema,
-            journal=options.journal,
-            two_phase=options.two_phase,
+        Args:
+            url: The URL from the settings.
+            options: The settings of the endpoint.
+            queues: Their names.
+        """
+        await self.transport(url, options).setup_infrastructure(queues)
+
+    async def planned_setup(self, url: str, options: BackendOptions, use: BackendUse) -> Sequence[str]:
+        """Return the statements that a set-up would run, without running one.
+
+        Args:
+            url: The URL from the settings.
+            options: The settings of the endpoint.
+            use: What is to be set up there.
+
+        Raises:
+            ConfigurationError: The back end cannot say it.
+        """
+        raise ConfigurationError(
+            f"--dry-run prints SQL, which {self.scheme}: URLs do not use: run delayline setup without it"
         )
 
+    async def after_setup(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:
+        """Return steps after a set-up that may be refused without its failing: name, whether done, and the remedy.
 
-#: delayline's own schemes. An entry point cannot replace one of them.
-_OWN: Final[dict[str, Callable[[], Backend]]] = {
-    MEMORY: _Memory,
-    AZURE: _Azure,
-    **dict.fromkeys(BROKERS, _RabbitMQ),
-    **dict.fromkeys(SQL, _Sql),
-}
+        Args:
+            url: The URL from the settings.
+            options: The settings of the endpoint.
+            use: What was set up there.
+        """
+        return ()
+
+    async def set_up_warnings(self, url: str, queues: Sequence[str]) -> Sequence[str]:
+        """Return warnings about queues that were set up.
+
+        Args:
+            url: The URL from the settings.
+            queues: Their names.
+        """
+        return ()
+
+    def pending(self, url: str, options: BackendOptions) -> AbstractAsyncContextManager[SupportsManagement]:
+        """Open the endpoint's pending messages that the back end itself holds, to be listed and changed.
+
+        Args:
+            url: The URL from the settings.
+            options: The settings of the endpoint.
+
+        Raises:
+            ConfigurationError: They cannot be listed.
+            BackendUnusable: The endpoint was not set up.
+        """
+        raise ConfigurationError(
+            self.unlisted or f"{self.scheme}: cannot list, cancel or reschedule the messages that wait there"
+        )
+
+    async def count_pending(self, url: str) -> Sequence[DueWithin]:
+        """Return how many messages wait in the back end itself, of all endpoints; none where they can be listed.
+
+        Args:
+            url: The URL from the settings.
+        """
+        return ()
+
+    def as_sent(self, store: object) -> object:
+        """Return the management of a store beside queues of this back end: with messages as they were sent.
+
+        Args:
+            store: The store; it may keep messages in another form until the back end takes them over.
+        """
+        return store
 
 
-def backend_of(url: str, *, kind: str) -> Backend:
+_loaded: Final[dict[str, Backend]] = {}
+
+
+def find_backend(url: str) -> Backend | None:
+    """Return the back end of the URL's scheme, None for an unknown one. Raises the other errors of `backend_of`."""
+    scheme = full_scheme(url).partition(":")[0].partition("+")[0].lower()
+    if scheme not in _loaded:
+        made = _own(scheme) if scheme in OWN else _installed(scheme)
+        if made is None:
+            return None
+        _loaded[scheme] = made
+    return _loaded[scheme]
+
+
+def backend_of(url: str, *, kind: str = "back end") -> Backend:
     """Return the back end of the URL's scheme.
 
     Args:
         url: The URL to look up.
-        kind: `transport` or `delayed message store`, for the error.
+        kind: What is wanted there, such as `transport`, for the error.
 
     Raises:
-        ConfigurationError: The scheme is unknown, or its distribution cannot be imported.
+        ConfigurationError: The scheme is unknown, or its distribution cannot be used.
+        MissingExtra: The back end is delayline's own, and an extra is not installed.
     """
-    scheme = scheme_of(url)
-    if scheme in _OWN:
-        return _OWN[scheme]()
+    backend = find_backend(url)
+    if backend is None:
+        known = ", ".join(f"{name}:" for name in known_schemes())
+        raise ConfigurationError(f"no {kind} for the URL {masked(url)!r}. The supported schemes are {known}")
+    return backend
+
+
+def backend_with_tables(url: str, kind: str) -> Backend:
+    """Return the back end of the URL's scheme, which is a SQL database.
+
+    Args:
+        url: The URL to look up.
+        kind: What needs tables there, for the error.
+
+    Raises:
+        ConfigurationError: It is no SQL database. The error lists the schemes that are.
+    """
+    backend = backend_of(url, kind=kind)
+    if not backend.has_tables:
+        known = ", ".join(f"{name}:" for name in schemes_with(lambda other: other.has_tables))
+        raise ConfigurationError(f"no {kind} for the URL {masked(url)!r}. The supported schemes are {known}")
+    return backend
+
+
+def known_schemes() -> list[str]:
+    """Return delayline's own schemes and those of installed distributions, sorted."""
+    return sorted({*OWN, *(entry.name.lower() for entry in entry_points(group=GROUP))})
+
+
+def schemes_with(ability: Callable[[Backend], bool]) -> list[str]:
+    """Return the schemes whose back ends have an ability, sorted; without those that cannot be loaded.
+
+    Args:
+        ability: Returns whether a back end has it.
+    """
+    able = []
+    for scheme in known_schemes():
+        with contextlib.suppress(DelaylineError):
+            if ability(backend_of(f"{scheme}:")):
+                able.append(scheme)
+    return able
+
+
+def _own(scheme: str) -> Backend:
+    module, _, name = OWN[scheme].partition(":")
+    made: Backend = getattr(import_module(module), name)(scheme)
+    return made
+
+
+def _installed(scheme: str) -> Backend | None:
+    """Return the back end of an installed distribution; None if none has the scheme."""
     for entry in entry_points(group=GROUP):
         if entry.name.lower() == scheme:
             try:
-                return cast("Backend", entry.load())
+                made = entry.load()
             except (ImportError, AttributeError) as error:
                 raise ConfigurationError(
                     f"the back end {entry.value!r} for {scheme}: URLs cannot be imported: {error}. "
                     "Reinstall its distribution"
                 ) from error
-    known = ", ".join(f"{name}:" for name in known_schemes())
-    raise ConfigurationError(f"no {kind} for the URL {masked(url)!r}. The supported schemes are {known}")
-
-
-def is_third_party(url: str) -> bool:
-    """Return whether an installed distribution, not delayline itself, provides the URL's scheme."""
-    scheme = scheme_of(url)
-    return scheme not in _OWN and any(entry.name.lower() == scheme for entry in entry_points(group=GROUP))
-
-
-def known_schemes() -> list[str]:
-    """Return delayline's own schemes and those of installed distributions, sorted."""
-    return sorted({*_OWN, *(entry.name.lower() for entry in entry_points(group=GROUP))})
-
-
-def scheme_of(url: str) -> str:
-    """Return the URL's scheme without a driver's name: `postgresql` of `postgresql+psycopg://...`."""
-    return full_scheme(url).partition(":")[0].partition("+")[0].lower()
-
-
-def _refuse_journal(url: str, options: BackendOptions) -> None:
-    if options.journal:
-        raise ConfigurationError(
-            f"journal = true needs a store in a SQL database, not at {masked(url)!r}: leave it out"
-        )
+            if not (isinstance(made, type) and issubclass(made, Backend)):
+                raise ConfigurationError(
+                    f"the back end {entry.value!r} for {scheme}: URLs is no subclass of delayline.spi.Backend. "
+                    "Install another version of its distribution"
+                )
+            return made(scheme)
+    return None

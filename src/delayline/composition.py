@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypedDict, Unpack
+from typing import TYPE_CHECKING, TypedDict, Unpack, cast
 
-from delayline.backends import AZURE, BROKERS, MEMORY, SQL, BackendOptions, backend_of, is_third_party, scheme_of
+from delayline.backends import BackendOptions, BackendUse, backend_of, backend_with_tables
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.host import satellite_queues
 from delayline.endpoint import CriticalErrorAction, Endpoint
 from delayline.errors import ConfigurationError
-from delayline.setting_values import masked
+from delayline.masking import masked
 from delayline.timeouts.draining import draining_delivery, persister_at
 from delayline.timeouts.manager import TimeoutManagerDelivery
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Mapping, Sequence
 
     from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery
@@ -29,67 +28,48 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 
-def transport_from(
-    url: str,
-    *,
-    error_queue: str = "error",
-    name: str = "delayline",
-    schema: str | None = None,
-    two_phase: TwoPhaseCommit | None = None,
-) -> Transport:
-    """Return a new transport on the queues at `url`; raises ConfigurationError naming the supported schemes.
-
-    On RabbitMQ messages that cannot be read go to `error_queue`, and `name` begins the names of connections. schema
-    and two_phase are of SQL databases, and of no concern to others.
-    """
-    options = BackendOptions(error_queue=error_queue, name=name, schema=schema, two_phase=two_phase)
-    return backend_of(url, kind="transport").transport(url, options)
+def options_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> BackendOptions:
+    """Return what a back end takes of the settings."""
+    return BackendOptions(
+        name=settings.endpoint or "delayline",
+        error_queue=settings.error_queue,
+        schema=settings.schema,
+        table_name=settings.table_name,
+        journal=settings.journal,
+        two_phase=two_phase,
+    )
 
 
 def transport_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> Transport:
     """Return a new transport on the queues of the settings. Raises ConfigurationError."""
-    return transport_from(
-        settings.resolved_transport_url,
-        error_queue=settings.error_queue,
-        name=settings.endpoint or "delayline",
-        schema=settings.schema,
-        two_phase=two_phase,
-    )
+    url = settings.resolved_transport_url
+    return backend_of(url, kind="transport").transport(url, options_of(settings, two_phase=two_phase))
 
 
 def store_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> DelayedMessageStore:
     """Return a new delayed message store of the settings. Raises ConfigurationError."""
-    return store_from(
-        settings.resolved_store_url,
-        table_name=settings.table_name,
-        schema=settings.schema,
-        journal=settings.journal,
-        cold_tier=settings.cold_tier,
-        two_phase=two_phase,
-    )
-
-
-def store_from(
-    url: str,
-    *,
-    table_name: str | None = None,
-    schema: str | None = None,
-    journal: bool | None = None,
-    cold_tier: str | None = None,
-    two_phase: TwoPhaseCommit | None = None,
-) -> DelayedMessageStore:
-    """Return a new delayed message store at `url`; raises ConfigurationError naming the supported schemes."""
-    if cold_tier is not None:
-        _must_be_sql(url, "store with a cold tier")
+    url = settings.resolved_store_url
+    if settings.cold_tier is not None:
+        backend_with_tables(url, "store with a cold tier")
         from delayline.bulk.two_tier_store import TwoTierStore
 
         if two_phase is not None:
             raise ConfigurationError(
                 "a store with a cold tier takes part in no two-phase commit: leave out one of them"
             )
-        return TwoTierStore(url, table_name=table_name, schema=schema, journal=journal, cold_tier=cold_tier)
-    options = BackendOptions(table_name=table_name, schema=schema, journal=journal, two_phase=two_phase)
-    return backend_of(url, kind="delayed message store").store(url, options)
+        return TwoTierStore(
+            url,
+            table_name=settings.table_name,
+            schema=settings.schema,
+            journal=settings.journal,
+            cold_tier=settings.cold_tier,
+        )
+    backend = backend_of(url, kind="delayed message store")
+    if settings.journal and not backend.has_tables:
+        raise ConfigurationError(
+            f"journal = true needs a store in a SQL database, not at {masked(url)!r}: leave it out"
+        )
+    return backend.store(url, options_of(settings, two_phase=two_phase))
 
 
 def persister_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> SqlTimeoutPersister:
@@ -97,7 +77,7 @@ def persister_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None)
     for name in ("table_name", "journal", "cold_tier", "delay_levels_from_seconds", "timeouts_url"):
         if getattr(settings, name) is not None:
             raise ConfigurationError(f"timeout_manager = true and {name} exclude each other: leave out one of them")
-    _must_be_sql(settings.resolved_store_url, "timeout manager's storage")
+    backend_with_tables(settings.resolved_store_url, "timeout manager's storage")
     return persister_at(settings.resolved_store_url, schema=settings.schema, two_phase=two_phase)
 
 
@@ -113,57 +93,38 @@ def two_phase_of(settings: Settings) -> TwoPhaseCommit | None:
     """Return the two-phase commit of queues and store; None if it is not set."""
     if not settings.two_phase:
         return None
-    queues, waiting = settings.resolved_transport_url, settings.resolved_store_url
-    if queues == waiting or not {scheme_of(queues), scheme_of(waiting)} <= set(SQL):
+    urls = {settings.resolved_transport_url: None, settings.resolved_store_url: None}
+    commits = [backend_of(url).two_phase_commit() for url in urls]
+    if len(commits) < 2 or None in commits:
         raise ConfigurationError(
             "two_phase = true needs queues and delayed messages in two SQL databases: give transport_url and "
-            f"store_url, which are {masked(queues)!r} and {masked(waiting)!r}, or leave it out"
+            f"store_url, which are {masked(settings.resolved_transport_url)!r} and "
+            f"{masked(settings.resolved_store_url)!r}, or leave it out"
         )
-    from delayline.sql import TwoPhaseCommit
-
-    return TwoPhaseCommit()
+    return cast("TwoPhaseCommit", commits[0])
 
 
-def must_exist(url: str) -> None:
-    """Raise BackendUnusable if there is nothing at `url` and opening it would create an empty back end."""
-    if on_rabbitmq(url) or scheme_of(url) == AZURE or is_third_party(url):
-        return
-    _must_be_sql(url, "database")
+def delays_url(settings: Settings) -> str | None:
+    """Return the URL of the back end that itself holds delayed messages until they are due; None if none does."""
+    if settings.timeout_manager:
+        return None
+    if settings.delay_levels_from_seconds is not None:
+        return settings.resolved_transport_url
+    url = settings.resolved_store_url
+    return None if backend_of(url).native_delays is None else url
 
-    from delayline.sql import databases
 
-    databases.must_exist(url)
-
-
-async def examine(
-    url: str,
-    *,
-    delay_levels: bool = True,
-    endpoint: str | None = None,
-    schema: str | None = None,
-    queues: Sequence[str] = (),
-) -> Sequence[tuple[str, bool | None, str]]:
-    """Return findings about the back end at `url`: subject, whether it is right (None: unknown), and value."""
-    if on_rabbitmq(url):
-        from delayline.rabbitmq.admin.doctor import examine as examine_broker
-
-        return await examine_broker(url, delay_levels=delay_levels, endpoint=endpoint, queues=queues)
-    if scheme_of(url) == AZURE:
-        from delayline.azure.doctor import examine as examine_account
-
-        return await examine_account(url, endpoint=endpoint)
-    if is_third_party(url):
-        return [("back end", True, f"{scheme_of(url)}: is installed; it has no own checks")]
-    _must_be_sql(url, "database")
-
-    from delayline.sql import databases
-
-    return await databases.examine(url, schema=schema)
+def uses_of(settings: Settings, queues: Sequence[str], delays_at: Collection[str | None]) -> Mapping[str, BackendUse]:
+    """Return what the endpoint has at each URL of its settings: these queues, and delayed messages at some URLs."""
+    places = dict.fromkeys([settings.resolved_store_url, settings.resolved_transport_url])
+    return {
+        url: BackendUse(queues if url == settings.resolved_transport_url else None, url in delays_at) for url in places
+    }
 
 
 async def set_up_features(settings: Settings, groups: Sequence[TableGroup]) -> None:
     """Create the tables of the groups in the store's database, or upgrade them."""
-    _must_be_sql(settings.resolved_store_url, "database")
+    backend_with_tables(settings.resolved_store_url, "database")
     from delayline.sql import databases
 
     await databases.set_up(settings.resolved_store_url, groups, schema=settings.schema)
@@ -171,23 +132,16 @@ async def set_up_features(settings: Settings, groups: Sequence[TableGroup]) -> N
 
 async def planned_features(settings: Settings, groups: Sequence[TableGroup]) -> Sequence[str]:
     """Return the SQL that `set_up_features` would run, without running it."""
-    _must_be_sql(settings.resolved_store_url, "database")
+    backend_with_tables(settings.resolved_store_url, "database")
     from delayline.sql import databases
 
     return await databases.planned(settings.resolved_store_url, groups, schema=settings.schema)
 
 
 async def set_up_queues(settings: Settings, queues: Sequence[str]) -> None:
-    """Create further queues; on RabbitMQ the delay levels, where there are any, deliver to them as well."""
-    await transport_of(settings).setup_infrastructure(queues)
-    place = settings.resolved_transport_url
-    if on_rabbitmq(place):
-        from delayline.rabbitmq.address import BrokerAddress
-        from delayline.rabbitmq.admin.operations import bind
-        from delayline.rabbitmq.infrastructure import DelayInfrastructure
-
-        address = BrokerAddress.parse(place)
-        await bind(address, DelayInfrastructure.named(address.delays), queues)
+    """Create further queues, with what the back end needs to deliver delayed messages to them."""
+    url = settings.resolved_transport_url
+    await backend_of(url, kind="transport").set_up_queues(url, options_of(settings), queues)
 
 
 async def after_setup(settings: Settings, queues: Sequence[str] = ()) -> Sequence[tuple[str, bool | None, str]]:
@@ -197,35 +151,17 @@ async def after_setup(settings: Settings, queues: Sequence[str] = ()) -> Sequenc
         settings: The settings of the set-up.
         queues: All queues that were set up.
     """
+    delays_at = [] if settings.endpoint is None else [settings.resolved_store_url]
     steps: list[tuple[str, bool | None, str]] = []
-    if on_rabbitmq(settings.resolved_transport_url):
-        from delayline.rabbitmq.admin.doctor import examine as examine_broker
-
-        url = settings.resolved_transport_url
-        steps += await examine_broker(url, delay_levels=False, queues=queues)
-    place = settings.resolved_store_url
-    if settings.endpoint is not None and on_rabbitmq(place):
-        from delayline.rabbitmq.address import BrokerAddress
-        from delayline.rabbitmq.admin.operations import catch_undeliverable, lift_limits
-        from delayline.rabbitmq.infrastructure import DelayInfrastructure
-
-        address = BrokerAddress.parse(place)
-        levels = DelayInfrastructure.named(address.delays)
-        steps += [await catch_undeliverable(address, levels), await lift_limits(address, levels)]
+    for url, use in uses_of(settings, queues, delays_at).items():
+        steps += await backend_of(url).after_setup(url, options_of(settings), use)
     return steps
 
 
 async def set_up_warnings(settings: Settings, queues: Sequence[str]) -> Sequence[str]:
     """Return warnings after a set-up of these queues: about those that will refuse due messages."""
-    place = settings.resolved_transport_url
-    if not on_rabbitmq(place):
-        return []
-    from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.admin.operations import refusing_queues
-    from delayline.rabbitmq.infrastructure import DelayInfrastructure
-
-    address = BrokerAddress.parse(place)
-    return await refusing_queues(address, DelayInfrastructure.named(address.delays), queues)
+    url = settings.resolved_transport_url
+    return await backend_of(url).set_up_warnings(url, queues)
 
 
 async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[str, Sequence[str]]:
@@ -233,52 +169,21 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
 
     Nothing is made or changed.
     """
-    if on_rabbitmq(settings.resolved_transport_url):
-        raise ConfigurationError("a dry run shows SQL, and RabbitMQ has none. See: delayline rabbitmq verify")
-    if AZURE in {scheme_of(settings.resolved_transport_url), scheme_of(settings.resolved_store_url)}:
-        raise ConfigurationError(
-            "--dry-run prints SQL, which Azure Storage does not use: run delayline setup without it"
-        )
-    _must_be_sql(settings.resolved_transport_url, "transport")
-    _must_be_sql(settings.resolved_store_url, "delayed message store")
-    from delayline.sql import SqlDelayedMessageStore, SqlTransport
-
-    names, schema = list(queues), settings.schema
-    planned: dict[str, Sequence[str]] = {}
+    options, names, store_url = options_of(settings), list(queues), settings.resolved_store_url
     if settings.endpoint is not None:
         names = [settings.endpoint, settings.error_queue, *names, *satellites_of(settings)]
-        kept = (
-            persister_of(settings)
-            if settings.timeout_manager
-            else SqlDelayedMessageStore(
-                settings.resolved_store_url, table_name=settings.table_name, schema=schema, journal=settings.journal
-            )
-        )
-        planned[settings.resolved_store_url] = await kept.planned_infrastructure(settings.endpoint)
-        drained = None if settings.disable_timeout_manager else settings.timeouts_url
-        if drained is not None:
-            statements = await persister_at(drained, schema=schema).planned_infrastructure(settings.endpoint)
-            planned[drained] = list(dict.fromkeys([*planned.get(drained, ()), *statements]))
-    statements = await SqlTransport(settings.resolved_transport_url, schema=schema).planned_infrastructure(names)
-    both = [*planned.get(settings.resolved_transport_url, ()), *statements]
-    return planned | {settings.resolved_transport_url: list(dict.fromkeys(both))}
-
-
-def in_memory(url: str) -> bool:
-    """Return whether the messages at `url` are lost with the process."""
-    return scheme_of(url) == MEMORY
-
-
-def on_rabbitmq(url: str) -> bool:
-    """Return whether `url` is a RabbitMQ URL."""
-    return scheme_of(url) in BROKERS
-
-
-def _must_be_sql(url: str, what: str) -> None:
-    """Raise ConfigurationError unless the scheme is a SQL database's."""
-    if scheme_of(url) not in SQL:
-        known = ", ".join(f"{name}:" for name in sorted(SQL))
-        raise ConfigurationError(f"no {what} for the URL {masked(url)!r}. The supported schemes are {known}")
+    stored = settings.endpoint is not None and not settings.timeout_manager
+    uses = uses_of(settings, names, [store_url] if stored else [])
+    plans = {url: await backend_of(url).planned_setup(url, options, uses[url]) for url in reversed(list(uses))}
+    planned = {url: list(plans[url]) for url in uses}
+    if settings.endpoint is not None:
+        timeouts = {store_url: persister_of(settings)} if settings.timeout_manager else {}
+        if settings.timeouts_url is not None and not settings.disable_timeout_manager:
+            timeouts[settings.timeouts_url] = persister_at(settings.timeouts_url, schema=settings.schema)
+        for url, persister in timeouts.items():
+            statements = await persister.planned_infrastructure(settings.endpoint)
+            planned[url] = list(dict.fromkeys([*planned.get(url, ()), *statements]))
+    return planned
 
 
 def delivery_from(
@@ -292,22 +197,21 @@ def delivery_from(
             batch_size=settings.batch_size,
             polling=polling,
         )
-    levels_from = settings.delay_levels_from_seconds
-    if levels_from is not None and not on_rabbitmq(settings.resolved_transport_url):
+    url, levels_from = settings.resolved_transport_url, settings.delay_levels_from_seconds
+    if levels_from is not None and backend_of(url).native_delays is None:
         raise ConfigurationError(
-            f"delay_levels_from_seconds = {levels_from:g} needs queues on RabbitMQ, not at "
-            f"{masked(settings.resolved_transport_url)!r}: leave it out, or give a transport_url that begins with amqp:"
+            f"delay_levels_from_seconds = {levels_from:g} needs queues on RabbitMQ, not at {masked(url)!r}: leave it "
+            "out, or give a transport_url that begins with amqp:"
         )
-    if on_rabbitmq(settings.resolved_store_url):
-        from delayline.rabbitmq import DelayLevelDelivery
-
-        return DelayLevelDelivery()
+    waiting = backend_of(settings.resolved_store_url, kind="delayed message store")
+    options = options_of(settings, two_phase=two_phase)
+    if waiting.native_delays is not None:
+        return waiting.delivery(settings.resolved_store_url, options)
     stored = _stored_delivery(settings, polling=polling, two_phase=two_phase)
     if levels_from is None:
         return stored
-    from delayline.rabbitmq import DelayLevelDelivery
-
-    return DelayLevelDelivery(stored=stored, stored_below=timedelta(seconds=levels_from) if levels_from else None)
+    below = timedelta(seconds=levels_from) if levels_from else None
+    return backend_of(url).delivery(url, options, stored=stored, stored_below=below)
 
 
 def _stored_delivery(settings: Settings, *, polling: bool, two_phase: TwoPhaseCommit | None) -> StoredDelivery:
@@ -354,7 +258,7 @@ def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpa
         **overrides,
     )
     if settings.history and polling:
-        _must_be_sql(settings.resolved_store_url, "store of minute rows (history = true)")
+        backend_with_tables(settings.resolved_store_url, "store of minute rows (history = true)")
         from delayline.telemetry.history import MinuteHistory
 
         endpoint.observe(MinuteHistory(settings.resolved_store_url, schema=settings.schema))

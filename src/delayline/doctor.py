@@ -7,17 +7,16 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
+from delayline.backends import backend_of
 from delayline.composition import (
+    delays_url,
+    delivery_from,
     endpoint_from,
-    examine,
-    must_exist,
-    on_rabbitmq,
-    persister_of,
+    options_of,
     satellites_of,
-    store_of,
     transport_of,
+    uses_of,
 )
-from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.store import DueBucket, SupportsDueForecast, SupportsRightsCheck
 from delayline.error_queue import managed_queues
 from delayline.errors import DelaylineError, QueueNotFound
@@ -69,10 +68,7 @@ def check_urls(settings: Settings) -> None:
     """Raise ConfigurationError for settings there is nothing to look at with."""
     _ = settings.named_endpoint
     transport_of(settings)
-    if settings.timeout_manager:
-        persister_of(settings)
-    elif not on_rabbitmq(settings.resolved_store_url):
-        store_of(settings)
+    delivery_from(settings)
 
 
 async def examine_endpoint(settings: Settings, thresholds: Thresholds | None = None) -> list[Finding]:
@@ -106,17 +102,17 @@ def _guarantee(settings: Settings) -> Finding:
         endpoint = endpoint_from(settings)
     except DelaylineError as error:
         return Finding("guarantee", ok=False, text=str(error))
-    waiting = "delay levels"
-    if isinstance(endpoint.delayed_delivery, StoredDelivery):
-        waiting = "stored delayed delivery"
-    elif settings.timeout_manager:
-        waiting = "a timeout manager"
+    url = delays_url(settings)
+    if url is not None:
+        waiting = backend_of(url).native_delays
+    else:
+        waiting = "a timeout manager" if settings.timeout_manager else "stored delayed delivery"
     parts = f"{type(endpoint.transport).__name__} with {waiting} in {endpoint.transaction_mode.name}"
     return Finding("guarantee", ok=True, text=f"{endpoint.guarantee}: {parts}")
 
 
 async def _connection(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
-    must_exist(settings.resolved_store_url)
+    backend_of(settings.resolved_store_url).must_exist(settings.resolved_store_url)
     async with open_transport(settings):
         yield Finding("connection", ok=True, text=masked(settings.resolved_transport_url))
 
@@ -133,15 +129,10 @@ async def _rights(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
 
 
 async def _database(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
-    places = [settings.resolved_store_url]
-    if on_rabbitmq(settings.resolved_transport_url):
-        places.append(settings.resolved_transport_url)
-    levels = on_rabbitmq(settings.resolved_store_url) or settings.delay_levels_from_seconds is not None
     queues = [settings.named_endpoint, settings.error_queue, *satellites_of(settings)]
-    for place in dict.fromkeys(places):
-        for what, ok, text in await examine(
-            place, delay_levels=levels, endpoint=settings.endpoint, schema=settings.schema, queues=queues
-        ):
+    uses = uses_of(settings, queues, delays_at=[settings.resolved_store_url, delays_url(settings)])
+    for url, use in uses.items():
+        for what, ok, text in await backend_of(url).examine(url, options_of(settings), use):
             yield Finding(what, ok, text)
 
 
@@ -167,8 +158,9 @@ async def _queues(settings: Settings, limits: Thresholds) -> AsyncIterator[Findi
 
 
 async def _delayed_messages(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
-    if on_rabbitmq(settings.resolved_store_url) and not settings.timeout_manager:
-        yield Finding("pending", ok=True, text="in delay levels. Count it with: delayline rabbitmq pending")
+    unlisted = None if settings.timeout_manager else backend_of(settings.resolved_store_url).unlisted
+    if unlisted is not None:
+        yield Finding("pending", ok=True, text=unlisted)
         return
     async with open_waiting(settings, timeouts=False) as store:
         now = datetime.now(UTC)
@@ -209,7 +201,7 @@ async def _overdue(store: SupportsManagement, now: datetime, overdue: DueBucket,
 async def _timeouts(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
     if settings.timeouts_url is None:
         return
-    must_exist(settings.timeouts_url)
+    backend_of(settings.timeouts_url).must_exist(settings.timeouts_url)
     async with open_transport(settings) as transport:
         url, name = settings.timeouts_url, settings.named_endpoint
         remains = await remaining_timeouts(url, name, transport, schema=settings.schema)

@@ -1,11 +1,12 @@
-"""Opens the transport and the store of settings for a while, and closes them again."""
+"""Opens the transport and the pending messages of settings for a while, and closes them again."""
 
 from __future__ import annotations
 
 import contextlib
 from typing import TYPE_CHECKING
 
-from delayline.composition import in_memory, must_exist, on_rabbitmq, persister_of, store_of, transport_of
+from delayline.backends import backend_of
+from delayline.composition import options_of, persister_of, store_of, transport_of
 from delayline.delayed.store import SupportsClose, managed
 from delayline.errors import ConfigurationError
 from delayline.timeouts.draining import persister_at
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import DelayedMessageStore, SupportsManagement
     from delayline.settings import Settings
+    from delayline.timeouts import SqlTimeoutPersister
     from delayline.transport import Transport
 
 
 @contextlib.asynccontextmanager
 async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
     """Open the endpoint's delayed message store."""
-    refuse_memory(settings)
-    name = settings.named_endpoint
+    name, url = settings.named_endpoint, settings.resolved_store_url
+    _refuse_memory(url)
     store = store_of(settings)
-    must_exist(settings.resolved_store_url)
+    backend_of(url).must_exist(url)
     await store.initialize(name, TransactionMode.RECEIVE_ONLY)
     try:
         yield store
@@ -36,32 +38,43 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
 
 @contextlib.asynccontextmanager
 async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[SupportsManagement]:
-    """Open the endpoint's pending messages: its store, or a timeout manager's table."""
-    if not timeouts and not settings.timeout_manager:
-        async with open_store(settings) as store:
-            yield managed(as_sent(settings, store))
+    """Open the endpoint's pending messages to be listed and changed; with timeouts those of an old timeout manager."""
+    if not timeouts:
+        async with open_pending(settings) as pending:
+            yield managed(pending)
         return
-    if settings.timeout_manager:
-        refuse_memory(settings)
-        url, persister = settings.resolved_store_url, persister_of(settings)
-    elif settings.timeouts_url is None:
+    if settings.timeouts_url is None:
         raise ConfigurationError("no timeouts_url is set: set it to the database of the old timeout manager's timeouts")
-    else:
-        url, persister = settings.timeouts_url, persister_at(settings.timeouts_url, schema=settings.schema)
-    must_exist(url)
-    await persister.open(settings.named_endpoint)
-    try:
+    persister = persister_at(settings.timeouts_url, schema=settings.schema)
+    async with _open_persister(persister, settings.timeouts_url, settings.named_endpoint):
         yield persister
-    finally:
-        await persister.close()
+
+
+@contextlib.asynccontextmanager
+async def open_pending(settings: Settings) -> AsyncIterator[object]:
+    """Open what has the endpoint's pending messages: a store, a timeout manager's table, or the back end itself."""
+    name, url = settings.named_endpoint, settings.resolved_store_url
+    _refuse_memory(url)
+    backend = backend_of(url)
+    if settings.timeout_manager:
+        async with _open_persister(persister_of(settings), url, name) as persister:
+            yield persister
+    elif backend.native_delays is not None:
+        backend.must_exist(url)
+        async with backend.pending(url, options_of(settings)) as pending:
+            yield pending
+    else:
+        async with open_store(settings) as store:
+            yield backend_of(settings.resolved_transport_url).as_sent(store)
 
 
 @contextlib.asynccontextmanager
 async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
     """Open the transport."""
-    refuse_memory(settings)
+    url = settings.resolved_transport_url
+    _refuse_memory(url, "transport")
     transport = transport_of(settings)
-    must_exist(settings.resolved_transport_url)
+    backend_of(url).must_exist(url)
     await transport.start()
     try:
         yield transport
@@ -69,20 +82,25 @@ async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
         await transport.stop()
 
 
-def as_sent(settings: Settings, store: object) -> object:
-    """Return the management of the store; one in front of delay levels shows and changes messages as they were sent."""
-    if not on_rabbitmq(settings.resolved_transport_url):
-        return store
-    from delayline.rabbitmq.front import managed_as_sent
-
-    return managed_as_sent(store)
-
-
 def refuse_memory(settings: Settings) -> None:
     """Raise ConfigurationError for messages that would be gone with this command's process."""
-    for url in (settings.resolved_store_url, settings.resolved_transport_url):
-        if in_memory(url):
-            raise ConfigurationError(
-                f"{url!r} is this command's own memory: whatever it holds is gone when the command ends. "
-                "Use --url sqlite:///delayline.db, or memory inside one program"
-            )
+    _refuse_memory(settings.resolved_transport_url, "transport")
+    _refuse_memory(settings.resolved_store_url)
+
+
+def _refuse_memory(url: str, kind: str = "delayed message store") -> None:
+    if backend_of(url, kind=kind).in_process:
+        raise ConfigurationError(
+            f"{url!r} is this command's own memory: whatever it holds is gone when the command ends. "
+            "Use --url sqlite:///delayline.db, or memory inside one program"
+        )
+
+
+@contextlib.asynccontextmanager
+async def _open_persister(persister: SqlTimeoutPersister, url: str, name: str) -> AsyncIterator[SqlTimeoutPersister]:
+    backend_of(url).must_exist(url)
+    await persister.open(name)
+    try:
+        yield persister
+    finally:
+        await persister.close()

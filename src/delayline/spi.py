@@ -4,9 +4,9 @@ A store is a class with the six methods of `DelayedMessageStore`; every other pr
 endpoint finds with `isinstance` at its start and does without where it is missing.
 """
 
-from delayline.backends import Backend, BackendOptions
+from delayline.backends import Backend, BackendOptions, BackendUse, DueWithin
 from delayline.clock import Clock, SystemClock
-from delayline.delayed.delivery import DelayedDelivery
+from delayline.delayed.delivery import DelayedDelivery, SupportsPendingView
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import (
     DelayedMessageStore,
@@ -57,6 +57,7 @@ from delayline.transport import (
 __all__ = [
     "Backend",
     "BackendOptions",
+    "BackendUse",
     "Clock",
     "DelayedDelivery",
     "DelayedMessage",
@@ -65,6 +66,7 @@ __all__ = [
     "DueBucket",
     "DueCount",
     "DueForecast",
+    "DueWithin",
     "ExternalTransaction",
     "Forwarded",
     "FoundMessage",
@@ -89,6 +91,7 @@ __all__ = [
     "SupportsLookup",
     "SupportsManagement",
     "SupportsNotifications",
+    "SupportsPendingView",
     "SupportsPrefetch",
     "SupportsQualifiedQueues",
     "SupportsQueueComparison",

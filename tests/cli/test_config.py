@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, StoredDelivery, TransactionMode
-from delayline.composition import endpoint_from, store_from, transport_from
+from delayline.composition import endpoint_from, store_of, transport_of
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.setting_values import masked
 from delayline.settings import Settings, load_settings, setting_names
@@ -113,19 +113,19 @@ def test_passwords_do_not_show(url: str, shown: str) -> None:
     assert masked(url) == shown
     assert "secret" not in repr(Settings(url=url, store_url=url, transport_url=url))
     if not url.startswith("sqlite"):
-        for make in (transport_from, store_from):
+        for make in (transport_of, store_of):
             with pytest.raises(
                 ConfigurationError,
                 match=r"schemes are (amqp:, amqps:, )?azure:, mariadb:, memory:, mssql:, mysql:, postgresql:, sqlite:",
             ) as caught:
-                make(url)
+                make(Settings(url=url))
             assert "secret" not in str(caught.value)
             assert "s@e:c" not in str(caught.value)
 
 
 def test_urls_become_parts() -> None:
-    assert isinstance(transport_from("memory:"), MemoryTransport)
-    assert isinstance(transport_from("sqlite:///a.db"), SqlTransport)
+    assert isinstance(transport_of(Settings(url="memory:")), MemoryTransport)
+    assert isinstance(transport_of(Settings(url="sqlite:///a.db")), SqlTransport)
 
 
 def test_an_endpoint_is_composed_from_settings() -> None:
@@ -176,7 +176,7 @@ def test_delay_levels_need_a_broker() -> None:
 
 def test_messages_in_delay_levels_cannot_be_listed() -> None:
     with pytest.raises(ConfigurationError, match=r"counted, not listed.*delayline rabbitmq pending"):
-        store_from(BROKER)
+        store_of(Settings(url=BROKER))
 
 
 def test_an_endpoint_needs_a_name() -> None:
@@ -253,7 +253,7 @@ def test_a_program_may_write_postgres_as_well() -> None:
     pytest.importorskip("psycopg")
     long, short = (SqlTransport(f"{scheme}://me@host/db") for scheme in ("postgresql", "postgres"))
     assert long.transaction_domain == short.transaction_domain
-    assert isinstance(transport_from("postgres://me@host/db"), SqlTransport)
+    assert isinstance(transport_of(Settings(url="postgres://me@host/db")), SqlTransport)
 
 
 def test_a_timeout_manager_is_composed_from_settings() -> None:

@@ -441,7 +441,7 @@ def test_doctor_looks_for_no_levels_where_messages_wait_in_a_database(
 def test_another_technologys_url_is_wrong_usage(run: Callable[..., Result], command: str) -> None:
     ran = run("rabbitmq", command, "--url", "sqlite:///delayline.db")
     assert ran.code == 2
-    assert "'sqlite:///delayline.db' is not a broker. Give --url amqp://" in ran.err
+    assert "a broker's URL starts with amqp:// or amqps://, not sqlite://. Write amqp://" in ran.err
 
 
 def test_a_broker_that_is_not_there_is_reported_without_the_password(run: Callable[..., Result]) -> None:

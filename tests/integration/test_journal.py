@@ -151,10 +151,11 @@ async def test_a_store_that_keeps_none_has_no_journal(tmp_path: Path) -> None:
 
 
 async def test_a_product_without_a_journal_is_reported() -> None:
-    from delayline.composition import store_from
+    from delayline.composition import store_of
+    from delayline.settings import Settings
 
     with pytest.raises(ConfigurationError, match="leave it out"):
-        store_from("memory:", journal=True)
+        store_of(Settings(url="memory:", journal=True))
 
 
 async def test_a_journal_is_kept_in_a_separate_schema(postgresql_url: str) -> None:

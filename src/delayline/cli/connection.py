@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from delayline.backends import backend_of
 from delayline.clock import SystemClock, latest_of
-from delayline.composition import endpoint_from, must_exist
+from delayline.composition import endpoint_from
 from delayline.opening import refuse_memory
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ def sending_endpoint(settings: Settings) -> Endpoint:
     refuse_memory(settings)
     endpoint = endpoint_from(settings, polling=False, send_only=True, setup_infrastructure=False)
     for url in (settings.resolved_store_url, settings.resolved_transport_url):
-        must_exist(url)
+        backend_of(url).must_exist(url)
     return endpoint
 
 

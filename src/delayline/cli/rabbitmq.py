@@ -19,9 +19,7 @@ from delayline.cli.options import (
     without_management_option,
 )
 from delayline.cli.screen import MARKS, bar
-from delayline.errors import ConfigurationError
 from delayline.readable import duration
-from delayline.setting_values import masked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
     from delayline.settings import Settings
 
-SCHEMES: Final = ("amqp://", "amqps://")
 SHOWN: Final = 10
 
 
@@ -73,10 +70,6 @@ def management_option(command: Command) -> Command:
 
 def broker(url: str) -> BrokerAddress:
     """Return where the broker at the URL is; raises ConfigurationError for another technology's URL."""
-    if not url.startswith((*SCHEMES, "host=")):
-        raise ConfigurationError(
-            f"{masked(url)!r} is not a broker. Give --url amqp://USER:PASSWORD@HOST:PORT/VHOST, or set DELAYLINE_URL"
-        )
     from delayline.rabbitmq.address import BrokerAddress
 
     return BrokerAddress.parse(url)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from delayline.backends import backend_of
 from delayline.cli.connection import table_groups
 from delayline.cli.options import (
     FAILED,
@@ -20,7 +21,6 @@ from delayline.cli.screen import MARKS
 from delayline.composition import (
     after_setup,
     endpoint_from,
-    on_rabbitmq,
     planned_features,
     planned_setup,
     satellites_of,
@@ -148,7 +148,7 @@ async def _setup(settings: Settings, queues: tuple[str, ...], groups: Sequence[T
         await set_up_queues(settings, queues)
     if settings.endpoint is not None:
         await endpoint_from(settings).setup()
-        if queues and on_rabbitmq(settings.resolved_transport_url):  # there are delay levels now
+        if queues and backend_of(settings.resolved_transport_url).native_delays is not None:  # they are there now
             await set_up_queues(settings, queues)
     if groups:
         await set_up_features(settings, groups)

@@ -21,10 +21,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 
 from delayline import error_queue
-from delayline.backends import SQL, scheme_of
+from delayline.backends import backend_of
 from delayline.checks import whole_number
 from delayline.clock import EPOCH, SystemClock, latest_of
-from delayline.composition import in_memory, must_exist, on_rabbitmq, persister_of, store_of, transport_of
+from delayline.composition import delays_url
 from delayline.dashboard import pipeline
 from delayline.dashboard.contents import (
     BODY_SHOWN,
@@ -75,7 +75,6 @@ from delayline.delayed.store import (
     FoundMessage,
     Outcome,
     SupportsClock,
-    SupportsClose,
     SupportsDueForecast,
     SupportsLookup,
     SupportsManagement,
@@ -86,11 +85,10 @@ from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineEr
 from delayline.events import Event, emit
 from delayline.failures import FAILURE_HEADERS
 from delayline.message import Headers, Message, in_utc
-from delayline.opening import as_sent
+from delayline.opening import open_pending, open_transport
 from delayline.setting_values import masked
 from delayline.settings import Settings
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
-from delayline.transaction import TransactionMode
 from delayline.transport import (
     SupportsQueueLimits,
     SupportsQueueLookup,
@@ -192,9 +190,6 @@ MEANING: Final = {
     Outcome.DISPATCHING: "too late: it is being sent now",
     Outcome.NOT_PENDING: "no pending message has this id: it has left, was cancelled, or never existed",
 }
-LEVELS_ONLY: Final = (
-    "the delayed messages are in RabbitMQ's delay levels, which can be counted, not listed, cancelled or rescheduled"
-)
 NO_HISTORY: Final = (
     "no process of this endpoint has written minute rows: set history = true, or add MinuteHistory to its observers"
 )
@@ -277,15 +272,14 @@ class EndpointService:
             waits = "nowhere" if delivery is None else type(delivery).__name__ if delivery.store is None else "store"
             queues, delayed = (type(part).__name__ for part in (endpoint.transport, endpoint.store))
             return EndpointInfo(endpoint.name, queues, delayed, waits, endpoint.error_queue)
-        waits = "store"
+        waits, url = "store" if settings.cold_tier is None else "store and cold tier", None
+        with contextlib.suppress(DelaylineError):  # every part of a page says it
+            url = delays_url(settings)
         if settings.timeout_manager:
             waits = "timeout manager"
-        elif on_rabbitmq(settings.resolved_store_url):
-            waits = "delay levels"
-        elif settings.delay_levels_from_seconds is not None:
-            waits = "delay levels and store"
-        elif settings.cold_tier is not None:
-            waits = "store and cold tier"
+        elif url is not None:
+            waits = f"{backend_of(url).native_delays}"
+            waits += " and store" if settings.delay_levels_from_seconds is not None else ""
         queues, delayed = masked(settings.resolved_transport_url), masked(settings.resolved_store_url)
         return EndpointInfo(self.name, queues, delayed, waits, settings.error_queue)
 
@@ -592,23 +586,8 @@ class EndpointService:
         async with self._opening["store"]:
             if self._store is not None:
                 return self._store
-            url = settings.resolved_store_url
-            self._refuse_memory(url)
-            if settings.timeout_manager:
-                must_exist(url)
-                persister = persister_of(settings)
-                await persister.open(self.name)
-                self._closing.push_async_callback(persister.close)
-                self._store = persister
-            else:
-                if on_rabbitmq(url):
-                    raise ConfigurationError(LEVELS_ONLY)
-                store = store_of(settings)
-                must_exist(url)
-                await store.initialize(self.name, TransactionMode.RECEIVE_ONLY)
-                if isinstance(store, SupportsClose):
-                    self._closing.push_async_callback(store.close)
-                self._store = as_sent(settings, store)
+            self._refuse_memory(settings.resolved_store_url)
+            self._store = await self._closing.enter_async_context(open_pending(settings))
             return self._store
 
     async def _opened_transport(self) -> Transport:
@@ -619,11 +598,7 @@ class EndpointService:
         async with self._opening["transport"]:
             if self._transport is None:
                 self._refuse_memory(settings.resolved_transport_url)
-                transport = transport_of(settings)
-                must_exist(settings.resolved_transport_url)
-                await transport.start()
-                self._closing.push_async_callback(transport.stop)
-                self._transport = transport
+                self._transport = await self._closing.enter_async_context(open_transport(settings))
             return self._transport
 
     async def _managed_queues(self) -> SupportsQueueManagement:
@@ -649,7 +624,7 @@ class EndpointService:
         return self._own_settings.error_queue if self._endpoint is None else self._endpoint.error_queue
 
     def _refuse_memory(self, url: str) -> None:
-        if in_memory(url):
+        if backend_of(url).in_process:
             raise ConfigurationError(
                 f"{masked(url)!r} is the memory of the endpoint's own process: mount the dashboard there, or use a file"
             )
@@ -664,11 +639,12 @@ class EndpointService:
             if not isinstance(store, SqlDelayedMessageStore):
                 raise ConfigurationError("this needs a store in a SQL database: others have no tables for it")
             return store._database, store._schema, store._table_name or f"{self.name}.timeouts"
-        if scheme_of(settings.resolved_store_url) not in SQL:
+        backend = backend_of(settings.resolved_store_url)
+        if not backend.has_tables:
             raise ConfigurationError("this needs a store in a SQL database: others have no tables for it")
         from delayline.sql.databases import database_at
 
-        must_exist(settings.resolved_store_url)
+        backend.must_exist(settings.resolved_store_url)
         database = database_at(settings.resolved_store_url)
         return (
             database,
@@ -760,21 +736,11 @@ class EndpointService:
         return await (await self._managed_queues()).count(self._error_queue)
 
     async def _levels(self) -> list[Level]:
-        settings = self._settings
-        urls = [] if settings is None else [settings.resolved_store_url, settings.resolved_transport_url]
-        url = next((one for one in urls if on_rabbitmq(one)), None)
-        uses_levels = settings is not None and (
-            on_rabbitmq(settings.resolved_store_url) or settings.delay_levels_from_seconds is not None
-        )
-        if url is None or not uses_levels:
+        url = None if self._settings is None else delays_url(self._settings)
+        counts = () if url is None else await backend_of(url).count_pending(url)
+        if not counts:
             raise ConfigurationError("no messages wait in delay levels")
-        from delayline.rabbitmq.address import BrokerAddress
-        from delayline.rabbitmq.admin import operations
-        from delayline.rabbitmq.infrastructure import DelayInfrastructure
-
-        address = BrokerAddress.parse(url)
-        counts = await operations.pending(address, DelayInfrastructure.named(address.delays))
-        return [Level(level, number, timedelta(seconds=(2 << level) - 1)) for level, number in enumerate(counts)]
+        return [Level(number, level.count, level.span) for number, level in enumerate(counts)]
 
     async def _forecast(self, span: str) -> tuple[datetime, DueForecast, DueForecast | None]:
         store, now = await self._forecasting(), await self._time()

@@ -96,10 +96,15 @@ class DeliverySession(ABC):
 class TargetLimits(Protocol):
     """The limits of a back end that messages are moved to."""
 
-    longest: ClassVar[timedelta | None]
-    """The longest delay of a pending message; None for no limit."""
-    grain: ClassVar[timedelta]
-    """The resolution to which the target rounds due times up."""
+    @property
+    def longest(self) -> timedelta | None:
+        """The longest delay of a pending message; None for no limit."""
+        ...
+
+    @property
+    def grain(self) -> timedelta:
+        """The resolution to which the target rounds due times up."""
+        ...
 
     @property
     def largest_message(self) -> int:

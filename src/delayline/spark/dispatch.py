@@ -17,9 +17,10 @@ import pyarrow as pa
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
+from delayline.backends import backend_of
 from delayline.bulk.dispatchers import DispatcherControl, Generation, ShardMetrics
 from delayline.checks import time_span, whole_number
-from delayline.composition import endpoint_from, in_memory
+from delayline.composition import endpoint_from
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DelaylineError
 from delayline.events import LOGGER_NAME, Event, emit
 from delayline.spark.errors import translated_errors
@@ -84,7 +85,7 @@ class Dispatcher:
         self._owner = uuid.uuid4().hex
         self._stopping = threading.Event()
         for url in (settings.resolved_store_url, settings.resolved_transport_url):
-            if in_memory(url):
+            if backend_of(url).in_process:
                 raise ConfigurationError(
                     f"{url!r} is the memory of one process, which the tasks of a dispatcher cannot reach"
                 )

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 from pyspark import TaskContext
 
+from delayline.backends import BulkRoute, backend_of, schemes_with
 from delayline.bulk.ledger import check_run
-from delayline.checks import full_scheme, time_span
+from delayline.checks import time_span
 from delayline.errors import ConfigurationError
 from delayline.spark.errors import translated_errors
 from delayline.spark.headers import SendHeaders
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 ONE_DAY: Final = timedelta(days=1)
-BROKERS: Final = ("amqp", "amqps")
 #: Fields of JobTarget that are not options of the data source.
 NO_OPTIONS: Final = ("cold_tier", "delay_levels")
-STORE_PRODUCTS: Final = ("postgresql", "mariadb", "mysql", "sqlite")
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ class JobTarget:
     @property
     def broker(self) -> str | None:
         """The URL of the broker, None without one. Raises ConfigurationError for a contradiction."""
-        if not self._is_broker:
+        if not self._has_levels:
             return self.delay_levels
         if self.delay_levels is not None:
             raise ConfigurationError("store_url and delay_levels are two brokers: give one, or a database as store_url")
@@ -107,15 +106,16 @@ class JobTarget:
     @property
     def store(self) -> StoreOptions | None:
         """The store; None if `store_url` is a broker."""
-        return None if self._is_broker else StoreOptions.of(self.options)
+        return None if self._has_levels else StoreOptions.of(self.options)
 
     @property
     def options(self) -> Mapping[str, str]:
         """The options of the data source. Raises ConfigurationError for a product that jobs cannot write to."""
-        product = self._product
-        if product not in STORE_PRODUCTS:
+        backend = backend_of(self.store_url, kind="store that jobs can write to")
+        if backend.bulk_route is not BulkRoute.STAGED_ROWS:
+            able = schemes_with(lambda other: other.bulk_route is BulkRoute.STAGED_ROWS)
             raise ConfigurationError(
-                f"{product}: is not a store that jobs can write to. Use one of {', '.join(STORE_PRODUCTS)}"
+                f"{backend.scheme}: is not a store that jobs can write to. Use one of {', '.join(able)}"
             )
         names = {"store_url": "url", "password_env": "passwordEnv", "password_file": "passwordFile"}
         given = {
@@ -132,12 +132,9 @@ class JobTarget:
         return name
 
     @property
-    def _product(self) -> str:
-        return full_scheme(self.store_url).partition(":")[0].partition("+")[0].lower()
-
-    @property
-    def _is_broker(self) -> bool:
-        return self._product in BROKERS
+    def _has_levels(self) -> bool:
+        kind = "store that jobs can write to"
+        return backend_of(self.store_url, kind=kind).bulk_route is BulkRoute.DELAY_LEVELS
 
 
 def schedule(

@@ -1,118 +1,65 @@
-"""Base classes of transports, stores and persisters on a SQL database: its lifecycle and its transactions."""
+"""The back end of SQL databases: queues and delayed messages in their tables."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
-from delayline.sql.databases import database_at
-from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
+from delayline.backends import Backend, BulkRoute
+from delayline.sql import databases
+from delayline.sql.store import SqlDelayedMessageStore
+from delayline.sql.transport import SqlTransport
+from delayline.sql.two_phase import TwoPhaseCommit
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Sequence
 
-    from sqlalchemy import Engine, Table
+    from delayline.backends import BackendOptions, BackendUse, Findings
 
-    from delayline.clock import Clock
-    from delayline.sql.transactions import SqlTransaction
-    from delayline.sql.two_phase import TwoPhaseCommit, TwoPhaseTransaction
-
-
-class SqlBackend:
-    """A database, alone or as one of the two of a two-phase commit."""
-
-    def __init__(
-        self,
-        url: str | Engine,
-        schema: str | None,
-        two_phase: TwoPhaseCommit | None,
-        server_timeout: float | None = None,
-        pool_size: int | None = None,
-        connect: Callable[[], object] | None = None,
-    ) -> None:
-        self._database = database_at(url, server_timeout, pool_size, connect)
-        self._schema = self._database.dialect.catalog.schema_of(schema)
-        self._tables = queue_tables(self._schema)
-        self._two_phase = two_phase
-        self._opened = 0
-        self._stops = 0
-
-    @property
-    def external_domain(self) -> Hashable:
-        """The domain of external transactions, which reach this one database."""
-        return self._database.domain
-
-    def gave_way(self, error: BaseException) -> bool:
-        """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
-        return self._database.gave_way(error)
-
-    @property
-    def transaction_domain(self) -> Hashable:
-        """The database, or the two-phase commit that joins two."""
-        return self._two_phase or self._database.domain
-
-    @property
-    def server_timeout(self) -> float:
-        """Seconds to wait for an answer of the database's server."""
-        return self._database.dialect.server_timeout
-
-    def stop_soon(self) -> None:
-        """Limit the waits of open connections, so that an endpoint with a silent server stops within 20 seconds."""
-        if self._stops < self._opened:
-            self._stops += 1
-            self._database.begin_stop()
-
-    async def _missing_rights(self, needed: Mapping[Table, Sequence[str]], *, takes: bool | None = None) -> list[str]:
-        """Return the GRANT statements for missing rights on existing tables.
-
-        Args:
-            needed: the rights that each table needs.
-            takes: whether messages are removed from a store; None for parts that do not use its shared tables.
-        """
-        dialect, every = self._database.dialect, {self._tables.versions: TO_READ, **needed}
-        if takes is not None:
-            every |= dict.fromkeys(dialect.catalog.further_tables(self._tables), EVERY_RIGHT if takes else TO_READ)
-        return await self._database.look(lambda connection: dialect.catalog.missing_rights(connection, every))
-
-    async def _open_database(self) -> None:
-        """Open the database; `_close_database` undoes it."""
-        self._opened += 1
-        try:
-            await self._database.open()
-        except BaseException:
-            self._is_closed()
-            raise
-
-    async def _close_database(self) -> None:
-        """Undo one `_open_database`, and a `stop_soon` that came meanwhile."""
-        try:
-            await self._database.close()
-        finally:
-            self._is_closed()
-
-    def _is_closed(self) -> None:
-        self._opened -= 1
-        if self._stops:
-            self._stops -= 1
-            self._database.end_stop()
-
-    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
-        """Return a transaction that another part of the same domain can join."""
-        return (self._two_phase or self._database).transaction()
+#: Schemes of products that bulk jobs have no staging tables on.
+NOT_STAGED: Final = frozenset({"mssql"})
 
 
-class SqlStoreBackend(SqlBackend):
-    """The database of a store or a timeout persister, alone or as the part of a two-phase commit that prepares."""
+class SqlBackend(Backend):
+    """Tables of one SQL database; an endpoint's queues and delayed messages may be in two."""
 
-    @property
-    def locks_rows(self) -> bool:
-        """True on servers; in SQLite a transaction locks the whole file."""
-        return self._database.locks_rows
+    has_tables: ClassVar[bool] = True
 
-    def clock(self) -> Clock:
-        """Return the server's clock; for SQLite, which has none, this machine's."""
-        return self._database.clock
+    def __init__(self, scheme: str) -> None:
+        super().__init__(scheme)
+        self.bulk_route = BulkRoute.STORED_ROWS if scheme in NOT_STAGED else BulkRoute.STAGED_ROWS
 
-    def _take_part(self) -> None:
-        """Join the two-phase commit, if there is one: last, when nothing else can be refused any more."""
-        if self._two_phase is not None:
-            self._two_phase.take_part(self._database)
+    def transport(self, url: str, options: BackendOptions) -> SqlTransport:
+        """Return a new transport on the database's queue tables."""
+        two_phase = cast("TwoPhaseCommit | None", options.two_phase)
+        return SqlTransport(url, schema=options.schema, two_phase=two_phase)
+
+    def store(self, url: str, options: BackendOptions) -> SqlDelayedMessageStore:
+        """Return a new store on a table of the database."""
+        return SqlDelayedMessageStore(
+            url,
+            table_name=options.table_name,
+            schema=options.schema,
+            journal=options.journal,
+            two_phase=cast("TwoPhaseCommit | None", options.two_phase),
+        )
+
+    def two_phase_commit(self) -> TwoPhaseCommit:
+        """Return a new two-phase commit."""
+        return TwoPhaseCommit()
+
+    def must_exist(self, url: str) -> None:
+        """Raise BackendUnusable for a file that does not exist; servers say so themselves."""
+        databases.must_exist(url)
+
+    async def examine(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:
+        """Return findings about the database and the versions of its tables."""
+        return await databases.examine(url, schema=options.schema) if use.delays else ()
+
+    async def planned_setup(self, url: str, options: BackendOptions, use: BackendUse) -> Sequence[str]:
+        """Return the SQL that would run."""
+        statements: list[str] = []
+        if use.delays:
+            statements += await self.store(url, options).planned_infrastructure(options.name)
+        if use.queues is not None:
+            statements += await self.transport(url, options).planned_infrastructure(use.queues)
+        return list(dict.fromkeys(statements))

@@ -65,15 +65,13 @@ class FirstBytes(FunctionElement[bytes]):
 
 @compiles(NumberOfBytes)
 def _number_of_bytes(element: NumberOfBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
-    function = "DATALENGTH" if compiler.dialect.name == "mssql" else "length"
-    return f"{function}({compiler.process(element.clauses, **options)})"
+    return f"length({compiler.process(element.clauses, **options)})"
 
 
 @compiles(FirstBytes)
 def _first_bytes(element: FirstBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
     column, number = (compiler.process(one, **options) for one in element.clauses)
-    function = "SUBSTRING" if compiler.dialect.name == "mssql" else "substr"
-    return f"{function}({column}, 1, {number})"
+    return f"substr({column}, 1, {number})"
 
 
 class StoreStatements:

@@ -21,11 +21,11 @@ from delayline.delayed.store import (
 )
 from delayline.errors import BackendUnavailable, ConfigurationError, InvalidMessage, NotStarted
 from delayline.message import in_utc
-from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
 from delayline.sql.due_forecast import forecast
 from delayline.sql.journal import JOURNAL, Journal
 from delayline.sql.notifications import ChangePoller
+from delayline.sql.on_database import StoreOnDatabase
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, TO_WRITE, in_order
@@ -52,7 +52,7 @@ MICROSECOND: Final = timedelta(microseconds=1)
 ATTEMPTS: Final = 10  # to replace a message that others store and remove meanwhile
 
 
-class SqlDelayedMessageStore(SqlStoreBackend, SingleMessageVerbs):
+class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     """Delayed message store in a table of a SQL database; `sqlite:///file.db` needs no server.
 
     A store belongs to one endpoint at a time.

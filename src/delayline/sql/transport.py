@@ -16,11 +16,11 @@ from delayline.events import Event, emit
 from delayline.external import UNSET
 from delayline.grouping import ABANDONED, Grouping
 from delayline.message import Message
-from delayline.sql.backend import SqlBackend
 from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
 from delayline.sql.databases import engine_at
 from delayline.sql.deadlines import long_work
+from delayline.sql.on_database import OnDatabase
 from delayline.sql.queue_limits import (
     LIMITS_CHANGED,
     QueueAdmission,
@@ -60,7 +60,7 @@ MAXIMUM_GROUP: Final = 500
 PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
 
 
-class SqlTransport(SqlBackend):
+class SqlTransport(OnDatabase):
     """Transport with queues in a SQL database; `sqlite:///file.db` needs no server.
 
     Args:

@@ -32,8 +32,8 @@ from delayline.delayed.store import DueCount, Forwarded, Outcome
 from delayline.errors import ConfigurationError, CorruptHeaders, NotStarted
 from delayline.events import Event, emit
 from delayline.message import DelayedMessage, Message, in_utc, to_wire_time
-from delayline.sql.backend import SqlStoreBackend
 from delayline.sql.deadlines import long_work
+from delayline.sql.on_database import StoreOnDatabase
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import EVERY_RIGHT, QUEUES
 from delayline.sql.setup import RequiredTables
@@ -304,7 +304,7 @@ def _text(key: Any) -> str:  # noqa: ANN401 - str or UUID
 logger = logging.getLogger(__name__)
 
 
-class SqlTimeoutPersister(SqlStoreBackend):
+class SqlTimeoutPersister(StoreOnDatabase):
     """Timeout persister in the table of NServiceBus' SQL persistence, which a .NET endpoint may have left or share.
 
     Args:

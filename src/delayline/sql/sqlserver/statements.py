@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import SelectBase, String, Table, TypeDecorator, cast
 from sqlalchemy.dialects import mssql
 from sqlalchemy.dialects.mssql.base import MSDDLCompiler, MSSQLCompiler
+from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from delayline.errors import InvalidDueTime
 from delayline.sql.schema import BINARY, HOLDS_MESSAGES
+from delayline.sql.statements import FirstBytes, NumberOfBytes
 
 if TYPE_CHECKING:
     from sqlalchemy import BindParameter, Column, ColumnElement, FromClause, Index, Insert, Select
@@ -66,6 +68,17 @@ class DueTime(TypeDecorator[datetime]):
     def bind_expression(self, bindvalue: BindParameter[datetime]) -> ColumnElement[datetime]:
         """Return the parameter as the column's own type."""
         return cast(bindvalue, mssql.DATETIME())
+
+
+@compiles(NumberOfBytes, "mssql")
+def _number_of_bytes(element: NumberOfBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
+    return f"DATALENGTH({compiler.process(element.clauses, **options)})"
+
+
+@compiles(FirstBytes, "mssql")
+def _first_bytes(element: FirstBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
+    column, number = (compiler.process(part, **options) for part in element.clauses)
+    return f"SUBSTRING({column}, 1, {number})"
 
 
 class HintedSql(MSSQLCompiler):

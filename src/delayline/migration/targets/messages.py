@@ -1,0 +1,144 @@
+"""MessagesTarget: a back end without bulk writing; each message is kept as an endpoint keeps it when it is sent."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, ClassVar
+
+import pyarrow as pa
+
+from delayline.backends import backend_of
+from delayline.bulk.writer import blocking
+from delayline.composition import endpoint_from
+from delayline.errors import BackendUnusable, InvalidMessage, QueueNotFound
+from delayline.masking import masked
+from delayline.message import DelayedMessage, Message
+from delayline.migration.rows import WAITING, WAITING_SCHEMA
+from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
+from delayline.opening import open_store, open_transport, open_waiting
+from delayline.settings import Settings
+from delayline.transport import SupportsQueueLookup, TransportOperation
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+    from contextlib import AsyncExitStack
+    from datetime import timedelta
+
+    from pyspark.sql import DataFrame, SparkSession
+
+    from delayline.backends import Backend
+    from delayline.migration.target import Attempted
+
+#: Rows that every back end takes as a limit.
+ALL_MESSAGES = 2**31 - 1
+UNKNOWN = "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
+
+
+class MessagesTarget(WithoutLedger):
+    """The queues and delayed messages of one back end, which `delayline setup` has made; pickled to tasks."""
+
+    kind: ClassVar[str] = "messages"
+    exactly_once: ClassVar[bool] = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def __str__(self) -> str:
+        return masked(self.url)
+
+    @property
+    def backend(self) -> Backend:
+        """The back end of the URL."""
+        return backend_of(self.url)
+
+    @property
+    def longest(self) -> timedelta | None:
+        """The longest delay that it holds a message for."""
+        return self.backend.longest_delay
+
+    @property
+    def grain(self) -> timedelta:
+        """The resolution to which it rounds due times up."""
+        return self.backend.grain
+
+    @property
+    def largest_message(self) -> int:
+        """How many bytes headers and body may have together."""
+        return self.backend.largest_message
+
+    def endpoint_named(self, name: str) -> str:
+        """Return the name. Raises BackendUnusable without a queue of that name."""
+        if self.refusals([name]):
+            raise BackendUnusable(f"{self} has no endpoint {name!r}. Make it with: delayline setup --endpoint {name}")
+        return name
+
+    def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
+        """Return the destinations that have no queue."""
+
+        async def look() -> Mapping[str, str]:
+            async with open_transport(Settings(url=self.url)) as transport:
+                if not isinstance(transport, SupportsQueueLookup):
+                    return {}
+                return {name: UNKNOWN.format(name) for name in destinations if not await transport.has_queue(name)}
+
+        return blocking(look())
+
+    def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame | None:
+        """Return the pending messages of the endpoint, which one task reads; None if they cannot be listed."""
+        if self.backend.unlisted is not None:
+            return None
+
+        def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            if sum(batch.num_rows for batch in numbers):
+                yield blocking(self._pending(endpoint))
+
+        return spark.range(0, 1, 1, 1).mapInArrow(read, WAITING)
+
+    def begin(self, endpoint: str) -> MessagesSession:
+        """Return a session; nothing is staged."""
+        return MessagesSession(self.url, endpoint, self.largest_message)
+
+    async def _pending(self, endpoint: str) -> pa.RecordBatch:
+        async with open_waiting(Settings(endpoint=endpoint, url=self.url), timeouts=False) as waiting:
+            messages = await waiting.pending(limit=ALL_MESSAGES)
+        rows = [{"id": message.id, "destination": message.destination, "due": message.due} for message in messages]
+        return pa.RecordBatch.from_pylist(rows, WAITING_SCHEMA)
+
+
+class MessagesSession(DeliverySession):
+    """Keeps batches of one endpoint's messages in its back end."""
+
+    _keep: Callable[[DelayedMessage], Awaitable[None]]
+
+    def __init__(self, url: str, endpoint: str, largest_message: int) -> None:
+        self.largest_message = largest_message
+        self._url = url
+        self._endpoint = endpoint
+
+    async def open(self, stack: AsyncExitStack) -> None:
+        """Open the back end's own delivery, or its store."""
+        settings = Settings(endpoint=self._endpoint, url=self._url)
+        if backend_of(self._url).native_delays is None:
+            self._keep = (await stack.enter_async_context(open_store(settings))).store
+            return
+        endpoint = endpoint_from(settings, polling=False, send_only=True, setup_infrastructure=False)
+        await stack.enter_async_context(endpoint)
+        delivery = endpoint.delayed_delivery
+        assert delivery is not None  # noqa: S101 - settings describe one
+
+        async def defer(message: DelayedMessage) -> None:
+            await delivery.defer(TransportOperation(message.message, message.destination), message.due)
+
+        self._keep = defer
+
+    async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
+        """Keep each message durably; one that the back end cannot take is refused alone."""
+        refused: dict[int, str] = {}
+        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
+            message_id, destination, due, headers, body = row
+            try:
+                message = Message(message_id, json.loads(headers) if headers else {}, body or b"")
+                await self._keep(DelayedMessage(message, destination, due))
+            except (InvalidMessage, QueueNotFound) as error:
+                refused[position] = str(error)
+        return Delivered(attempt.number, refused)

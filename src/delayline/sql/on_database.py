@@ -1,0 +1,118 @@
+"""Base classes of transports, stores and persisters on a SQL database: its lifecycle and its transactions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from delayline.sql.databases import database_at
+from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable, Mapping, Sequence
+
+    from sqlalchemy import Engine, Table
+
+    from delayline.clock import Clock
+    from delayline.sql.transactions import SqlTransaction
+    from delayline.sql.two_phase import TwoPhaseCommit, TwoPhaseTransaction
+
+
+class OnDatabase:
+    """A database, alone or as one of the two of a two-phase commit."""
+
+    def __init__(
+        self,
+        url: str | Engine,
+        schema: str | None,
+        two_phase: TwoPhaseCommit | None,
+        server_timeout: float | None = None,
+        pool_size: int | None = None,
+        connect: Callable[[], object] | None = None,
+    ) -> None:
+        self._database = database_at(url, server_timeout, pool_size, connect)
+        self._schema = self._database.dialect.catalog.schema_of(schema)
+        self._tables = queue_tables(self._schema)
+        self._two_phase = two_phase
+        self._opened = 0
+        self._stops = 0
+
+    @property
+    def external_domain(self) -> Hashable:
+        """The domain of external transactions, which reach this one database."""
+        return self._database.domain
+
+    def gave_way(self, error: BaseException) -> bool:
+        """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
+        return self._database.gave_way(error)
+
+    @property
+    def transaction_domain(self) -> Hashable:
+        """The database, or the two-phase commit that joins two."""
+        return self._two_phase or self._database.domain
+
+    @property
+    def server_timeout(self) -> float:
+        """Seconds to wait for an answer of the database's server."""
+        return self._database.dialect.server_timeout
+
+    def stop_soon(self) -> None:
+        """Limit the waits of open connections, so that an endpoint with a silent server stops within 20 seconds."""
+        if self._stops < self._opened:
+            self._stops += 1
+            self._database.begin_stop()
+
+    async def _missing_rights(self, needed: Mapping[Table, Sequence[str]], *, takes: bool | None = None) -> list[str]:
+        """Return the GRANT statements for missing rights on existing tables.
+
+        Args:
+            needed: the rights that each table needs.
+            takes: whether messages are removed from a store; None for parts that do not use its shared tables.
+        """
+        dialect, every = self._database.dialect, {self._tables.versions: TO_READ, **needed}
+        if takes is not None:
+            every |= dict.fromkeys(dialect.catalog.further_tables(self._tables), EVERY_RIGHT if takes else TO_READ)
+        return await self._database.look(lambda connection: dialect.catalog.missing_rights(connection, every))
+
+    async def _open_database(self) -> None:
+        """Open the database; `_close_database` undoes it."""
+        self._opened += 1
+        try:
+            await self._database.open()
+        except BaseException:
+            self._is_closed()
+            raise
+
+    async def _close_database(self) -> None:
+        """Undo one `_open_database`, and a `stop_soon` that came meanwhile."""
+        try:
+            await self._database.close()
+        finally:
+            self._is_closed()
+
+    def _is_closed(self) -> None:
+        self._opened -= 1
+        if self._stops:
+            self._stops -= 1
+            self._database.end_stop()
+
+    def transaction(self) -> SqlTransaction | TwoPhaseTransaction:
+        """Return a transaction that another part of the same domain can join."""
+        return (self._two_phase or self._database).transaction()
+
+
+class StoreOnDatabase(OnDatabase):
+    """The database of a store or a timeout persister, alone or as the part of a two-phase commit that prepares."""
+
+    @property
+    def locks_rows(self) -> bool:
+        """True on servers; in SQLite a transaction locks the whole file."""
+        return self._database.locks_rows
+
+    def clock(self) -> Clock:
+        """Return the server's clock; for SQLite, which has none, this machine's."""
+        return self._database.clock
+
+    def _take_part(self) -> None:
+        """Join the two-phase commit, if there is one: last, when nothing else can be refused any more."""
+        if self._two_phase is not None:
+            self._two_phase.take_part(self._database)
