@@ -235,7 +235,7 @@ class Product:
 @contextlib.contextmanager
 def connected(url: str) -> Iterator[Connection]:
     """Provide a connection of its own, in autocommit."""
-    with database_at(url).dialect.look() as connection:
+    with database_at(url).dialect.connections.look() as connection:
         yield connection
 
 

@@ -107,7 +107,7 @@ async def rest(folder: Path) -> Figures:
     def trace(connection: sqlite3.Connection, _: object) -> None:
         connection.set_trace_callback(statements.append)
 
-    event.listen(database.dialect.engine, "connect", trace)
+    event.listen(database.dialect.connections.engine, "connect", trace)
     endpoint = endpoint_on(path)
     endpoint.handler(_ignore)
     async with endpoint:

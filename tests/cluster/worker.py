@@ -96,7 +96,7 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
     assert isinstance(store, SqlDelayedMessageStore)
     dialect, moves = store._database.dialect, [0]
     forwarding: type[Any] = FORWARDINGS[dialect.sql.name]
-    run, commit = forwarding.run, dialect.commit
+    run, commit = forwarding.run, dialect.transactions.commit
 
     def counted(self: object, connection: Connection, until: object, **bounds: Any) -> Moved:  # noqa: ANN401
         moves[0] += 1
@@ -114,7 +114,7 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
             die()
 
     forwarding.run = counted
-    dialect.commit = committed  # type: ignore[method-assign]
+    dialect.transactions.commit = committed  # type: ignore[method-assign]
 
 
 def delivery_of(settings: Settings) -> DelayedDelivery | None:

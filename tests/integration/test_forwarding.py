@@ -120,7 +120,7 @@ async def test_a_failed_commit_moves_nothing(backend: SqliteBackend, tmp_path: P
     await backend.hold("a")
     other = sqlite3.connect(tmp_path / "house.db", isolation_level=None)
     other.execute("BEGIN IMMEDIATE")
-    database_of(tmp_path / "house.db").dialect._timeout = 0
+    database_of(tmp_path / "house.db").dialect.connections.server_timeout = 0
     with pytest.raises(BackendUnavailable):
         await backend.forward()
     other.close()

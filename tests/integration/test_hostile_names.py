@@ -11,7 +11,7 @@ import pyarrow as pa
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.bulk.writer import BulkWriter
 from delayline.external import ExternalTransaction
-from delayline.sql.dialect import OnConflict
+from delayline.sql.staging import OnConflict
 from delayline.testing.conformance.messages import delayed, operation
 
 SCHEMA = "50%s of {it} \"and\" 'more' %% VALUES ("

@@ -327,8 +327,8 @@ def killing_at(statement: str, database: ServerDatabase, kill: Callable[[], None
         if sql.lstrip().startswith(statement):
             kill()
 
-    event.listen(database.dialect.engine, "before_cursor_execute", before)  # type: ignore[attr-defined]
+    event.listen(database.dialect.connections.engine, "before_cursor_execute", before)
     try:
         yield
     finally:
-        event.remove(database.dialect.engine, "before_cursor_execute", before)  # type: ignore[attr-defined]
+        event.remove(database.dialect.connections.engine, "before_cursor_execute", before)

@@ -44,7 +44,7 @@ class RemoteStore:
         together = threading.Barrier(WORKERS, timeout=PATIENCE)
 
         def work(connection: Connection) -> None:
-            self.database.dialect.ping(connection)
+            self.database.dialect.connections.ping(connection)
             together.wait()
 
         await asyncio.gather(*(self.database.read(work) for _ in range(WORKERS)))

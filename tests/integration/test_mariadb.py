@@ -294,7 +294,7 @@ async def test_connections_read_this_machines_certificates_once(
 
     monkeypatch.setattr(ssl.SSLContext, "load_default_certs", counted)
     for _ in range(3):
-        Mariadb(make_url(mariadb_url)).connect().close()
+        Mariadb(make_url(mariadb_url)).connections.connect().close()
     assert len(reads) <= 1
 
 
@@ -381,7 +381,7 @@ async def test_a_removal_of_very_many_that_fails_has_removed_none(
     mariadb: MariadbServer, mariadb_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given more messages than a list in a statement holds, of which the last one is locked by another program
-    monkeypatch.setattr("delayline.sql.mariadb.dialect.SESSION", "SET SESSION innodb_lock_wait_timeout = 1")
+    monkeypatch.setattr("delayline.sql.mariadb.connections.SESSION", "SET SESSION innodb_lock_wait_timeout = 1")
     store = await opened(mariadb_url)
     messages = [delayed(f"{number:04d}") for number in range(LONGEST_LIST + 1)]
     await store.store_many(messages)
@@ -456,12 +456,12 @@ def test_names_are_kept_as_they_are_where_that_is_possible() -> None:
 async def test_an_old_server_is_refused(
     monkeypatch: pytest.MonkeyPatch, mariadb_url: str, version: str, fits: bool
 ) -> None:
-    monkeypatch.setattr("delayline.sql.mariadb.dialect.run", lambda *_: [(version, 1024 * 1024)])
+    monkeypatch.setattr("delayline.sql.mariadb.connections.run", lambda *_: [(version, 1024 * 1024)])
     if fits:
-        Mariadb(make_url(mariadb_url)).check()
+        Mariadb(make_url(mariadb_url)).connections.check()
     else:
         with pytest.raises(BackendUnusable, match=r"version 10\.5\.9-MariaDB; delayline needs 10.6 or newer"):
-            Mariadb(make_url(mariadb_url)).check()
+            Mariadb(make_url(mariadb_url)).connections.check()
 
 
 async def test_ids_that_the_collation_takes_for_the_same_are_different_messages(mariadb_url: str) -> None:
@@ -469,7 +469,7 @@ async def test_ids_that_the_collation_takes_for_the_same_are_different_messages(
     of it."""
     store = await opened(mariadb_url)
     table = store._statements.table.name
-    with database_at(mariadb_url).dialect.connect() as connection:  # type: ignore[attr-defined]
+    with database_at(mariadb_url).dialect.connections.connect() as connection:  # type: ignore[attr-defined]
         run(
             connection, f"ALTER TABLE `{table}` MODIFY id VARCHAR(250) CHARACTER SET utf8mb4 COLLATE utf8mb4_general_ci"
         )

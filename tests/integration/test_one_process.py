@@ -107,7 +107,7 @@ async def test_a_transaction_cancelled_while_it_commits(file: Path, monkeypatch:
     database = database_of(file)
     await database.open()
     committing, go, called = threading.Event(), threading.Event(), list[str]()
-    commit = database.dialect.commit
+    commit = database.dialect.transactions.commit
 
     def slowly(connection: Connection) -> None:
         committing.set()
@@ -118,7 +118,7 @@ async def test_a_transaction_cancelled_while_it_commits(file: Path, monkeypatch:
         async with database.transaction() as transaction:
             await transaction.run(lambda connection: connection.exec_driver_sql("CREATE TABLE made (x)").close())
             transaction.after_commit(lambda: called.append("committed"))
-            monkeypatch.setattr(database.dialect, "commit", slowly)
+            monkeypatch.setattr(database.dialect.transactions, "commit", slowly)
 
     # When it is cancelled meanwhile
     holder = asyncio.create_task(hold())
@@ -238,7 +238,7 @@ async def test_a_failed_fetch_keeps_no_claims(file: Path, monkeypatch: pytest.Mo
     await store.store(DelayedMessage(Message("m", {}, b""), "orders", datetime(2000, 1, 1, tzinfo=UTC)))
     dialect = database_of(file).dialect
     with monkeypatch.context() as broken:
-        broken.setattr(dialect, "commit", lambda connection: 1 / 0)
+        broken.setattr(dialect.transactions, "commit", lambda connection: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             await store.fetch_next_due(LATER)
     # Then the next fetch gets it

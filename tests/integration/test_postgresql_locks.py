@@ -65,7 +65,7 @@ async def test_who_waits_for_a_lock_does_not_keep_its_holder_out(store: SqlDelay
 async def test_too_many_transactions(
     store: SqlDelayedMessageStore, database: ServerDatabase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(type(database.dialect), "patience", 0.2)
+    monkeypatch.setattr(type(database.dialect.connections), "patience", 0.2)
     async with contextlib.AsyncExitStack() as stack:
         for number in range(TRANSACTIONS):
             transaction = await stack.enter_async_context(store.transaction())

@@ -37,7 +37,7 @@ def dialect_at(file: Path) -> Sqlite:
 def connection(file: Path) -> Iterator[sqlite3.Connection]:
     """Provide a connection to a file with the tables, some thousand rows and statistics."""
     dialect = dialect_at(file)
-    made = dialect.connect(writing=True)
+    made = dialect.connections.connect(writing=True)
     RequiredTables(dialect, None, QUEUES, others=[timeouts_table(TABLE)]).set_up(made)
     made.close()
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:

@@ -276,7 +276,7 @@ async def test_tables_of_revision_2_are_upgraded_in_place(revision_2: str) -> No
     await asyncio.to_thread(run, "setup", "--endpoint", "sales", "--url", revision_2, "--feature", "migrations")
     # Then each feature has a row with its version, and the rows of the tables are there
     dialect = database_at(revision_2).dialect
-    with dialect.look() as connection:
+    with dialect.connections.look() as connection:
         rows = connection.exec_driver_sql("SELECT feature, version, revision FROM delayline_schema").fetchall()
         assert sorted(map(tuple, rows)) == sorted(
             (one.feature, one.usable_from, one.revision) for one in [*OF_REVISION_2, CRASHES]
@@ -315,7 +315,7 @@ async def test_the_names_of_runs_are_taken_apart_in_place(revision_2: str) -> No
     await asyncio.to_thread(run, *arguments)
     # Then every row has its key, and one that may be of two runs is kept under both
     query_of_key = "SELECT run, sink, kind, batch, stored FROM delayline_spark_runs"
-    with database_at(revision_2).dialect.look() as connection:
+    with database_at(revision_2).dialect.connections.look() as connection:
         found = {tuple(row[:3]): tuple(row[3:]) for row in connection.exec_driver_sql(query_of_key)}
     assert found == {
         ("nightly", "store", "job"): (0, 7),
@@ -341,7 +341,7 @@ async def test_the_names_of_runs_are_taken_apart_in_place(revision_2: str) -> No
 async def test_an_upgrade_that_was_killed_after_dropping_the_versions_is_completed(revision_2: str) -> None:
     await change(revision_2, "DROP TABLE delayline_schema")
     await asyncio.to_thread(run, "setup", "--endpoint", "sales", "--url", revision_2)
-    with database_at(revision_2).dialect.look() as connection:
+    with database_at(revision_2).dialect.connections.look() as connection:
         assert len(connection.exec_driver_sql("SELECT feature FROM delayline_schema").fetchall()) == len(
             [*OF_REVISION_2, CRASHES]
         )
@@ -451,7 +451,7 @@ async def change(url: str, statement: str) -> None:
         with contextlib.closing(sqlite3.connect(url.removeprefix("sqlite:///"))) as file, file:
             file.execute(statement)
     elif url.startswith("mariadb"):
-        with database_at(url).dialect.look() as connection:
+        with database_at(url).dialect.connections.look() as connection:
             connection.exec_driver_sql(statement.replace("%", "%%"))
             connection.commit()
     else:

@@ -484,7 +484,7 @@ async def test_a_lock_that_is_waited_for_is_no_silence(server_url: str) -> None:
         assert isinstance(error, BackendUnavailable)
         assert "lock" in str(error)
         assert 5 < seconds < 9
-        assert dialect.server_timeout == 9
+        assert dialect.connections.server_timeout == 9
     finally:
         await database.close()
 

@@ -20,7 +20,7 @@ from delayline.bulk.ledger import Committed, RunKind, Sink
 from delayline.bulk.writer import STREAMS, BulkWriter
 from delayline.errors import BackendUnusable, DifferentInput
 from delayline.sql import SqlDelayedMessageStore
-from delayline.sql.dialect import OnConflict
+from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -18,7 +18,7 @@ NO_URL = "DELAYLINE_TEST_SQLSERVER_URL names no SQL Server"
 def new_database() -> str:
     """Create a database and return its URL."""
     name = f"delayline_{uuid.uuid4().hex[:12]}"
-    with SqlServer(make_url(URL)).connect() as connection:
+    with SqlServer(make_url(URL)).connections.connect() as connection:
         run(connection, f"CREATE DATABASE [{name}]")
     return make_url(URL).set(database=name).render_as_string(hide_password=False)
 
@@ -26,10 +26,10 @@ def new_database() -> str:
 def drop_database(url: str) -> None:
     """Drop the database; single-user mode, which Azure SQL Database lacks, is set only if connections are open."""
     name, server = make_url(url).database, SqlServer(make_url(URL))
-    with server.connect() as connection:
+    with server.connections.connect() as connection:
         try:
             run(connection, f"DROP DATABASE [{name}]")
-        except server.errors as error:
+        except server.errors.kinds as error:
             if IN_USE not in str(error):
                 raise
             run(connection, f"ALTER DATABASE [{name}] SET SINGLE_USER WITH ROLLBACK IMMEDIATE")

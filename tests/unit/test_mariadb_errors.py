@@ -50,7 +50,7 @@ def database(request: pytest.FixtureRequest) -> ServerDatabase:
 def test_faults_of_the_server_are_no_messages(
     database: ServerDatabase, number: int, text: str, kind: type[Exception] | None
 ) -> None:
-    translated = database.dialect.translated(raised(number, text))
+    translated = database.dialect.errors.translated(raised(number, text))
     assert type(translated) is (kind or BackendUnavailable)
     assert text in str(translated)
 
@@ -65,9 +65,9 @@ def test_faults_of_the_server_are_no_messages(
 )
 def test_faults_of_a_row_stay_what_they_are(database: ServerDatabase, number: int, text: str, state: str) -> None:
     error = raised(number, text, state)
-    assert database.dialect.translated(error) is error
+    assert database.dialect.errors.translated(error) is error
 
 
 @pytest.mark.parametrize("number", [1047, 1290, 1792, 1836, 3100])
 def test_a_server_that_is_no_primary_ends_its_sessions(database: ServerDatabase, number: int) -> None:
-    assert database.dialect.outdates_sessions(raised(number, "no"))
+    assert database.dialect.errors.outdates_sessions(raised(number, "no"))

@@ -78,7 +78,7 @@ def test_spellings_of_the_same_hosts_share_a_database() -> None:
 def test_one_host_is_named_wherever_it_is_written(url: str, place: str) -> None:
     dialect = database_at(url).dialect
     assert str(dialect) == f"PostgreSQL database u@{place}/db"
-    assert dialect.server_address == (place.rpartition(":")[0].strip("[]"), int(place.rpartition(":")[2]))
+    assert dialect.connections.server_address == (place.rpartition(":")[0].strip("[]"), int(place.rpartition(":")[2]))
 
 
 @pytest.mark.parametrize(

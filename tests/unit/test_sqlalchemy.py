@@ -9,7 +9,8 @@ import sqlalchemy
 from sqlalchemy.engine import make_url
 
 from delayline.errors import ConfigurationError
-from delayline.sql.sqlserver import dialect as sqlserver
+from delayline.sql.sqlserver import connections as sqlserver
+from delayline.sql.sqlserver.dialect import SqlServer
 
 
 def has_microsofts_dialect() -> bool:
@@ -27,9 +28,9 @@ def test_sqlalchemy_brings_microsofts_dialect_since_2_1() -> None:
 def test_microsofts_driver_on_sqlalchemy_2_0_names_the_release_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlserver, "_installed", without_microsofts_dialect)
     with pytest.raises(ConfigurationError, match=r"pip install 'sqlalchemy>=2\.1', or .*mssql\+pymssql://"):
-        sqlserver.SqlServer(make_url("mssql+mssqlpython://sa@host/db"))
+        SqlServer(make_url("mssql+mssqlpython://sa@host/db"))
 
 
 def test_sqlalchemy_2_0_takes_pymssql_when_the_url_leaves_the_driver_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sqlserver, "_installed", without_microsofts_dialect)
-    assert sqlserver.SqlServer(make_url("mssql://sa@host/db")).driver == sqlserver.PYMSSQL
+    assert SqlServer(make_url("mssql://sa@host/db")).connections.driver == sqlserver.PYMSSQL

@@ -17,12 +17,13 @@ from delayline.bulk.stream_claims import NAMES, stream_tables
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.message import Message
 from delayline.sql.deadlines import FACTOR
-from delayline.sql.dialect import IN_SESSION
 from delayline.sql.journal import Journal
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
-from delayline.sql.sqlserver.dialect import LeaseTable, SqlServer, VarbinaryConnection
+from delayline.sql.server import IN_SESSION
+from delayline.sql.sqlserver.connections import VarbinaryConnection
+from delayline.sql.sqlserver.dialect import LeaseTable, SqlServer
 from delayline.sql.statements import QueueStatements, StoreStatements
 from delayline.timeouts.nservicebus import timeout_table
 from delayline.timeouts.persister import Timeout
@@ -261,7 +262,7 @@ def test_rows_behind_an_error_that_ends_the_transaction_are_not_inserted(binary:
     assert sent == guard.format(ended) + "INSERT INTO t VALUES (?)"  # noqa: S608
     # And that refusal is an outage, not the message's fault
     error = mssql_python.ProgrammingError("42000", f"[Microsoft][ODBC Driver 18 for SQL Server][SQL Server]{ended}")
-    assert isinstance(server().translated(error), BackendUnavailable)
+    assert isinstance(server().errors.translated(error), BackendUnavailable)
     # But a single row, which may commit by itself
     cursor().executemany("INSERT INTO t VALUES (?)", [(b"a",)])
     assert binary.statements[-1] == "INSERT INTO t VALUES (?)"
@@ -286,7 +287,7 @@ def test_nulls_are_declared(binary: Binary) -> None:
 def test_every_connection_of_the_engine_declares() -> None:
     for url in ("mssql://sa:s3cret@127.0.0.1:1/db", "mssql+pymssql://sa:p@127.0.0.1:1/db"):
         one = server(url)
-        assert event.contains(one.engine, "do_connect", one._connect_driver)
+        assert event.contains(one.connections.engine, "do_connect", one.connections._connect_driver)
 
 
 def test_the_declaring_connection_is_the_drivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +298,7 @@ def test_the_declaring_connection_is_the_drivers_own(monkeypatch: pytest.MonkeyP
     given: list[Any] = []
     monkeypatch.setattr(mssql_python.Connection, "__init__", lambda self, *a, **k: given.append((a, k)))
     monkeypatch.setattr(mssql_python.Connection, "__del__", lambda self: None)
-    made = server()._connect_driver(None, None, ("Server=host",), {"timeout": 3})
+    made = server().connections._connect_driver(None, None, ("Server=host",), {"timeout": 3})
     assert type(made) is DeclaringConnection
     assert given == [(("Server=host",), {"timeout": 3})]
 
@@ -306,8 +307,8 @@ def limits_given(url: str, seconds: float) -> dict[str, Any]:
     """Return the arguments with which the driver would connect."""
     one = server(url)
     options: dict[str, Any] = {}
-    one.server_timeout = seconds
-    one.limit_connect(options)
+    one.connections.server_timeout = seconds
+    one.connections.limit_connect(options)
     return options
 
 
@@ -321,9 +322,9 @@ def test_the_drivers_are_given_limits() -> None:
 
 def test_the_urls_own_limits_win_over_those_of_pymssql() -> None:
     one = server("mssql+pymssql://sa:p@host/db?timeout=7&login_timeout=4")
-    _, options = one.sql.create_connect_args(one.url)
+    _, options = one.sql.create_connect_args(one.connections.url)
     given = dict(options)
-    one.limit_connect(given)
+    one.connections.limit_connect(given)
     assert (given["timeout"], given["login_timeout"]) == ("7", "4")
 
 
@@ -333,9 +334,9 @@ def test_each_cursor_of_microsofts_driver_has_the_limit_of_the_work(
 ) -> None:
     del binary
     one = server()
-    one.server_timeout = 2.5
+    one.connections.server_timeout = 2.5
     record = SimpleNamespace(info={IN_SESSION: in_session})
-    connection = one._connect_driver(None, record, ("Server=host;Database=db;UID=sa;PWD=s3cret",), {})
+    connection = one.connections._connect_driver(None, record, ("Server=host;Database=db;UID=sa;PWD=s3cret",), {})
     token = FACTOR.set(factor)
     try:
         assert connection.cursor()._timeout == seconds
@@ -402,14 +403,14 @@ def test_errors_are_distinguished_by_number_whatever_the_language(
             cursor().executemany("INSERT INTO t VALUES (?)", [("a",), ("b",)])
         else:
             cursor().execute("INSERT INTO t VALUES (?)", ("a",))
-    assert type(server().translated(caught.value)) is kind
+    assert type(server().errors.translated(caught.value)) is kind
 
 
 def test_errors_without_a_number_are_classified_by_sqlstate() -> None:
     import mssql_python
 
     error = mssql_python.ProgrammingError("Base table or view not found", "[Microsoft][Driver]Table perdue")
-    assert type(server().translated(error)) is BackendUnusable
+    assert type(server().errors.translated(error)) is BackendUnusable
 
 
 def test_an_error_of_connecting_is_never_the_drivers_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,9 +422,9 @@ def test_an_error_of_connecting_is_never_the_drivers_own(monkeypatch: pytest.Mon
         )
 
     one = server("mssql://sa@host/db")
-    monkeypatch.setattr(one.engine, "connect", fail)
+    monkeypatch.setattr(one.connections.engine, "connect", fail)
     with pytest.raises(BackendUnusable, match=r"Neither user nor password\. Check the user, the password"):
-        one.connect()
+        one.connections.connect()
 
 
 def test_a_type_error_of_ours_is_no_unknown_option(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -431,21 +432,21 @@ def test_a_type_error_of_ours_is_no_unknown_option(monkeypatch: pytest.MonkeyPat
         raise TypeError("unsupported operand")
 
     one = server()
-    monkeypatch.setattr(one.engine, "connect", fail)
+    monkeypatch.setattr(one.connections.engine, "connect", fail)
     with pytest.raises(TypeError, match="unsupported operand"):
-        one.connect()
+        one.connections.connect()
 
 
 def test_an_unknown_option_of_pymssql() -> None:
     with pytest.raises(ConfigurationError, match="option unknown to the driver"):
-        server("mssql+pymssql://sa:p@127.0.0.1:1/db?wrong=1").connect()
+        server("mssql+pymssql://sa:p@127.0.0.1:1/db?wrong=1").connections.connect()
 
 
 def test_pymssql_errors_are_one_line_without_repetition() -> None:
     one = server("mssql+pymssql://sa:p@127.0.0.1:1/db")
-    with pytest.raises(one.errors) as caught:
-        one.connect()
-    text = str(one.translated(caught.value))
+    with pytest.raises(one.errors.kinds) as caught:
+        one.connections.connect()
+    text = str(one.errors.translated(caught.value))
     assert "\n" not in text
     assert text.count("Unable to connect") == 1
     assert "DB-Lib" not in text

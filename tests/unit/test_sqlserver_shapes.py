@@ -18,7 +18,8 @@ from delayline.sql import setup
 from delayline.sql.schema import EVERY_RIGHT, QUEUES, TO_READ, queue_tables, registered_groups, versions_table
 from delayline.sql.setup import RequiredTables
 from delayline.sql.sqlserver.catalog import ABOUT, UNSEEN, only_row
-from delayline.sql.sqlserver.dialect import OLDEST, ApplicationLocks, SqlServer
+from delayline.sql.sqlserver.connections import OLDEST, SqlServerConnections
+from delayline.sql.sqlserver.dialect import ApplicationLocks, SqlServer
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
 from delayline.timeouts.nservicebus import timeout_table
@@ -155,13 +156,13 @@ def test_versions_before_2016_are_refused_except_of_azure(
 
     one = server()
     connection = on([[(product, version)]])
-    monkeypatch.setattr(one, "connect", lambda: contextlib.nullcontext(connection))
+    monkeypatch.setattr(one.connections, "connect", lambda: contextlib.nullcontext(connection))
     assert OLDEST == 13
     if old:
         with pytest.raises(BackendUnusable, match="SQL Server 2016"):
-            one.check()
+            one.connections.check()
     else:
-        one.check()
+        one.connections.check()
 
 
 @pytest.mark.parametrize(
@@ -215,10 +216,10 @@ async def test_setup_can_be_planned_without_the_driver(
 
 @pytest.mark.parametrize("url", ["mssql://sa:s3cret@127.0.0.1:1/db", "mssql+pymssql://sa:s3cret@127.0.0.1:1/db"])
 async def test_setup_can_be_planned_without_a_server(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_: SqlServer) -> None:
+    def fail(_: SqlServerConnections) -> None:
         raise BackendUnavailable("cannot reach it:\n nothing listens")
 
-    monkeypatch.setattr(SqlServer, "connect", fail)
+    monkeypatch.setattr(SqlServerConnections, "connect", fail)
     # Given a server that does not answer, when the set-up of a store and of queues is planned
     store = await SqlDelayedMessageStore(url).planned_infrastructure("sales")
     queues = await SqlTransport(url).planned_infrastructure(["sales", "счёт"])

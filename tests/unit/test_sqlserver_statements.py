@@ -298,4 +298,4 @@ def test_other_drivers_are_refused() -> None:
 def test_the_password_is_nowhere() -> None:
     one = dialect("mssql://sa:s3cret@host/db")
     assert str(one) == "SQL Server database sa@host:1433/db"
-    assert "s3cret" not in f"{one.identity}"
+    assert "s3cret" not in f"{one.connections.identity}"

@@ -197,7 +197,7 @@ ERRORS = [
 )
 def test_errors_have_a_remedy(number: int, kind: str, text: str, translated: type[Exception], remedy: str) -> None:
     for error in (of_microsoft(kind, "state", text), of_pymssql(number, text)):
-        found = server().translated(error)
+        found = server().errors.translated(error)
         assert type(found) is translated
         assert text.rstrip(".") in str(found)
         assert remedy in str(found)
@@ -207,29 +207,31 @@ def test_errors_have_a_remedy(number: int, kind: str, text: str, translated: typ
 
 def test_a_lost_connection_is_worth_another_try() -> None:
     error = of_microsoft("OperationalError", "Communication link failure", "TCP Provider: Error code 0x68")
-    assert type(server().translated(error)) is BackendUnavailable
-    assert server().is_disconnect(error)
+    assert type(server().errors.translated(error)) is BackendUnavailable
+    assert server().errors.is_disconnect(error)
 
 
 def test_a_certificate_that_is_not_trusted() -> None:
     error = of_microsoft("OperationalError", "Client unable to establish connection", "SSL: certificate verify failed")
-    found = server().translated(error)
+    found = server().errors.translated(error)
     assert type(found) is BackendUnusable
     assert "TrustServerCertificate=yes" in str(found)
 
 
 def test_pymssql_is_out_of_step_when_a_transaction_has_ended() -> None:
     deadlock = of_pymssql(1205, "deadlocked")
-    assert SqlServer(make_url("mssql+pymssql://sa@host/db")).is_disconnect(deadlock)
-    assert server().has_rolled_back(of_microsoft("OperationalError", "Serialization failure", "was deadlocked on lock"))
+    assert SqlServer(make_url("mssql+pymssql://sa@host/db")).errors.is_disconnect(deadlock)
+    assert server().errors.has_rolled_back(
+        of_microsoft("OperationalError", "Serialization failure", "was deadlocked on lock")
+    )
 
 
 def test_an_unknown_option() -> None:
     from mssql_python.exceptions import ConnectionStringParseError
 
     error = ConnectionStringParseError(["Unknown keyword 'wrong' is not recognized"])
-    assert isinstance(error, server().errors)
-    assert isinstance(server().translated(error), ConfigurationError)
+    assert isinstance(error, server().errors.kinds)
+    assert isinstance(server().errors.translated(error), ConfigurationError)
 
 
 def test_a_driver_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,14 +239,14 @@ def test_a_driver_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("Failed to load the driver.")
 
     one = server()
-    monkeypatch.setattr(one.engine, "connect", fail)
+    monkeypatch.setattr(one.connections.engine, "connect", fail)
     with pytest.raises(ConfigurationError, match="apt-get install libltdl7 libodbc2"):
-        one.check()
+        one.connections.check()
 
 
 def test_a_mistake_in_the_program_is_not_hidden() -> None:
     error = of_microsoft("ProgrammingError", "Syntax error or access violation", "Incorrect syntax near 'x'.")
-    assert server().translated(error) is error
+    assert server().errors.translated(error) is error
 
 
 def test_two_databases_have_no_common_transaction() -> None:

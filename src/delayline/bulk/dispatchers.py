@@ -108,7 +108,7 @@ class DispatcherControl:
 
     def create(self) -> None:
         """Create the tables, or upgrade them."""
-        self._dialect.must_exist()
+        self._dialect.connections.must_exist()
         self._write(RequiredTables(self._dialect, self._tables.dispatchers.schema, DISPATCHERS).set_up)
 
     def begin(self, name: str, owner: str) -> None:
@@ -187,12 +187,12 @@ class DispatcherControl:
             raise BackendUnusable(f"no dispatcher has ever run on {self._dialect}: start one first")
 
     def _read(self, work: Callable[[Connection], Result]) -> Result:
-        self._dialect.must_exist()
+        self._dialect.connections.must_exist()
         try:
-            with self._dialect.look() as connection:
+            with self._dialect.connections.look() as connection:
                 return work(connection)
-        except self._dialect.errors as error:
-            raise self._dialect.translated(error) from error
+        except self._dialect.errors.kinds as error:
+            raise self._dialect.errors.translated(error) from error
 
     def _write(self, work: Callable[[Connection], Any]) -> Any:  # noqa: ANN401 - what the work returns
         return blocking(self._opened(work))

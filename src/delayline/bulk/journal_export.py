@@ -102,17 +102,17 @@ class JournalExport:
         connection.execute(insert(self._tables.exports).values(row))
 
     def _read(self, work: Callable[[Connection], Sequence[Any]]) -> Sequence[Any]:
-        self._dialect.must_exist()
+        self._dialect.connections.must_exist()
         entries = self._tables.entries
         try:
-            with self._dialect.look() as connection:
+            with self._dialect.connections.look() as connection:
                 if not inspect(connection).has_table(entries.name, schema=entries.schema):
                     raise BackendUnusable(
                         f"no journal is kept in {self._dialect}: begin one with `delayline setup --journal true`"
                     )
                 return work(connection)
-        except self._dialect.errors as error:
-            raise self._dialect.translated(error) from error
+        except self._dialect.errors.kinds as error:
+            raise self._dialect.errors.translated(error) from error
 
 
 def _all(connection: Connection, *, query: Select[Any]) -> Sequence[Any]:

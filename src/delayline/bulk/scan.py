@@ -79,12 +79,12 @@ class PendingScan:
         return query
 
     def _run(self, query: Select[Any], at_once: int) -> Iterator[Sequence[Sequence[Any]]]:
-        self._dialect.must_exist()
+        self._dialect.connections.must_exist()
         try:
-            with self._dialect.look() as connection:
+            with self._dialect.connections.look() as connection:
                 yield from self._dialect_rows(connection, query, at_once)
-        except self._dialect.errors as error:
-            raise self._dialect.translated(error) from error
+        except self._dialect.errors.kinds as error:
+            raise self._dialect.errors.translated(error) from error
 
     def _dialect_rows(
         self, connection: Connection, query: Select[Any], at_once: int

@@ -75,7 +75,7 @@ class StreamClaims:
     @job_work
     async def open(self) -> None:
         """Connect and take over from an earlier reader of this name. Raises BackendUnusable without a store's table."""
-        self._database.dialect.must_exist()
+        self._database.dialect.connections.must_exist()
         await self._store.initialize("", TransactionMode.RECEIVE_ONLY)
         required = RequiredTables(self._database.dialect, self._readers.schema, STREAM_CLAIMS)
         await self._database.set_up(required.plan, required.set_up)
@@ -125,15 +125,15 @@ class StreamClaims:
         mine = (claimed.reader == self._reader, claimed.claim > start, claimed.claim <= end)
         query = select(*(claimed[name] for name in columns), claimed.claim).where(*mine).order_by(claimed.claim)
         try:
-            with dialect.look() as connection:
+            with dialect.connections.look() as connection:
                 while True:
                     found = connection.execute(query.where(claimed.claim > start).limit(at_once)).all()
                     if not found:
                         return
                     yield [[read(value) for read, value in zip(reads, row[:-1], strict=True)] for row in found]
                     start = found[-1].claim
-        except dialect.errors as error:
-            raise dialect.translated(error) from error
+        except dialect.errors.kinds as error:
+            raise dialect.errors.translated(error) from error
 
     def _own(self, connection: Connection) -> None:
         row = {"reader": self._reader, "owner": self._owner, "last": 0}

@@ -26,12 +26,11 @@ from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
-from delayline.sql.dialect import OnConflict
 from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import QUEUES, queue_tables
 from delayline.sql.setup import RequiredTables
-from delayline.sql.staging import PREFIX, breaks_a_key, doubled_id
+from delayline.sql.staging import PREFIX, OnConflict, doubled_id
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -42,7 +41,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.bulk.fingerprint import Fingerprint
-    from delayline.sql.dialect import Stage
+    from delayline.sql.dialect import DriverErrors
+    from delayline.sql.staging import Stage
 
 Result = TypeVar("Result")
 #: The staging area of all streams.
@@ -99,12 +99,12 @@ class BulkWriter:
 
         Raises BackendUnusable if the store is not set up.
         """
-        self._database.dialect.must_exist()
+        self._database.dialect.connections.must_exist()
         blocking(self._opened(self._create))
 
     def create_ledger(self) -> None:
         """Create the ledger, for writing batch by batch. Raises BackendUnusable if the store is not set up."""
-        self._database.dialect.must_exist()
+        self._database.dialect.connections.must_exist()
         blocking(self._opened(self._create_ledger))
 
     def write(self, batches: Iterable[pa.RecordBatch], *, rejected: Callable[[], int] = int) -> Attempt:
@@ -299,8 +299,8 @@ class BulkWriter:
         if batch.num_rows:
             try:
                 self._stage.append(connection, batch.sort_by("id"))  # neighbours in the index of ids, the largest
-            except self._database.dialect.errors as error:
-                if not breaks_a_key(error, self._database.dialect):
+            except self._database.dialect.errors.kinds as error:
+                if not _breaks_a_key(error, self._database.dialect.errors):
                     raise
                 raise IdTaken from error
         self._runs.end(connection, RunKey(name, kind=RunKind.MIGRATION), attempt, Committed(batch.num_rows))
@@ -382,17 +382,17 @@ class BulkWriter:
 
     def _stored(self, connection: Connection, numbers: list[int], on_conflict: OnConflict) -> int:
         dialect = self._database.dialect
-        dialect.set_savepoint(connection)
+        dialect.transactions.set_savepoint(connection)
         try:
             stored = self._stage.move(connection, numbers, on_conflict)
-        except dialect.errors as error:
-            if not breaks_a_key(error, dialect):
+        except dialect.errors.kinds as error:
+            if not _breaks_a_key(error, dialect.errors):
                 raise
-            dialect.roll_back_to_savepoint(connection)
+            dialect.transactions.roll_back_to_savepoint(connection)
             doubled = doubled_id(connection, self._stage.table, self.table)
-            dialect.release_savepoint(connection)
+            dialect.transactions.release_savepoint(connection)
             raise DuplicateMessage(doubled) from error
-        dialect.release_savepoint(connection)
+        dialect.transactions.release_savepoint(connection)
         return stored
 
 
@@ -443,3 +443,9 @@ def blocking(work: Coroutine[Any, Any, Result]) -> Result:
     if failures:
         raise failures[0]
     return results[0]
+
+
+def _breaks_a_key(error: Exception, errors: DriverErrors) -> bool:
+    """Return whether the driver's error is a violation of a primary or unique key, and not the database's own fault."""
+    is_violation = "IntegrityError" in {kind.__name__ for kind in type(error).__mro__}
+    return is_violation and not isinstance(errors.translated(error), BackendUnavailable)

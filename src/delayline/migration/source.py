@@ -87,7 +87,7 @@ class TableSource(ABC):
 
     def must_exist(self) -> None:
         """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
-        self.dialect.must_exist()
+        self.dialect.connections.must_exist()
 
     def collect(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
         """No-op: rows of a table need no collecting."""

@@ -197,10 +197,10 @@ class PreviewWork:
         query = select(*source.selected(table, bodies=self.bodies)).where(and_(*bounds))
         dialect = source.dialect
         try:
-            with dialect.look() as connection:
+            with dialect.connections.look() as connection:
                 dialect.bulk.begin_scan(connection)
                 streaming = connection.execution_options(stream_results=True, yield_per=ROWS_AT_ONCE)
                 with streaming.execute(query) as result:
                     yield from result.partitions(ROWS_AT_ONCE)
-        except dialect.errors as error:
-            raise dialect.translated(error) from error
+        except dialect.errors.kinds as error:
+            raise dialect.errors.translated(error) from error

@@ -50,7 +50,7 @@ from delayline.spark.options import COLUMNS, choice
 from delayline.spark.sources import HIDDEN, content_type, prepared
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
-from delayline.sql.dialect import OnConflict
+from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -20,9 +20,9 @@ from delayline.errors import ConfigurationError
 from delayline.spark.cold_tier import ColdTier, planned, planned_files
 from delayline.spark.errors import translated_errors
 from delayline.spark.session import spark_session
-from delayline.sql.dialect import OnConflict
 from delayline.sql.journal import JournalEvent
 from delayline.sql.prepared import LONGEST_LIST
+from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     import threading

@@ -19,7 +19,7 @@ from delayline.bulk.writer import STREAMS, Attempt, BulkWriter, new_area
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, invalid_reasons, raise_for_invalid, valid_rows
 from delayline.spark.options import COLUMNS, StoreOptions, choice
-from delayline.sql.dialect import OnConflict
+from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -19,7 +19,6 @@ from sqlalchemy import bindparam, delete, insert, select, update
 
 from delayline.errors import BackendUnavailable, DelaylineError
 from delayline.events import Event, emit
-from delayline.sql.dialect import waiting_briefly
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
@@ -27,8 +26,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.sql.claims import Claims
     from delayline.sql.database import Database
-    from delayline.sql.dialect import Claims, Dialect
+    from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import QueueStatements
 
@@ -216,7 +216,7 @@ class CrashCounts:
         """Write a note of the receiver's that a start and a stop must not wait for."""
 
         def briefly(connection: Connection) -> None:
-            with waiting_briefly(self._database.dialect, connection):
+            with self._database.dialect.transactions.waiting_briefly(connection):
                 note(connection)
 
         await self._database.write(briefly)

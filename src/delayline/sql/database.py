@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.external import ExternalTransaction
-    from delayline.sql.dialect import Claims, Dialect, TableIdentity
+    from delayline.sql.claims import Claims
+    from delayline.sql.dialect import Dialect, TableIdentity
     from delayline.sql.notifications import Notifications
     from delayline.sql.prepared import Prepared, StatementResult
     from delayline.sql.transactions import Checkout
@@ -59,7 +60,7 @@ class Database(ABC):
     def limit_waits(self, server_timeout: float) -> None:
         """Wait so many seconds for an answer, or the earlier limit if that is shorter."""
         self._server_timeouts.append(server_timeout)
-        self.dialect.server_timeout = min(self._server_timeouts)
+        self.dialect.connections.server_timeout = min(self._server_timeouts)
 
     def resize_pool(self, size: int) -> None:
         """Use up to so many connections from the next `open` on, or as many as were given before if that is more."""
@@ -72,7 +73,7 @@ class Database(ABC):
     @property
     def domain(self) -> Hashable:
         """Equal for parts that can share a transaction."""
-        return self.dialect.identity
+        return self.dialect.connections.identity
 
     async def open(self) -> None:
         """Connect, unless connected. Raises BackendUnusable or BackendUnavailable. Undone if cancelled."""
@@ -129,7 +130,7 @@ class Database(ABC):
         """Run a read-only `work` on a separate connection; the database need not be open."""
 
         def looked() -> Result:
-            with self.dialect.look() as connection:
+            with self.dialect.connections.look() as connection:
                 return work(connection)
 
         return await in_thread(partial(self._translated, looked))
@@ -144,7 +145,7 @@ class Database(ABC):
         try:
             return texts(await self.look(work), self.dialect)
         except DelaylineError as error:
-            if not self.dialect.plans_without(error):
+            if not self.dialect.errors.plans_without(error):
                 raise
             reason = " ".join(str(error).split())
             return [f"-- the server was not asked, so this is all of it: {reason}", *texts(whole(), self.dialect)]
@@ -243,7 +244,7 @@ class Database(ABC):
             theirs = await enlisted.run(partial(self._theirs, table=table))
             ours = await self.look(partial(self.dialect.catalog.identify, table=table))
         if theirs.database != ours.database:
-            if not await enlisted.run(self.dialect.takes_writes):
+            if not await enlisted.run(self.dialect.connections.takes_writes):
                 raise BackendUnavailable(
                     f"transaction= is on the {theirs.name}, which takes no writes, as a server that is not the primary "
                     "any more: begin it on a new connection"
@@ -356,5 +357,5 @@ class Database(ABC):
     def _translated(self, work: Callable[[], Result]) -> Result:
         try:
             return work()
-        except self.dialect.errors as error:
-            raise self.dialect.translated(error) from error
+        except self.dialect.errors.kinds as error:
+            raise self.dialect.errors.translated(error) from error

@@ -16,7 +16,6 @@ from sqlalchemy.exc import DisconnectionError, InvalidRequestError
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.sql.deadlines import checked_timeout
 from delayline.sql.engine_limits import EngineLimits
-from delayline.sql.server import ServerDialect
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.setup import RequiredTables, version_findings
 from delayline.sql.urls import read_url
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
 
 def must_exist(url: str) -> None:
     """Raise BackendUnusable if the database does not exist and opening it would create an empty one."""
-    database_at(url).dialect.must_exist()
+    database_at(url).dialect.connections.must_exist()
 
 
 async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
@@ -195,8 +194,8 @@ def _watch_over(engine: Engine, database: Database) -> None:
     event.listen(engine, "connect", made)
     event.listen(engine, "checkout", used)
     event.listen(engine, "handle_error", failed)
-    if isinstance(database.dialect, ServerDialect):
-        EngineLimits(engine, database.dialect)
+    if isinstance(database, ServerDatabase):
+        EngineLimits(engine, database.dialect.connections)
 
 
 def _checked_size(size: object) -> int:

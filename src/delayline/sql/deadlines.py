@@ -249,18 +249,18 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 @contextlib.contextmanager
-def limited_answers(connection: Any, dialect: Any) -> Iterator[None]:  # noqa: ANN401 - of any library, and a server's
+def limited_answers(connection: Any, ours: Any) -> Iterator[None]:  # noqa: ANN401 - of any library, and a server's
     """Cut the connection if statements that go past SQLAlchemy get no answer within the server's time.
 
     Args:
         connection: Has cursors.
-        dialect: The server's, which has the limits.
+        ours: Connections of delayline's, which have the limits.
     """
     cursor = connection.cursor()
     driver = getattr(getattr(cursor, "_cursor", cursor), "connection", None)
     cursor.close()
-    watch = AnswerDeadline(descriptor_of(driver), dialect.server_timeout, dialect.stops)
-    watch.begin(dialect.server_timeout)
+    watch = AnswerDeadline(descriptor_of(driver), ours.server_timeout, ours.stops)
+    watch.begin(ours.server_timeout)
     try:
         yield
     finally:

@@ -1,34 +1,33 @@
-"""The interfaces of a database product; a package implements them for each."""
+"""A database product in parts, one a subject: what all have in common, and what each product has to say.
+
+The parts of a server are in `server`; the packages of the products have the rest.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from datetime import timedelta
-from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from sqlalchemy import bindparam, delete
 
 from delayline.sql.schema import TO_PUT, timeouts_table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from datetime import datetime
 
-    import pyarrow as pa
     import sqlalchemy
     from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
 
     from delayline.message import Message
     from delayline.sql.deadlines import StopLimit
-    from delayline.sql.moves import ClaimingMove, Forwarding, Moved, WaitingReceiver
-    from delayline.sql.notifications import ServerNotifications
-    from delayline.sql.prepared import Prepared, StatementResult
+    from delayline.sql.journal_triggers import JournalTriggers
+    from delayline.sql.prepared import Prepared
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server_clock import ServerClock
+    from delayline.sql.staging import Stage
     from delayline.sql.timeouts import TimeoutShape
 
 
@@ -46,34 +45,6 @@ class TableIdentity(NamedTuple):
     """Equal on two connections to one database, and only there."""
     table: Hashable
     """Which of the database's tables it is; None for none."""
-
-
-class Claims(Protocol):
-    """This process's claims on rows of one table, which end with the process. Safe to call from any thread."""
-
-    def take(self, rows: Iterable[int], limit: int) -> list[int]:
-        """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
-        ...
-
-    def release(self, rows: Iterable[int]) -> None:
-        """Give up claims. Idempotent; never blocks for long."""
-        ...
-
-    def forget(self, rows: Iterable[int]) -> None:
-        """Drop claims on deleted rows, without notifying other processes."""
-        ...
-
-    def flush(self) -> None:
-        """Make released rows available to other processes; may block for a round trip."""
-        ...
-
-    def number_claimed_after(self, row: int) -> int:
-        """Return how many rows this process holds whose numbers are higher."""
-        ...
-
-    def holds(self, row: int) -> bool:
-        """Return whether this process holds the row, as of its last request."""
-        ...
 
 
 class DecisionReader(Protocol):
@@ -109,170 +80,6 @@ class PreparedTransactions(Protocol):
 
     def in_doubt(self, connection: Connection, prefix: str) -> list[str]:
         """Return the names of prepared transactions that begin with the prefix."""
-        ...
-
-
-class Leases(Protocol):
-    """The leases on one store's messages."""
-
-    in_row: ClassVar[bool]
-    """Whether leases are columns of the row: then they end with it, and a transaction that locks it sees the latest."""
-    free: ColumnElement[bool]
-    """The condition that the row is not leased."""
-
-    def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
-        """Lease messages whose rows are locked; return the ones that no other process leased at the same moment."""
-        ...
-
-    def end(self, connection: Connection, ids: Sequence[str]) -> None:
-        """End the leases on these messages."""
-        ...
-
-
-class OnConflict(StrEnum):
-    """The treatment of a message whose id exists already."""
-
-    FAIL = "fail"
-    IGNORE = "ignore"
-    REPLACE = "replace"
-
-
-class Stage(Protocol):
-    """A staging area in one database. `write` is called in tasks, the others on the driver."""
-
-    table: Table
-    """Where the rows are when `move` is called."""
-
-    def create(self, connection: Connection) -> None:
-        """Make it, unless it is there."""
-        ...
-
-    def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
-        """Stage the rows on a separate connection; raises if the staging area is gone."""
-        ...
-
-    def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
-        """Make the attempts' rows ready to be moved and return how many there are."""
-        ...
-
-    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Put the gathered rows into the store and return how many it took; raises the driver's IntegrityError."""
-        ...
-
-    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
-        """Put rows into the store that were not staged, as they are; raises the driver's IntegrityError."""
-        ...
-
-    def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
-        """Delete the rows of the attempts, and of those with a number below `before`."""
-        ...
-
-    def drop(self, connection: Connection) -> None:
-        """Remove it."""
-        ...
-
-    def found(self, connection: Connection) -> Sequence[str]:
-        """Return the names of all staging areas beside this one."""
-        ...
-
-    def named(self, name: str) -> Stage:
-        """Return another one."""
-        ...
-
-
-#: Set on a connection whose commit failed: if the connection is lost as well, the outcome is unknown.
-NOT_COMMITTED: Final = "delayline not committed"
-
-
-#: Noted of a connection whose session limits its waits.
-IN_SESSION: Final = "delayline session"
-
-
-@dataclass(frozen=True, slots=True)
-class JournalTriggers:
-    """Templates of the statements about the triggers that write a store's journal.
-
-    Names in braces are those of tables, quoted, and `store`, a literal.
-    """
-
-    create: Mapping[str, str]
-    drop: str
-    found: str
-    """The query for the names of a table's triggers."""
-    needs_rights: bool = False
-    """Whether triggers run with the rights of the user that changes a row, not with their owner's."""
-
-
-class LoopStatements(Protocol):
-    """A short way for single statements outside transactions, without a worker thread."""
-
-    async def run(self, statement: Prepared, values: tuple[Any, ...]) -> StatementResult | None:
-        """Run the statement, which commits by itself; None if it has to go the ordinary way, and nothing was done."""
-        ...
-
-    def rest(self) -> None:
-        """Give a connection that has not been used for a while back to the pool. Never blocks."""
-        ...
-
-    def close(self) -> None:
-        """Finish the work in progress and accept no more; blocks."""
-        ...
-
-
-class ServerClaims(Claims, Protocol):
-    """Claims on the rows of one table, held by a connection."""
-
-    def close(self) -> None:
-        """Give up every claim."""
-        ...
-
-
-class Page(NamedTuple):
-    """The numbers that one look into a queue has found."""
-
-    claimed: list[int]
-    last: int
-    """The last number found, claimed or not."""
-    more: bool
-    """Whether as many were found as were asked for."""
-
-
-class TransactionsInProgress(NamedTuple):
-    """Which transactions are in progress, of those that can put messages into a queue."""
-
-    oldest: int
-    """The number of the oldest one; all with lower numbers have ended."""
-    following: int
-    """The number of the next one to begin."""
-    first: int | None
-    """The number of the first message that was looked for, in the same snapshot; None for none."""
-
-
-@runtime_checkable
-class ClaimsInStatements(ServerClaims, Protocol):
-    """Claims that are made in the statement that moves the messages to their queue, or that looks into the queue."""
-
-    def register(self, receiver: WaitingReceiver) -> Callable[[], None]:
-        """Claim moved messages for the receiver while it waits for some; return how to stop."""
-        ...
-
-    def waiting_receiver(self) -> WaitingReceiver | None:
-        """Return a receiver that waits for messages, if there is one."""
-        ...
-
-    async def move(self, move: ClaimingMove) -> Moved:
-        """Run the move on the claims' connection, and claim the rows that it has locked."""
-        ...
-
-    async def take_next(self, queued: Table, queue: str, after: int, limit: int, among: int = 0) -> Page:
-        """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims.
-
-        `among`: how many messages to look at, `limit` of them if that is more.
-        """
-        ...
-
-    def in_progress(self, connection: Connection, queued: Table, queue: str, after: int) -> TransactionsInProgress:
-        """Return which transactions are in progress, and the queue's first message after the number `after`."""
         ...
 
 
@@ -439,304 +246,142 @@ class Catalog(ABC):
         """Return the GRANT statements for missing rights on existing tables."""
 
 
-class TransactionControl(Protocol):
+class TransactionControl(ABC):
     """How transactions begin and end."""
 
-    @property
-    def identity(self) -> Hashable:
-        """Equal for URLs that can share a transaction; its str shows no password."""
-        ...
+    decides: DecisionReader | None = None
+    """How a decision about transactions prepared elsewhere is kept here; None where it cannot be."""
+    two_phase: PreparedTransactions | None = None
+    """How transactions are prepared; None where they cannot be."""
 
-    @property
-    def decides(self) -> DecisionReader | None:
-        """How a decision about transactions prepared elsewhere is kept here; None where it cannot be."""
-        ...
-
-    @property
-    def two_phase(self) -> PreparedTransactions | None:
-        """How transactions are prepared; None where they cannot be."""
-        ...
-
+    @abstractmethod
     def begin(self, connection: Connection) -> None:
         """Begin a transaction."""
-        ...
 
+    @abstractmethod
     def commit(self, connection: Connection) -> None:
         """Commit; durable on return."""
-        ...
 
+    @abstractmethod
     def rollback(self, connection: Connection) -> None:
         """Roll back, unless the database has done so by itself."""
-        ...
 
+    @abstractmethod
     def set_savepoint(self, connection: Connection) -> None:
         """Mark where `roll_back_to_savepoint` goes back to."""
-        ...
 
+    @abstractmethod
     def roll_back_to_savepoint(self, connection: Connection) -> None:
         """Roll back to the savepoint, which stays set."""
-        ...
 
+    @abstractmethod
     def release_savepoint(self, connection: Connection) -> None:
         """Release the savepoint and keep the work since."""
-        ...
+
+    @contextlib.contextmanager
+    def waiting_briefly(self, connection: Connection) -> Iterator[None]:
+        """Let the statements of the open transaction give up soon where they would have to wait for others' locks.
+
+        Without effect on products that cannot do that.
+        """
+        waits = self.decides
+        if waits is None:
+            yield
+            return
+        waits.wait_briefly(connection)
+        try:
+            yield
+        finally:
+            with contextlib.suppress(Exception):  # the transaction may have failed, or the connection
+                waits.wait_as_usual(connection)
+
+    def run_briefly(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        """Run `work` in a transaction of its own that gives up soon where it would have to wait for others' locks.
+
+        For what only helps, such as a receiver's note that it stops: a session that builds an index holds up no stop.
+        """
+        self.begin(connection)
+        try:
+            with self.waiting_briefly(connection):
+                result = work(connection)
+            self.commit(connection)
+        except BaseException:
+            with contextlib.suppress(Exception):  # the error that is raised says more
+                self.rollback(connection)
+            raise
+        return result
 
 
-class DatabaseAccess(Protocol):
-    """Connections outside the database's own, and the errors of its driver."""
+class DriverErrors(ABC):
+    """The errors of a database's driver, and what they mean."""
 
+    @property
+    @abstractmethod
+    def kinds(self) -> tuple[type[Exception], ...]:
+        """The driver's exceptions, raw and wrapped by SQLAlchemy."""
+
+    @abstractmethod
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+
+    def plans_without(self, error: Exception) -> bool:
+        """Return whether set-up can be planned in spite of the error, which kept the server from being asked."""
+        del error
+        return False
+
+    def is_disconnect(self, error: Exception) -> bool:
+        """Return whether the error means that the connection is of no use any more."""
+        del error
+        return False
+
+
+class Connections(ABC):
+    """The connections to a database."""
+
+    identity: Hashable
+    """Equal for URLs that can share a transaction; its str shows no password."""
+    stops: StopLimit
+    """The limit of waits while an endpoint stops."""
     server_timeout: float
     """Seconds to wait for an answer of the server."""
 
     @property
     def server_address(self) -> tuple[str, int | None] | None:
         """Host and port of the server; None for a file."""
-        ...
+        return None
 
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The driver's exceptions, raw and wrapped by SQLAlchemy."""
-        ...
+    def must_exist(self) -> None:  # noqa: B027 - connecting to a server makes no database
+        """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
+
+    @abstractmethod
+    def look(self) -> AbstractContextManager[Connection]:
+        """Return a connection for reading: nothing is made or changed, not even by opening it."""
 
     def takes_writes(self, connection: Connection) -> bool:
         """Return whether the session of any connection to this product may write; uses cursors only."""
-        ...
-
-    def translated(self, error: Exception) -> Exception:
-        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-        ...
-
-    def plans_without(self, error: Exception) -> bool:
-        """Return whether set-up can be planned in spite of the error, which kept the server from being asked."""
-        ...
-
-    def must_exist(self) -> None:
-        """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
-        ...
-
-    def look(self) -> AbstractContextManager[Connection]:
-        """Return a connection for reading: nothing is made or changed, not even by opening it."""
-        ...
+        del connection
+        return True
 
 
-class Dialect(TransactionControl, DatabaseAccess, Protocol):
-    """One database of one product."""
+class Dialect(ABC):
+    """One database of one product: a part for each subject."""
 
+    sql: sqlalchemy.Dialect
+    """SQLAlchemy's dialect, which statements are compiled for."""
     values: ColumnValues
     words: StatementWords
     bulk: BulkStatements
     catalog: Catalog
     timeouts: TimeoutShape
+    transactions: TransactionControl
+    errors: DriverErrors
+    connections: Connections
 
-    @property
-    def sql(self) -> sqlalchemy.Dialect:
-        """SQLAlchemy's dialect, which statements are compiled for."""
-        ...
-
-    def __hash__(self) -> int:
-        """Return a hash by identity."""
-        ...
+    def __str__(self) -> str:
+        return str(self.connections)
 
 
 def conflict_columns(table: Table, key: str) -> Sequence[str]:
     """Return the columns that are unique together and include `key`: the primary key, or the column itself."""
     primary = tuple(table.primary_key.columns.keys())
     return primary if key in primary else (key,)
-
-
-class ServerSession(Protocol):
-    """A connection to a server that is made anew when it was lost. Used by one thread at a time."""
-
-    driver: Any
-    """The driver's connection; None while there is none."""
-
-    @property
-    def trusted(self) -> bool:
-        """Whether the connection can be used without trying it first."""
-        ...
-
-    def run(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
-        """Run `work` while no transaction is open; driver errors are raised as delayline's.
-
-        Args:
-            work: the function to run.
-            commits: whether the statement commits by itself, so that a lost answer leaves its outcome unknown.
-        """
-        ...
-
-    def waits(self) -> None:
-        """Expect an answer within the limit."""
-        ...
-
-    def answered(self) -> None:
-        """Note that the connection was alive a moment ago."""
-        ...
-
-    def failed(self, error: Exception, *, commits: bool) -> Exception:
-        """Return delayline's error for a driver's, having given the connection up if that was its end."""
-        ...
-
-    def give_back(self) -> None:
-        """Let others use the connection."""
-        ...
-
-    def close(self) -> None:
-        """Disconnect. Idempotent."""
-        ...
-
-
-class ServerSessions(Protocol):
-    """The sessions and worker threads of a server's database."""
-
-    dialect: Server
-
-    @property
-    def clock(self) -> ServerClock:
-        """The server's."""
-        ...
-
-    def session(self) -> ServerSession:
-        """Return an idle connection, or a new one; on a worker thread."""
-        ...
-
-    def use_session(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on an idle connection, or on a new one; on a worker thread."""
-        ...
-
-    async def run(self, work: Callable[[], Result]) -> Result:
-        """Run `work` on a worker thread."""
-        ...
-
-    def spawn(self, work: Callable[[], object]) -> None:
-        """Schedule `work` on a worker thread without waiting for it. No-op once closed."""
-        ...
-
-    def close_unused(self) -> None:
-        """Close the connection that was used longest ago, if that is a while ago. Never blocks."""
-        ...
-
-
-class ServerConnections(Protocol):
-    """Connections to a server."""
-
-    stops: StopLimit
-    """The limit of waits while an endpoint stops."""
-
-    @property
-    def patience(self) -> float:
-        """Seconds to wait for a connection."""
-        ...
-
-    @property
-    def connect_timeout(self) -> float:
-        """Seconds that connecting may take."""
-        ...
-
-    def connect_with(self, connect: Callable[[], object]) -> None:
-        """Make connections by a function of the user's."""
-        ...
-
-    def check(self) -> None:
-        """Connect once and refuse unusable servers: an old version, missing rights. Raises BackendUnusable."""
-        ...
-
-    def connect(self) -> Connection:
-        """Return a new connection in autocommit."""
-        ...
-
-    def ping(self, connection: Connection) -> bool:
-        """Ask the server for a sign of life; raises one of `errors`.
-
-        Returns False if it has given the connection's writes up since it was made: it is a primary no more.
-        """
-        ...
-
-
-class ServerErrors(Protocol):
-    """The meaning of a server's errors."""
-
-    def is_broken(self, connection: Connection) -> bool:
-        """Return whether SQLAlchemy or the driver has found the connection's end, whatever the error is."""
-        ...
-
-    def is_disconnect(self, error: Exception) -> bool:
-        """Return whether the error means that the connection is of no use any more."""
-        ...
-
-    def outdates_sessions(self, error: Exception) -> bool:
-        """Return whether open sessions are of no use any more, though a new one may be; the statement had no effect.
-
-        So after a failover that leaves them open, read-only, and where tables have changed under prepared statements.
-        """
-        ...
-
-    def is_deadlock(self, error: Exception) -> bool:
-        """Return whether the transaction was given up in favour of another, so that it can be repeated as a whole."""
-        ...
-
-    def has_rolled_back(self, error: Exception) -> bool:
-        """Return whether the server has rolled back the whole transaction; later work would be outside it."""
-        ...
-
-
-class ServerFeatures(Protocol):
-    """The implementations that a server's product has for claims, notifications, inserts and forwarding."""
-
-    def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
-        """Return the fast route for inserting single messages; None if there is none."""
-        ...
-
-    def notifications(self, database: ServerSessions) -> ServerNotifications:
-        """Return the notifications of this server."""
-        ...
-
-    def claims(self, database: ServerSessions, table: str) -> ServerClaims:
-        """Return claims on the rows of that table."""
-        ...
-
-    def leases(self, table: Table, tables: QueueTables) -> Leases:
-        """Return the leases on a store's messages that are fetched without a transaction."""
-        ...
-
-    def forwarding(self, table: Table, tables: QueueTables) -> Forwarding:
-        """Return how due messages of a store move inside the server."""
-        ...
-
-
-class Server(Dialect, ServerConnections, ServerErrors, ServerFeatures, Protocol):
-    """One database of a server."""
-
-
-def in_brief_transaction(dialect: Server, work: Callable[[Connection], Result], connection: Connection) -> Result:
-    """Run `work` in a transaction of its own that gives up soon where it would have to wait for others' locks.
-
-    For what only helps, such as a receiver's note that it stops: a session that builds an index holds up no stop.
-    """
-    dialect.begin(connection)
-    try:
-        with waiting_briefly(dialect, connection):
-            result = work(connection)
-        dialect.commit(connection)
-    except BaseException:
-        with contextlib.suppress(*dialect.errors):
-            dialect.rollback(connection)
-        raise
-    return result
-
-
-@contextlib.contextmanager
-def waiting_briefly(dialect: Dialect, connection: Connection) -> Iterator[None]:
-    """Let the statements of the open transaction give up soon where they would have to wait for others' locks.
-
-    Without effect on products that cannot do that.
-    """
-    waits = dialect.decides
-    if waits is None:
-        yield
-        return
-    waits.wait_briefly(connection)
-    try:
-        yield
-    finally:
-        with contextlib.suppress(Exception):  # the transaction may have failed, or the connection
-            waits.wait_as_usual(connection)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine
 
-    from delayline.sql.server import ServerDialect
+    from delayline.sql.server import ServerConnections
 
 #: Seconds at most that the answer to a test of an idle connection may take.
 PING_TIMEOUT: Final = 5.0
@@ -24,12 +24,12 @@ class EngineLimits:
 
     Args:
         engine: The Engine, whose own dialect calls the driver.
-        dialect: The server's, which has the limits.
+        connections: delayline's own to that server, which have the limits.
     """
 
-    def __init__(self, engine: Engine, dialect: ServerDialect) -> None:
-        self._dialect = dialect
-        self._takes_all = not engine.dialect.is_async or dialect.product == "PostgreSQL"
+    def __init__(self, engine: Engine, connections: ServerConnections) -> None:
+        self._connections = connections
+        self._takes_all = not engine.dialect.is_async or connections.product == "PostgreSQL"
         self._watches: dict[int, AnswerDeadline] = {}
         event.listen(engine, "do_connect", self._connecting)
         event.listen(engine, "connect", self._connected, insert=True)
@@ -39,27 +39,32 @@ class EngineLimits:
         event.listen(engine, "after_cursor_execute", self._ends)
         event.listen(engine, "handle_error", self._failed)
         own: Any = engine.dialect
-        own.do_commit = self._limited(own.do_commit, dialect.server_timeout)
-        own.do_rollback = self._limited(own.do_rollback, dialect.server_timeout)
+        own.do_commit = self._limited(own.do_commit, connections.server_timeout)
+        own.do_rollback = self._limited(own.do_rollback, connections.server_timeout)
         own.do_ping = self._limited(own.do_ping, PING_TIMEOUT)
 
     def _connecting(self, _: object, record: object, arguments: object, options: dict[str, Any]) -> None:
         """Limit connecting, in which the driver's socket cannot be watched yet."""
         del record, arguments
         limits = dict(options)
-        self._dialect.limit_connect(limits)
+        self._connections.limit_connect(limits)
         if not self._takes_all:  # asyncmy has another name for the rest, and hides its socket
-            own = {"connect_timeout": limits["connect_timeout"], "read_timeout": self._dialect.server_timeout}
+            own = {
+                "connect_timeout": limits["connect_timeout"],
+                "read_timeout": self._connections.server_timeout,
+            }
             limits = own | options
         for name in ("read_timeout", "write_timeout"):  # for as long as the connection lasts
             if name in limits and name not in options:
-                limits[name] = max(limits[name], round(self._dialect.server_timeout))
+                limits[name] = max(limits[name], round(self._connections.server_timeout))
         options |= limits
 
     def _connected(self, driver: Any, record: object) -> None:  # noqa: ANN401 - each driver has its own
         del record
         if (descriptor := descriptor_of(driver)) is not None:
-            self._watches[id(driver)] = AnswerDeadline(descriptor, self._dialect.server_timeout, self._dialect.stops)
+            self._watches[id(driver)] = AnswerDeadline(
+                descriptor, self._connections.server_timeout, self._connections.stops
+            )
 
     def _closed(self, driver: object, *_: object) -> None:
         if (watch := self._watches.pop(id(driver), None)) is not None:
@@ -70,7 +75,7 @@ class EngineLimits:
             watch = self._watches.get(id(getattr(connection, "dbapi_connection", connection)))
             if watch is None:
                 return work(connection)
-            watch.begin(min(seconds, self._dialect.server_timeout))
+            watch.begin(min(seconds, self._connections.server_timeout))
             try:
                 return work(connection)
             finally:
@@ -80,7 +85,7 @@ class EngineLimits:
 
     def _begins(self, connection: Connection, *_: object) -> None:
         if (watch := self._watches.get(id(connection.connection.dbapi_connection))) is not None:
-            watch.begin(self._dialect.server_timeout)
+            watch.begin(self._connections.server_timeout)
 
     def _ends(self, connection: Connection, *_: object) -> None:
         if (watch := self._watches.get(id(connection.connection.dbapi_connection))) is not None:

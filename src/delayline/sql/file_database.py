@@ -89,15 +89,15 @@ class FileDatabase(Database):
 
     def begin_stop(self) -> None:
         """Limit the waits for other processes' transactions."""
-        self.dialect.stops.begin()
+        self.dialect.connections.stops.begin()
 
     def end_stop(self) -> None:
         """Wait as long as usual again."""
-        self.dialect.stops.end()
+        self.dialect.connections.stops.end()
 
     async def open(self) -> None:
         """Connect, unless connected. Raises BackendUnusable or BackendUnavailable. Undone if cancelled."""
-        self.dialect.thread_waits = THREAD_WAITS.get()
+        self.dialect.connections.thread_waits = THREAD_WAITS.get()
         await super().open()
 
     async def read(self, work: Callable[[Connection], Result]) -> Result:
@@ -110,14 +110,14 @@ class FileDatabase(Database):
         """Write what is missing; a transaction that may be that of the waiting caller is not waited for as long."""
         if await self._is_missing(missing):
             if THREAD_WAITS.get():
-                await self.read(lambda _: self.dialect.wait_for_own_process())
+                await self.read(lambda _: self.dialect.transactions.wait_for_own_process())
             await self.write(work)
 
     async def hold(self) -> WriterCheckout:
         """Wait for other writers."""
         asked_at = time.monotonic()
         await self.semaphore.enter()
-        self.dialect.asked_at = asked_at
+        self.dialect.transactions.asked_at = asked_at
         return WriterCheckout(self)
 
     async def on_writer(self, work: Callable[[Connection], Result]) -> Result:
@@ -140,7 +140,7 @@ class FileDatabase(Database):
         try:
             if not write.finished:
                 group = self._group.take()
-                self.dialect.asked_at = max((one.asked_at for one in group), default=write.asked_at)
+                self.dialect.transactions.asked_at = max((one.asked_at for one in group), default=write.asked_at)
                 await self.on_writer(lambda connection: self._group.run(group, connection))
         finally:
             self.semaphore.leave()
@@ -159,7 +159,7 @@ class FileDatabase(Database):
                 f"this process was forked in the middle of a transaction on {self.dialect}: "
                 "start endpoints after the fork, or use multiprocessing's spawn method"
             )
-        connection = self._translated(lambda: self.dialect.connect(writing=True))
+        connection = self._translated(lambda: self.dialect.connections.connect(writing=True))
         try:
             self.dialect.opened()
         except BaseException:
@@ -189,7 +189,7 @@ class FileDatabase(Database):
                 workers.pause()
         self._commits.pause()
         writing = self._write_connection
-        if writing is not None and not self.dialect.in_transaction(writing):
+        if writing is not None and not self.dialect.transactions.in_transaction(writing):
             self._close_connections()
 
     def after_fork(self) -> None:
@@ -215,7 +215,7 @@ class FileDatabase(Database):
         self._opening = threading.Lock()
 
     def _new_commit_watch(self) -> CommitWatch:
-        return CommitWatch(lambda: self.dialect.connect(writing=False), self.notify)
+        return CommitWatch(lambda: self.dialect.connections.connect(writing=False), self.notify)
 
     def _close_connections(self) -> None:
         if self._write_connection is not None:
@@ -227,13 +227,13 @@ class FileDatabase(Database):
 
     def _writing_connection(self) -> Connection:
         if self._write_connection is None:  # since a fork
-            self._write_connection = self.dialect.connect(writing=True)
+            self._write_connection = self.dialect.connections.connect(writing=True)
         return self._write_connection
 
     def _read_connection(self) -> Connection:
         connection: Connection | None = getattr(self._thread, "connection", None)
         if connection is None:
-            connection = self._thread.connection = self.dialect.connect(writing=False)
+            connection = self._thread.connection = self.dialect.connections.connect(writing=False)
             self._read_connections.append(connection)
         return connection
 
@@ -253,7 +253,7 @@ class WriterCheckout:
 
     def _unless_undone(self, work: Callable[[Connection], Result]) -> Callable[[Connection], Result]:
         def checked(connection: Connection) -> Result:
-            if self._begun and not self._database.dialect.in_transaction(connection):
+            if self._begun and not self._database.dialect.transactions.in_transaction(connection):
                 raise BackendUnavailable(
                     f"{self._database.dialect} has undone the transaction by itself, as it does on a full disk or an "
                     "I/O error: try again from its beginning"
@@ -303,7 +303,7 @@ class GroupCommit:
     """Collects writes; the first writer to enter runs all of them, each behind a savepoint."""
 
     def __init__(self, dialect: Sqlite) -> None:
-        self._dialect = dialect
+        self._transactions, self._errors = dialect.transactions, dialect.errors
         self._waiting: deque[Write[Any]] = deque()
 
     def add(self, write: Write[Any]) -> None:
@@ -328,37 +328,35 @@ class GroupCommit:
 
     def run(self, group: list[Write[Any]], connection: Connection) -> None:
         """Run the group in one transaction: those that fail alone are undone alone, the others committed."""
-        dialect = self._dialect
         try:
-            dialect.begin(connection)
+            self._transactions.begin(connection)
             try:
                 for write in group:
                     if len(group) == 1:
                         write.run(connection)
                     else:
                         self._run_apart(write, connection)
-                dialect.commit(connection)
+                self._transactions.commit(connection)
             except BaseException:
-                dialect.rollback(connection)
+                self._transactions.rollback(connection)
                 raise
         except BaseException as error:
-            failure = dialect.translated(error) if isinstance(error, dialect.errors) else error
+            failure = self._errors.translated(error) if isinstance(error, self._errors.kinds) else error
             for write in group:
                 write.fail(failure)
         for write in group:
             write.finished = True
 
     def _run_apart(self, write: Write[Any], connection: Connection) -> None:
-        dialect = self._dialect
-        dialect.set_savepoint(connection)
+        self._transactions.set_savepoint(connection)
         try:
             write.run(connection)
         except Exception as error:
-            if not dialect.in_transaction(connection):
+            if not self._transactions.in_transaction(connection):
                 raise  # SQLite has undone everything: a full disk, an I/O error
-            dialect.roll_back_to_savepoint(connection)
-            write.fail(dialect.translated(error) if isinstance(error, dialect.errors) else error)
-        dialect.release_savepoint(connection)
+            self._transactions.roll_back_to_savepoint(connection)
+            write.fail(self._errors.translated(error) if isinstance(error, self._errors.kinds) else error)
+        self._transactions.release_savepoint(connection)
 
 
 class NumberStatements:

@@ -23,8 +23,8 @@ from delayline.errors import DelaylineError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from delayline.sql.claims import ClaimsInStatements
     from delayline.sql.database import Database
-    from delayline.sql.dialect import ClaimsInStatements
     from delayline.sql.statements import QueueStatements
 
 #: Numbers that have to be given until it is worth a query to begin looks behind the earlier ones ...

@@ -5,9 +5,27 @@ A negative number of retries marks the reason of a deletion: see `journal`.
 
 from __future__ import annotations
 
-from typing import Final
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
-from delayline.sql.dialect import JournalTriggers
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@dataclass(frozen=True, slots=True)
+class JournalTriggers:
+    """Templates of the statements about the triggers that write a store's journal.
+
+    Names in braces are those of tables, quoted, and `store`, a literal.
+    """
+
+    create: Mapping[str, str]
+    drop: str
+    found: str
+    """The query for the names of a table's triggers."""
+    needs_rights: bool = False
+    """Whether triggers run with the rights of the user that changes a row, not with their owner's."""
+
 
 COLUMNS: Final = "(store, event, id, destination, due, at, retries)"
 GONE: Final = "CASE {old}retry_count WHEN -1 THEN 'cancelled' WHEN -2 THEN 'failed' ELSE 'dispatched' END"

@@ -53,7 +53,7 @@ class OnDatabase:
     @property
     def server_timeout(self) -> float:
         """Seconds to wait for an answer of the database's server."""
-        return self._database.dialect.server_timeout
+        return self._database.dialect.connections.server_timeout
 
     def stop_soon(self) -> None:
         """Limit the waits of open connections, so that an endpoint with a silent server stops within 20 seconds."""

@@ -11,7 +11,7 @@ from delayline.events import Event, emit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from delayline.sql.dialect import Server
+    from delayline.sql.dialect import Connections
     from delayline.sql.workers import Workers, WorkItem
 
 logger = logging.getLogger(__name__)
@@ -28,22 +28,22 @@ class OverdueWork:
     """Limits how long anything waits for work of a server's threads, beyond the limits of each answer.
 
     Args:
-        dialect: The server.
+        connections: Those to the server.
         pools: The threads.
     """
 
-    def __init__(self, dialect: Server, pools: Sequence[Workers]) -> None:
-        self._dialect = dialect
+    def __init__(self, connections: Connections, pools: Sequence[Workers]) -> None:
+        self._connections = connections
         self._pools = pools
 
     @property
     def limit(self) -> float:
         """Seconds that an answer may take."""
-        return self._dialect.server_timeout
+        return self._connections.server_timeout
 
     def end_overdue(self, now: float) -> None:
         """Report work that is overdue, and give it up when it is that for as long again."""
-        if self._dialect.stops.at is not None:
+        if self._connections.stops.at is not None:
             return  # a stop has its own limits
         for pool in self._pools:
             under_way = pool.under_way()
@@ -58,11 +58,11 @@ class OverdueWork:
         if now - since > allowed and not item.reported:
             item.reported = True
             name = "a task" if item.task is None else f"task {item.task.get_name()!r}"
-            emit(logger, logging.WARNING, Event.WORK_OVERDUE, REPORT, name, now - since, self._dialect)
+            emit(logger, logging.WARNING, Event.WORK_OVERDUE, REPORT, name, now - since, self._connections)
         if now - since > 2 * allowed + CONNECTING:
             item.give_up(
                 BackendUnavailable(
-                    f"no answer from {self._dialect} within {now - since:.0f} s. The statement may have taken effect: "
-                    "check whether the data was written before repeating it"
+                    f"no answer from {self._connections} within {now - since:.0f} s. The statement may have taken "
+                    "effect: check whether the data was written before repeating it"
                 )
             )

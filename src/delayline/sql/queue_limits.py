@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.external import Unset
+    from delayline.sql.claims import Claims
     from delayline.sql.database import Database
-    from delayline.sql.dialect import Claims, Dialect
+    from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
 from delayline.events import Event, emit
 from delayline.message import Message
-from delayline.sql.dialect import ClaimsInStatements, Page
+from delayline.sql.claims import ClaimsInStatements, Page
 from delayline.sql.gone_numbers import GoneNumbers
 from delayline.sql.queue_limits import LIMITS_CHANGED
 from delayline.sql.statements import queue_channel
@@ -24,9 +24,9 @@ from delayline.transport import ReceivedMessage
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from delayline.sql.claims import Claims
     from delayline.sql.crashes import CrashCounts
     from delayline.sql.database import Database
-    from delayline.sql.dialect import Claims
     from delayline.sql.queue_limits import QueueAdmission, SqlHandlerSlots
     from delayline.sql.statements import QueueStatements
     from delayline.transaction import Transaction
@@ -109,7 +109,7 @@ class SqlReceiver:
     @property
     def server_timeout(self) -> float:
         """Seconds that an answer may take."""
-        return self._database.dialect.server_timeout
+        return self._database.dialect.connections.server_timeout
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and claim up to `limit` of them."""

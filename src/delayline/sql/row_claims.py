@@ -33,11 +33,12 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
+    from delayline.sql.claims import ClaimsInStatements
     from delayline.sql.database import Database
-    from delayline.sql.dialect import ClaimsInStatements, Leases, Server
     from delayline.sql.file_database import FileDatabase
     from delayline.sql.moves import Moved
     from delayline.sql.schema import QueueTables
+    from delayline.sql.server import Leases, Server
     from delayline.sql.statements import StoreStatements
     from delayline.sql.watermark import DueQuery
     from delayline.transaction import Transaction

@@ -14,9 +14,8 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
-import sqlalchemy
 from sqlalchemy import (
     URL,
     and_,
@@ -46,7 +45,7 @@ from delayline.sql.deadlines import (
     AnswerDeadline,
     StopLimit,
 )
-from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
+from delayline.sql.dialect import Connections, Dialect, DriverErrors, TransactionControl
 from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
@@ -55,64 +54,77 @@ from delayline.sql.urls import hosts_of
 from delayline.sql.workers import is_given_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from sqlalchemy import Column, ColumnElement, Connection, Table
     from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
-    from delayline.sql.dialect import (
-        BulkStatements,
-        Catalog,
-        ColumnValues,
-        DecisionReader,
-        Leases,
-        LoopStatements,
-        PreparedTransactions,
-        Server,
-        ServerSessions,
-        StatementWords,
-    )
+    from delayline.sql.claims import ServerClaims
+    from delayline.sql.moves import Forwarding
+    from delayline.sql.notifications import ServerNotifications
+    from delayline.sql.prepared import StatementResult
     from delayline.sql.schema import QueueTables
+    from delayline.sql.server_clock import ServerClock
     from delayline.sql.urls import Host
 
     Columns = ReadOnlyColumnCollection[str, Column[Any]]
 
 
+Result = TypeVar("Result")
 LEASE: Final = 60  # seconds; a dispatch takes less
 
 
-class ServerDialect(ABC):
-    """One database of a server, reached through a SQLAlchemy driver."""
+#: Set on a connection whose commit failed: if the connection is lost as well, the outcome is unknown.
+NOT_COMMITTED: Final = "delayline not committed"
 
-    values: ColumnValues
-    words: StatementWords
-    bulk: BulkStatements
-    catalog: Catalog
+
+#: Noted of a connection whose session limits its waits.
+IN_SESSION: Final = "delayline session"
+
+
+class ServerErrors(DriverErrors):
+    """The errors of a server's driver, and what they mean."""
+
+    def __init__(self, connections: ServerConnections) -> None:
+        self._connections = connections
+
+    @property
+    def kinds(self) -> tuple[type[Exception], ...]:
+        """The driver's exceptions, raw and wrapped by SQLAlchemy, including those of a lost connection."""
+        return (DBAPIError, PendingRollbackError, self._connections.engine.dialect.loaded_dbapi.Error)
+
+    def is_broken(self, connection: Connection) -> bool:
+        """Return whether SQLAlchemy or the driver has found the connection's end, whatever the error is."""
+        return connection.invalidated
+
+    @abstractmethod
+    def outdates_sessions(self, error: Exception) -> bool:
+        """Return whether open sessions are of no use any more, though a new one may be; the statement had no effect.
+
+        So after a failover that leaves them open, read-only, and where tables have changed under prepared statements.
+        """
+
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Return whether the server has rolled back the whole transaction; later work would be outside it."""
+        del error
+        return False
+
+    def is_deadlock(self, error: Exception) -> bool:
+        """Return whether the transaction was given up in favour of another, so that it can be repeated as a whole."""
+        return self.has_rolled_back(error)
+
+
+class ServerConnections(Connections):
+    """The connections to a database of a server, in autocommit, through a SQLAlchemy driver."""
+
     product: ClassVar[str]
     driver: str
     """SQLAlchemy's name for the dialect and driver."""
     extra: str
     """The extra of delayline that installs the driver."""
     default_port: ClassVar[int]
-    server_timeout: float = SERVER_TIMEOUT
-    """Seconds to wait for an answer."""
-
-    @property
-    def decides(self) -> DecisionReader | None:
-        """None: products without a two-phase commit cannot query a decision."""
-        return None
-
-    @property
-    def two_phase(self) -> PreparedTransactions | None:
-        """None: products without a two-phase commit prepare nothing."""
-        return None
-
-    BEGIN: ClassVar[str] = "BEGIN"
-    COMMIT: ClassVar[str] = "COMMIT"
-    ROLLBACK: ClassVar[str] = "ROLLBACK"
-    SAVEPOINT: ClassVar[str] = "SAVEPOINT delayline"
-    ROLLBACK_TO: ClassVar[str] = "ROLLBACK TO SAVEPOINT delayline"
-    RELEASE: ClassVar[str] = "RELEASE SAVEPOINT delayline"
+    errors: ServerErrors
+    """What the driver's errors mean."""
 
     def __init__(self, url: URL, *, connect_args: Mapping[str, object], **engine_options: object) -> None:
         if not url.database:
@@ -125,7 +137,9 @@ class ServerDialect(ABC):
                 "as %XX, @ as %40 and / as %2F"
             )
         self.url = url.set(drivername=self.driver)
+        self.identity = self.url.set(port=url.port or self.default_port)
         self.stops = StopLimit()
+        self.server_timeout = SERVER_TIMEOUT
         self._connect: Callable[[], object] | None = None
         # The URL itself wins over our defaults.
         arguments = {name: value for name, value in connect_args.items() if name not in url.query}
@@ -154,6 +168,10 @@ class ServerDialect(ABC):
         """Seconds to wait for a connection."""
         return self.server_timeout
 
+    @abstractmethod
+    def check(self) -> None:
+        """Connect once and refuse unusable servers: an old version, missing rights. Raises BackendUnusable."""
+
     @property
     def connect_timeout(self) -> float:
         """Seconds that connecting may take."""
@@ -169,17 +187,13 @@ class ServerDialect(ABC):
         """Seconds that a set-up waits for another one: less than its answers may take."""
         return min(60.0, self.server_timeout * LONG_WORK * 2 / 3)
 
-    def limit_connect(self, arguments: dict[str, Any]) -> None:  # noqa: B027 - optional
+    def limit_connect(self, arguments: dict[str, Any]) -> None:
         """Add the time limits to the driver's connect options; options in the URL win."""
 
     def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own
         """Return the socket of the driver's connection; None where the driver limits its waits itself."""
         del driver
         return None
-
-    def is_broken(self, connection: Connection) -> bool:
-        """Return whether SQLAlchemy or the driver has found the connection's end, whatever the error is."""
-        return connection.invalidated
 
     def connect_with(self, connect: Callable[[], object]) -> None:
         """Make connections by a function of the user's."""
@@ -206,7 +220,7 @@ class ServerDialect(ABC):
         try:
             driver = self._connect()
         except Exception as error:
-            if isinstance(error, (*self.errors, DelaylineError)):
+            if isinstance(error, (*self.errors.kinds, DelaylineError)):
                 raise
             raise BackendUnavailable(f"no connection to {self}: connect= has failed: {error!r}") from error
         return self.adopt(driver)
@@ -229,29 +243,6 @@ class ServerDialect(ABC):
         """Host and port of the server, the first one of several."""
         return self.hosts[0]
 
-    @property
-    def identity(self) -> Hashable:
-        """The URL, with the driver and port spelled out; its str hides the password."""
-        return self.url.set(port=self.url.port or self.default_port)
-
-    @property
-    def sql(self) -> sqlalchemy.Dialect:
-        """SQLAlchemy's dialect, which statements are compiled for."""
-        return self.engine.dialect
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The driver's exceptions, raw and wrapped by SQLAlchemy, including those of a lost connection."""
-        return (DBAPIError, PendingRollbackError, self.engine.dialect.loaded_dbapi.Error)
-
-    def leases(self, table: Table, tables: QueueTables) -> Leases:
-        """Leases in a column of the store's table."""
-        del tables
-        return LeaseColumn(table, self)
-
-    def must_exist(self) -> None:  # noqa: B027 - enough for servers
-        """Do nothing: connecting makes no database."""
-
     def look(self) -> Connection:
         """Return a connection: being connected changes nothing on a server."""
         return self.connect()
@@ -262,34 +253,24 @@ class ServerDialect(ABC):
         watch_of(connection).end()
         return connection
 
-    def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
-        """None: a worker thread inserts."""
-        del database
-        return None
-
-    def has_rolled_back(self, error: Exception) -> bool:
-        """Return False: a failed transaction stays open until it is rolled back."""
-        del error
-        return False
-
-    def is_deadlock(self, error: Exception) -> bool:
-        """Whatever rolls a transaction back by itself is one."""
-        return self.has_rolled_back(error)
-
-    def takes_writes(self, connection: Connection) -> bool:
-        """Return True: that is not asked for."""
-        del connection
-        return True
-
     def ping(self, connection: Connection) -> bool:
         """Ask the server for a sign of life; writes are not asked for."""
         run(connection, "SELECT 1")
         return True
 
-    def plans_without(self, error: Exception) -> bool:
-        """False: missing objects depend on existing ones."""
-        del error
-        return False
+
+class ServerTransactions(TransactionControl):
+    """Transactions that begin and end by statements."""
+
+    BEGIN: ClassVar[str] = "BEGIN"
+    COMMIT: ClassVar[str] = "COMMIT"
+    ROLLBACK: ClassVar[str] = "ROLLBACK"
+    SAVEPOINT: ClassVar[str] = "SAVEPOINT delayline"
+    ROLLBACK_TO: ClassVar[str] = "ROLLBACK TO SAVEPOINT delayline"
+    RELEASE: ClassVar[str] = "RELEASE SAVEPOINT delayline"
+
+    def __init__(self, errors: ServerErrors) -> None:
+        self._errors = errors
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction."""
@@ -299,13 +280,13 @@ class ServerDialect(ABC):
         """Commit; durable on return."""
         try:
             run(connection, self.COMMIT)
-        except self.errors:
+        except self._errors.kinds:
             connection.info[NOT_COMMITTED] = True
             raise
 
     def rollback(self, connection: Connection) -> None:
         """Roll back; a connection that is lost has been rolled back by the server."""
-        if not self.is_broken(connection):
+        if not self._errors.is_broken(connection):
             run(connection, self.ROLLBACK)
 
     def set_savepoint(self, connection: Connection) -> None:
@@ -318,8 +299,123 @@ class ServerDialect(ABC):
 
     def release_savepoint(self, connection: Connection) -> None:
         """Release the savepoint and keep the work since."""
-        if self.RELEASE:
-            run(connection, self.RELEASE)
+        run(connection, self.RELEASE)
+
+
+class Server(Dialect):
+    """One database of a server: besides its parts, how its product claims, notifies and moves."""
+
+    connections: ServerConnections
+    errors: ServerErrors
+
+    def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
+        """Return the fast route for single statements; None where a worker thread has to run them."""
+        del database
+        return None
+
+    @abstractmethod
+    def notifications(self, database: ServerSessions) -> ServerNotifications:
+        """Return the notifications of this server."""
+
+    @abstractmethod
+    def claims(self, database: ServerSessions, table: str) -> ServerClaims:
+        """Return claims on the rows of that table."""
+
+    def leases(self, table: Table, tables: QueueTables) -> Leases:
+        """Return the leases on a store's messages that are fetched without a transaction: by default a column."""
+        del tables
+        return LeaseColumn(table, self)
+
+    @abstractmethod
+    def forwarding(self, table: Table, tables: QueueTables) -> Forwarding:
+        """Return how due messages of a store move inside the server."""
+
+
+class LoopStatements(Protocol):
+    """A short way for single statements outside transactions, without a worker thread."""
+
+    async def run(self, statement: Prepared, values: tuple[Any, ...]) -> StatementResult | None:
+        """Run the statement, which commits by itself; None if it has to go the ordinary way, and nothing was done."""
+
+    def rest(self) -> None:
+        """Give a connection that has not been used for a while back to the pool. Never blocks."""
+
+    def close(self) -> None:
+        """Finish the work in progress and accept no more; blocks."""
+
+
+class ServerSession(Protocol):
+    """A connection to a server that is made anew when it was lost. Used by one thread at a time."""
+
+    driver: Any
+    """The driver's connection; None while there is none."""
+
+    @property
+    def trusted(self) -> bool:
+        """Whether the connection can be used without trying it first."""
+
+    def run(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
+        """Run `work` while no transaction is open; driver errors are raised as delayline's.
+
+        Args:
+            work: the function to run.
+            commits: whether the statement commits by itself, so that a lost answer leaves its outcome unknown.
+        """
+
+    def waits(self) -> None:
+        """Expect an answer within the limit."""
+
+    def answered(self) -> None:
+        """Note that the connection was alive a moment ago."""
+
+    def failed(self, error: Exception, *, commits: bool) -> Exception:
+        """Return delayline's error for a driver's, having given the connection up if that was its end."""
+
+    def give_back(self) -> None:
+        """Let others use the connection."""
+
+    def close(self) -> None:
+        """Disconnect. Idempotent."""
+
+
+class ServerSessions(Protocol):
+    """The sessions and worker threads of a server's database."""
+
+    dialect: Server
+
+    @property
+    def clock(self) -> ServerClock:
+        """The server's."""
+
+    def session(self) -> ServerSession:
+        """Return an idle connection, or a new one; on a worker thread."""
+
+    def use_session(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` on an idle connection, or on a new one; on a worker thread."""
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Run `work` on a worker thread."""
+
+    def spawn(self, work: Callable[[], object]) -> None:
+        """Schedule `work` on a worker thread without waiting for it. No-op once closed."""
+
+    def close_unused(self) -> None:
+        """Close the connection that was used longest ago, if that is a while ago. Never blocks."""
+
+
+class Leases(Protocol):
+    """The leases on one store's messages."""
+
+    in_row: ClassVar[bool]
+    """Whether leases are columns of the row: then they end with it, and a transaction that locks it sees the latest."""
+    free: ColumnElement[bool]
+    """The condition that the row is not leased."""
+
+    def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
+        """Lease messages whose rows are locked; return the ones that no other process leased at the same moment."""
+
+    def end(self, connection: Connection, ids: Sequence[str]) -> None:
+        """End the leases on these messages."""
 
 
 class LeaseColumn:
@@ -327,7 +423,7 @@ class LeaseColumn:
 
     in_row: ClassVar[bool] = True
 
-    def __init__(self, table: Table, dialect: ServerDialect) -> None:
+    def __init__(self, table: Table, dialect: Server) -> None:
         sql, until, by_ids = dialect.sql, table.c.leased_until, dialect.words.one_of(table.c.id, "keys")
         self.free = or_(until.is_(None), until < dialect.values.in_seconds(0))
         self._take = Prepared(
@@ -476,10 +572,10 @@ class SessionClaims(ABC):
     def _in_session(self) -> Iterator[None]:
         """Keep other threads from the session. Raises BackendUnavailable where others keep it for too long."""
         dialect, begun = self._database.dialect, time.monotonic()
-        end = begun + 2 * dialect.server_timeout
+        end = begun + 2 * dialect.connections.server_timeout
         while not self._in_use.acquire(timeout=RECLAIM_EVERY):
             self._reclaim()
-            if time.monotonic() > dialect.stops.end_of(end, begun):
+            if time.monotonic() > dialect.connections.stops.end_of(end, begun):
                 raise BackendUnavailable(
                     f"{dialect} has not answered an earlier request on the connection of the claims: check that the "
                     "server and the network are alive, or raise server_timeout"

@@ -17,9 +17,9 @@ from sqlalchemy.exc import DBAPIError
 from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.deadlines import ABANDONED_AFTER, FACTOR, STOPPING, WATCH, StopLimit, long_work, watch_over
-from delayline.sql.dialect import IN_SESSION, NOT_COMMITTED
 from delayline.sql.overdue import OverdueWork
 from delayline.sql.prepared import Prepared
+from delayline.sql.server import IN_SESSION, NOT_COMMITTED
 from delayline.sql.server_clock import ServerClock, steady
 from delayline.sql.workers import FairSemaphore, Workers
 
@@ -28,11 +28,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.sql.claims import ServerClaims
     from delayline.sql.database import RowsOf
     from delayline.sql.deadlines import AnswerDeadline
-    from delayline.sql.dialect import Server, ServerClaims
     from delayline.sql.notifications import ServerNotifications
     from delayline.sql.prepared import StatementResult
+    from delayline.sql.server import Server
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction
 
@@ -52,7 +53,8 @@ class Session:
 
     def __init__(self, database: ServerDatabase) -> None:
         self._database = database
-        self._dialect = database.dialect
+        dialect = database.dialect
+        self._connections, self._errors, self._transactions = dialect.connections, dialect.errors, dialect.transactions
         self._connection: Connection | None = None
         self.driver: Any = None
         """The driver's connection; None while there is none."""
@@ -71,28 +73,29 @@ class Session:
         with self._at_work():
             try:
                 connection = self._trusted()
-            except self._dialect.errors as error:  # open connections may still work: the server may be full
-                raise self._dialect.translated(error) from error
+            except self._errors.kinds as error:  # open connections may still work: the server may be full
+                raise self._errors.translated(error) from error
             return self._run(work, connection, commits=commits)
 
     def go_on(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in the transaction that is open; never outside it, on a new connection."""
         if self._connection is None:
             raise BackendUnavailable(
-                f"the connection to {self._dialect} was lost in the middle of a transaction, which is undone: repeat it"
+                f"the connection to {self._connections} was lost in the middle of a transaction, which is undone: "
+                "repeat it"
             )
         with self._at_work():
             return self._run(work, self._connection, commits=False)
 
     def in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         """Run `work` in a separate transaction; inside `run`, on the session's connection."""
-        self._dialect.begin(connection)
+        self._transactions.begin(connection)
         try:
             result = work(connection)
-            self._dialect.commit(connection)
+            self._transactions.commit(connection)
         except BaseException:
             try:
-                self._dialect.rollback(connection)
+                self._transactions.rollback(connection)
             except BaseException:
                 self.close()
                 raise
@@ -124,7 +127,7 @@ class Session:
     def waits(self) -> None:
         """Expect an answer within the limit."""
         if self._watch is not None:
-            self._watch.begin(self._dialect.server_timeout)
+            self._watch.begin(self._connections.server_timeout)
 
     def answered(self) -> None:
         """Note that the connection was alive a moment ago."""
@@ -136,28 +139,28 @@ class Session:
 
     def failed(self, error: Exception, *, commits: bool) -> Exception:
         """Return delayline's error for a driver's, having given the connection up if that was its end."""
-        translated = self._dialect.translated(error)
+        translated = self._errors.translated(error)
         connection = self._connection
-        broken = connection is not None and self._dialect.is_broken(connection)
+        broken = connection is not None and self._errors.is_broken(connection)
         if connection is not None and not connection.invalidated:  # SQLAlchemy asks one that is for another one
             commits = connection.info.pop(NOT_COMMITTED, commits)
         missed = self._missed
-        if missed or broken or self._dialect.is_disconnect(error):
+        if missed or broken or self._errors.is_disconnect(error):
             if missed:
-                translated = self._overdue(self._dialect.server_timeout * FACTOR.get())
+                translated = self._overdue(self._connections.server_timeout * FACTOR.get())
             elif not isinstance(translated, DelaylineError):
-                translated = BackendUnavailable(f"the connection to {self._dialect} is lost: {error}")
+                translated = BackendUnavailable(f"the connection to {self._connections} is lost: {error}")
             if commits:
                 translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
             self._database.lost(self._generation)
             self.close()
-        elif self._dialect.outdates_sessions(error):  # which has had no effect
+        elif self._errors.outdates_sessions(error):  # which has had no effect
             self.answered()
             self._database.outdate(self._generation)
             self.close()
         else:
             self.answered()
-            if self._dialect.has_rolled_back(error):
+            if self._errors.has_rolled_back(error):
                 self.close()
         return translated
 
@@ -186,9 +189,9 @@ class Session:
             if self._database.silent:
                 watch.cut()  # ending a connection in order asks the server too
             else:
-                watch.begin(min(self._dialect.server_timeout, PING_TIMEOUT))
+                watch.begin(min(self._connections.server_timeout, PING_TIMEOUT))
         began = time.monotonic()
-        with contextlib.suppress(*self._dialect.errors):
+        with contextlib.suppress(*self._errors.kinds):
             connection.close()
         if watch is not None and watch.missed and not self._database.silent:
             self._database.missed(self, began)
@@ -196,10 +199,10 @@ class Session:
     def _run(self, work: Callable[[Connection], Result], connection: Connection, *, commits: bool) -> Result:
         watch = self._watch
         if watch is not None:
-            watch.begin(self._dialect.server_timeout * FACTOR.get())
+            watch.begin(self._connections.server_timeout * FACTOR.get())
         try:
             result = work(connection)
-        except self._dialect.errors as error:
+        except self._errors.kinds as error:
             raise self.failed(error, commits=commits) from error
         except BaseException:
             if watch is not None:
@@ -212,7 +215,7 @@ class Session:
     def _at_work(self) -> Iterator[None]:
         thread, this = self._thread, threading.get_ident()
         if thread not in (None, this):
-            raise BackendUnavailable(f"{self._dialect} has not answered an earlier request on this connection")
+            raise BackendUnavailable(f"{self._connections} has not answered an earlier request on this connection")
         self._thread = this
         try:
             yield
@@ -226,13 +229,13 @@ class Session:
         return self._watch is not None and self._watch.missed
 
     def _overdue(self, seconds: float) -> BackendUnavailable:
-        seconds = min(seconds, self._dialect.server_timeout * FACTOR.get())
-        if self._watch is not None and self._dialect.stops.at is not None:
+        seconds = min(seconds, self._connections.server_timeout * FACTOR.get())
+        if self._watch is not None and self._connections.stops.at is not None:
             seconds = min(seconds, round(time.monotonic() - self._watch.since, 1))
         self._database.missed(self, time.monotonic() - seconds)
         return BackendUnavailable(
-            f"no answer from {self._dialect} within {seconds:g} s: check that the server and the network are alive, "
-            "or raise server_timeout"
+            f"no answer from {self._connections} within {seconds:g} s: check that the server and the network are "
+            "alive, or raise server_timeout"
         )
 
     def _trusted(self) -> Connection:
@@ -241,19 +244,19 @@ class Session:
             self.close()
         if self._connection is not None and not self.trusted:
             if self._watch is not None:
-                self._watch.begin(min(self._dialect.server_timeout, PING_TIMEOUT))
+                self._watch.begin(min(self._connections.server_timeout, PING_TIMEOUT))
             try:
                 if self._missed:
                     self.close()
                 else:
-                    writes = self._dialect.ping(self._connection)
+                    writes = self._connections.ping(self._connection)
                     self.answered()
                     self._pinged = self._used
                     if not writes:
                         self._database.outdate(self._generation)
                         generation = self._database.generation
                         self.close()
-            except self._dialect.errors:
+            except self._errors.kinds:
                 if self._missed:
                     overdue = self._overdue(PING_TIMEOUT)
                     self.close()
@@ -268,15 +271,15 @@ class Session:
             self._watch = self._connection.info[WATCH]
             self._connection.info[IN_SESSION] = True
         if self._abandoned:
-            raise BackendUnavailable(f"{self._dialect} was closed before the server had answered")
+            raise BackendUnavailable(f"{self._connections} was closed before the server had answered")
         self._generation = generation
         return self._connection
 
     def _connect(self) -> Connection:
-        began, limit = time.monotonic(), self._dialect.connect_timeout
+        began, limit = time.monotonic(), self._connections.connect_timeout
         try:
-            return self._dialect.connect()
-        except self._dialect.errors:
+            return self._connections.connect()
+        except self._errors.kinds:
             if time.monotonic() - began >= 0.9 * limit:
                 self._database.missed(self, began)
             elif self._database.silent:  # a refusal is an answer
@@ -371,7 +374,7 @@ class ServerDatabase(Database):
 
     def connect_with(self, connect: Callable[[], object]) -> None:
         """Make connections by a function of the user's."""
-        self.dialect.connect_with(connect)
+        self.dialect.connections.connect_with(connect)
 
     def _begin_anew(self) -> None:
         self.semaphore = FairSemaphore(self.transactions)
@@ -460,13 +463,14 @@ class ServerDatabase(Database):
 
     async def hold(self) -> SessionCheckout:
         """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
+        patience = self.dialect.connections.patience
         try:
-            async with asyncio.timeout(self.dialect.patience):
+            async with asyncio.timeout(patience):
                 await self.semaphore.enter()
         except TimeoutError as error:
             raise BackendUnavailable(
                 f"all {self.transactions} transactions on {self.dialect} have been busy for "
-                f"{self.dialect.patience:g} s: end them sooner, handle fewer messages at once, or raise pool_size"
+                f"{patience:g} s: end them sooner, handle fewer messages at once, or raise pool_size"
             ) from error
         return SessionCheckout(self)
 
@@ -555,11 +559,11 @@ class ServerDatabase(Database):
 
         During a stop it is silent in any case.
         """
-        if self.dialect.stops.at is None and any(
+        if self.dialect.connections.stops.at is None and any(
             other is not session and other.used > since for other in list(self._all)
         ):
             return
-        self._silent_until = time.monotonic() + min(PROBE_AFTER, self.dialect.server_timeout / 3)
+        self._silent_until = time.monotonic() + min(PROBE_AFTER, self.dialect.connections.server_timeout / 3)
         self.silent = True
 
     def answers(self) -> None:
@@ -573,12 +577,12 @@ class ServerDatabase(Database):
         """
         with self._probing:
             now = time.monotonic()
-            if self.silent and (now < self._silent_until or self.dialect.stops.at is not None):
+            if self.silent and (now < self._silent_until or self.dialect.connections.stops.at is not None):
                 raise BackendUnavailable(
                     f"{self.dialect} has left a request without an answer, and is asked again in a moment: "
                     "check that the server and the network are alive"
                 )
-            self._silent_until = now + self.dialect.server_timeout
+            self._silent_until = now + self.dialect.connections.server_timeout
 
     @property
     def generation(self) -> int:
@@ -605,13 +609,13 @@ class ServerDatabase(Database):
 
     def has_rolled_back(self, error: Exception) -> bool:
         """Ask the dialect."""
-        return self.dialect.has_rolled_back(error)
+        return self.dialect.errors.has_rolled_back(error)
 
     def gave_way(self, error: BaseException) -> bool:
         """Ask the dialect about the error, and those that it was raised from."""
         cause: BaseException | None = error
         while cause is not None:
-            if isinstance(cause, Exception) and _is_of_driver(cause) and self.dialect.is_deadlock(cause):
+            if isinstance(cause, Exception) and _is_of_driver(cause) and self.dialect.errors.is_deadlock(cause):
                 return True
             cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
         return False
@@ -621,8 +625,8 @@ class ServerDatabase(Database):
         for _ in range(DEADLOCKS):
             try:
                 return work(connection)
-            except self.dialect.errors as error:
-                if not self.dialect.is_deadlock(error):
+            except self.dialect.errors.kinds as error:
+                if not self.dialect.errors.is_deadlock(error):
                     raise
         return work(connection)
 
@@ -639,17 +643,17 @@ class ServerDatabase(Database):
         self._clock.answered(self.dialect.values.from_due(self._now.one(connection)), requested)
 
     def _connect(self) -> None:
-        self._translated(self.dialect.check)
+        self._translated(self.dialect.connections.check)
         self._ask_the_time()
         self._workers = Workers("delayline SQL", self.workers)
         self._transacting = Workers("delayline SQL transaction", self.transactions)
-        self._stop_watching = watch_over(OverdueWork(self.dialect, (self._workers, self._transacting)))
+        self._stop_watching = watch_over(OverdueWork(self.dialect.connections, (self._workers, self._transacting)))
         self._notifications = self.dialect.notifications(self)
 
     def begin_stop(self) -> None:
         """Limit the waits."""
         with self._limiting:
-            self.dialect.stops.begin()
+            self.dialect.connections.stops.begin()
             if self._abandoning is None:
                 self._stops_over.clear()
                 self._abandoning = threading.Thread(target=self._abandon, name="delayline stop", daemon=True)
@@ -658,8 +662,8 @@ class ServerDatabase(Database):
     def end_stop(self) -> None:
         """Go back to the usual limits, unless another stop is under way."""
         with self._limiting:
-            self.dialect.stops.end()
-            if self.dialect.stops.at is None and self._abandoning is not None:
+            self.dialect.connections.stops.end()
+            if self.dialect.connections.stops.at is None and self._abandoning is not None:
                 self._stops_over.set()
                 self._abandoning.join()
                 self._abandoning = None
@@ -669,7 +673,7 @@ class ServerDatabase(Database):
 
         Resolving a name and connecting are such waits, and drivers without a socket that can be reached.
         """
-        stops = self.dialect.stops
+        stops = self.dialect.connections.stops
         error = BackendUnavailable(
             f"{self.dialect} has not answered before its endpoint stopped. The statement may have taken effect: "
             "check whether the data was written before repeating it"
@@ -685,7 +689,7 @@ class ServerDatabase(Database):
 
     @property
     def _closing_patience(self) -> float:
-        return self.dialect.stops.left(STOPPING) + ABANDONED_AFTER
+        return self.dialect.connections.stops.left(STOPPING) + ABANDONED_AFTER
 
     def _disconnect(self) -> None:
         self.begin_stop()
@@ -696,7 +700,7 @@ class ServerDatabase(Database):
             self.end_stop()
 
     def _end_connections(self) -> None:
-        end = time.monotonic() + self.dialect.stops.left(STOPPING)
+        end = time.monotonic() + self.dialect.connections.stops.left(STOPPING)
 
         def left() -> float:
             return max(0.0, end - time.monotonic())
@@ -729,7 +733,7 @@ class ServerDatabase(Database):
         self._begin_anew()
         self._users = 0
         self._opening = threading.Lock()
-        self.dialect.stops = StopLimit()
+        self.dialect.connections.stops = StopLimit()
         self._abandoning = None
         self._stops_over = threading.Event()
         self._limiting = threading.Lock()

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-from abc import ABC, abstractmethod
+from enum import StrEnum
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Final, Protocol
 
-from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, inspect, or_, select
-from sqlalchemy.schema import CreateTable, DropTable
+from sqlalchemy import BigInteger, Column, MetaData, Table, func, select
 
-from delayline.errors import BackendUnavailable, BackendUnusable, MissingExtra
+from delayline.errors import MissingExtra
 from delayline.sql.schema import message_columns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Sequence
 
     import pyarrow as pa
     from sqlalchemy import Connection
 
-    from delayline.sql.dialect import Dialect, OnConflict, Server
 
 COLUMNS: Final = "id, destination, due, headers, body"
 #: Of rows with one id the first in this order is kept: the one that is due first, whatever task has staged it.
@@ -27,86 +24,55 @@ KEPT_FIRST: Final = "PARTITION BY id ORDER BY due, destination, headers, body"
 PREFIX: Final = "delayline_stage_"
 
 
-class StagedTable(ABC):
-    """A table for the rows of one job, or of one stream."""
+class OnConflict(StrEnum):
+    """The treatment of a message whose id exists already."""
 
-    prefixes: ClassVar[Sequence[str]] = ()
-    numbered: ClassVar[bool] = False
+    FAIL = "fail"
+    IGNORE = "ignore"
+    REPLACE = "replace"
 
-    def __init__(self, dialect: Server, store: Table, name: str) -> None:
-        self.dialect = dialect
-        self.store = store
-        self.name = name
-        self.table = stage_table(name, store.schema, *self.prefixes, numbered=self.numbered)
 
-    def named(self, name: str) -> Self:
-        """Return another one."""
-        return type(self)(self.dialect, self.store, name)
+class Stage(Protocol):
+    """A staging area in one database. `write` is called in tasks, the others on the driver."""
+
+    table: Table
+    """Where the rows are when `move` is called."""
 
     def create(self, connection: Connection) -> None:
-        """Create the table, unless it is there."""
-        if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
-            self.dialect.catalog.make(connection, CreateTable(self.table))
+        """Make it, unless it is there."""
+        ...
 
     def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
-        """Write the rows on a separate connection, all or none."""
-        with self._connected() as connection:
-            self.dialect.begin(connection)
-            for batch in batches:
-                self.write_batch(connection, attempt, batch)
-            self.dialect.commit(connection)
-
-    @abstractmethod
-    def write_batch(self, connection: Connection, attempt: int, batch: pa.RecordBatch) -> None:
-        """Write some rows."""
-
-    @abstractmethod
-    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
-        """Put rows into the store that were not staged."""
-
-    @abstractmethod
-    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Put the rows into the store and return how many it took."""
+        """Stage the rows on a separate connection; raises if the staging area is gone."""
+        ...
 
     def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
-        """Count: the rows are where they are needed."""
-        rows = select(func.count()).select_from(self.table).where(self.table.c.attempt.in_(attempts))
-        return connection.execute(rows).scalar_one() if attempts else 0
+        """Make the attempts' rows ready to be moved and return how many there are."""
+        ...
+
+    def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
+        """Put the gathered rows into the store and return how many it took; raises the driver's IntegrityError."""
+        ...
+
+    def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
+        """Put rows into the store that were not staged, as they are; raises the driver's IntegrityError."""
+        ...
 
     def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
-        """Delete the rows of these attempts, and of old ones."""
-        number = self.table.c.attempt
-        connection.execute(delete(self.table).where(or_(number.in_(attempts), number < before)))
+        """Delete the rows of the attempts, and of those with a number below `before`."""
+        ...
 
     def drop(self, connection: Connection) -> None:
-        """Drop the table; raises BackendUnavailable soon when a task still writes to it."""
-        connection.execute(DropTable(self.table, if_exists=True))
+        """Remove it."""
+        ...
 
     def found(self, connection: Connection) -> Sequence[str]:
-        """Return the names of all staging tables."""
-        names = inspect(connection).get_table_names(schema=self.table.schema)
-        return [name for name in names if name.startswith(PREFIX)]
+        """Return the names of all staging areas beside this one."""
+        ...
 
-    def quoted(self, table: Table) -> str:
-        """Return the table's name, for a statement with parameters: SQLAlchemy doubles each %."""
-        return self.dialect.sql.identifier_preparer.format_table(table)
-
-    @contextlib.contextmanager
-    def _connected(self) -> Iterator[Connection]:
-        try:
-            with self.dialect.connect() as connection:
-                try:
-                    yield connection
-                except self.dialect.errors as error:
-                    self.dialect.rollback(connection)
-                    if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
-                        raise BackendUnusable(
-                            f"the staging table {self.name} is gone: its job has ended, or was swept after a day. "
-                            "Nothing of this task counts; run the job again"
-                        ) from error
-                    raise
-        except self.dialect.errors as error:
-            raise self.dialect.translated(error) from error
+    def named(self, name: str) -> Stage:
+        """Return another one."""
+        ...
 
 
 def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = False) -> Table:
@@ -119,12 +85,6 @@ def stage_table(name: str, schema: str | None, *prefixes: str, numbered: bool = 
         *message_columns(),
         prefixes=list(prefixes),
     )
-
-
-def breaks_a_key(error: Exception, dialect: Dialect) -> bool:
-    """Return whether the driver's error is a violation of a primary or unique key, and not the database's own fault."""
-    is_violation = "IntegrityError" in {kind.__name__ for kind in type(error).__mro__}
-    return is_violation and not isinstance(dialect.translated(error), BackendUnavailable)
 
 
 def doubled_id(connection: Connection, staged: Table, stored: Table) -> str:

@@ -227,7 +227,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         try:
             self._statements.insert_strictly.change(connection, *row)
         except self._database.dialect.sql.loaded_dbapi.IntegrityError as error:
-            if isinstance(self._database.dialect.translated(error), BackendUnavailable):
+            if isinstance(self._database.dialect.errors.translated(error), BackendUnavailable):
                 raise  # the row's number is taken, not its id
             return False
         return True

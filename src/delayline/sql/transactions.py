@@ -73,7 +73,7 @@ class EnlistedTransaction(Transaction):
         super().__init__(domain)
         self._limits = limits
         self._hold = hold
-        self._dialect = dialect
+        self._errors, self._connections = dialect.errors, dialect.connections
         self._has_rolled_back = has_rolled_back
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
@@ -87,11 +87,11 @@ class EnlistedTransaction(Transaction):
             ) from error
         except InvalidRequestError as error:
             raise ConfigurationError(f"transaction= cannot be used: {str(error).partition(chr(10))[0]}") from error
-        except self._dialect.errors as error:
-            raise await in_thread(partial(self._dialect.translated, error)) from error  # which may ask the server
+        except self._errors.kinds as error:
+            raise await in_thread(partial(self._errors.translated, error)) from error  # which may ask the server
 
     def _work(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
-        limit = limited_answers(connection, self._dialect) if self._limits else contextlib.nullcontext()
+        limit = limited_answers(connection, self._connections) if self._limits else contextlib.nullcontext()
         try:
             with limit:
                 return work(connection)
@@ -114,7 +114,7 @@ class SqlTransaction(Transaction):
     def __init__(self, database: CheckoutTransaction) -> None:
         super().__init__(database.domain)
         self._database = database
-        self._dialect = database.dialect
+        self._transactions = database.dialect.transactions
         self._hold: Checkout | None = None
         self._committed = False
 
@@ -151,17 +151,17 @@ class SqlTransaction(Transaction):
     async def savepoint(self) -> AsyncIterator[None]:
         """Roll back the work inside when it raises; the transaction goes on."""
         with self._undoing_callbacks():
-            await self.run(self._dialect.set_savepoint)
+            await self.run(self._transactions.set_savepoint)
             try:
                 yield
             except BaseException:
-                await self.run(self._dialect.roll_back_to_savepoint)
+                await self.run(self._transactions.roll_back_to_savepoint)
                 raise
             finally:
-                await self.run(self._dialect.release_savepoint)
+                await self.run(self._transactions.release_savepoint)
 
     def _begin(self, hold: Checkout, work: Callable[[Connection], Result], connection: Connection) -> Result:
-        self._dialect.begin(connection)
+        self._transactions.begin(connection)
         self._hold = hold
         return work(connection)
 
@@ -179,17 +179,17 @@ class SqlTransaction(Transaction):
     async def _rollback(self) -> None:
         if self._hold is not None:
             with contextlib.suppress(BackendUnavailable, NotStarted):  # then the database has done it, or does so now
-                await self._end(self._hold, self._dialect.rollback)
+                await self._end(self._hold, self._transactions.rollback)
 
     def _commit_or_roll_back(self, connection: Connection) -> None:
-        self._end_or_roll_back(self._dialect.commit, connection)
+        self._end_or_roll_back(self._transactions.commit, connection)
         self._committed = True
 
     def _end_or_roll_back(self, how: Callable[[Connection], None], connection: Connection) -> None:
         try:
             how(connection)
         except BaseException:
-            self._dialect.rollback(connection)
+            self._transactions.rollback(connection)
             raise
 
     async def _end(self, hold: Checkout, how: Callable[[Connection], None]) -> None:

@@ -32,7 +32,6 @@ from delayline.sql.queue_limits import (
 )
 from delayline.sql.receiver import OUT_OF_ORDER, IdleQueues, SqlReceiver
 from delayline.sql.schema import CRASHES, DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
-from delayline.sql.server import ServerDialect
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.sql.transactions import EnlistedTransaction
@@ -45,8 +44,8 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
     from delayline.external import ExternalTransaction, Unset
+    from delayline.sql.claims import Claims
     from delayline.sql.database import Database
-    from delayline.sql.dialect import Claims
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
     from delayline.transport import QueueLimits, TransportOperation
@@ -120,7 +119,7 @@ class SqlTransport(OnDatabase):
     @property
     def server_address(self) -> tuple[str, int | None] | None:
         """Host and port of the database's server; None for a file."""
-        return self._database.dialect.server_address
+        return self._database.dialect.connections.server_address
 
     def keeps_queues_in(self, database: Database, schema: str | None) -> bool:
         """Return whether the queues are in that schema of that database."""
@@ -138,10 +137,7 @@ class SqlTransport(OnDatabase):
     def lost_connection(self, error: BaseException) -> BackendUnavailable | None:
         """Return the outage that an error of a connection to the database says; None for any other error."""
         dialect = self._database.dialect
-        if not isinstance(dialect, ServerDialect):
-            return None
-        server: Any = dialect
-        lost = isinstance(error, dialect.errors) and server.is_disconnect(error)
+        lost = isinstance(error, dialect.errors.kinds) and dialect.errors.is_disconnect(error)
         return BackendUnavailable(f"the connection to {dialect} was lost: {error}") if lost else None
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:

@@ -344,12 +344,12 @@ class Decisions:
 
 def decides_of(database: Database) -> DecisionReader:
     """Return how the database is asked for decisions. Raises UnsupportedTransactionMode."""
-    return database.dialect.decides or _refuse(database, "keep the queues", "PostgreSQL or MariaDB")
+    return database.dialect.transactions.decides or _refuse(database, "keep the queues", "PostgreSQL or MariaDB")
 
 
 def two_phase_of(database: Database) -> PreparedTransactions:
     """Return how the database prepares transactions. Raises UnsupportedTransactionMode."""
-    return database.dialect.two_phase or _refuse(database, "keep the store", "PostgreSQL")
+    return database.dialect.transactions.two_phase or _refuse(database, "keep the store", "PostgreSQL")
 
 
 def _refuse(database: Database, what: str, where: str) -> NoReturn:

@@ -18,7 +18,7 @@ from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import DUPLICATE_ID, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
 from delayline.spark.headers import INSTANT
-from delayline.sql.dialect import OnConflict
+from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

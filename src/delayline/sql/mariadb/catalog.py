@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable
 from delayline.sql import journal_triggers
-from delayline.sql.dialect import Catalog, TableIdentity, waiting_briefly
+from delayline.sql.dialect import Catalog, TableIdentity
 from delayline.sql.mariadb.errors import DENIED, LOCK_WAIT_TIMEOUT, number_of
 from delayline.sql.schema import TO_PUT, must_fit
 from delayline.sql.server import run
@@ -62,13 +62,13 @@ class MariadbCatalog(Catalog):
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let one process at a time create tables."""
-        patience = int(self._dialect.setup_patience)
+        patience = int(self._dialect.connections.setup_patience)
         if not run(connection, "SELECT GET_LOCK(%s, %s)", SETUP_LOCK, patience)[0][0]:
             raise BackendUnavailable(f"another process has been setting up {self._dialect} for {patience} s: try again")
         try:
             yield
         finally:
-            if not self._dialect.is_broken(connection):  # with which the lock ends
+            if not self._dialect.errors.is_broken(connection):  # with which the lock ends
                 run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK)
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
@@ -77,7 +77,7 @@ class MariadbCatalog(Catalog):
         An EXPLAIN of a statement checks the same rights as running it, those of roles included. A table that another
         session has locked is left out, as EXPLAIN would wait for that session.
         """
-        with waiting_briefly(self._dialect, connection):
+        with self._dialect.transactions.waiting_briefly(connection):
             return self._missing_rights(connection, needed)
 
     def _missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
@@ -94,15 +94,19 @@ class MariadbCatalog(Catalog):
                     lacking.append(need)
             if lacking:
                 user = user or _quoted_user(run(connection, "SELECT CURRENT_USER()")[0][0])
-                place = name if table.schema else f"`{str(self._dialect.url.database).replace('`', '``')}`.{name}"
+                place = (
+                    name
+                    if table.schema
+                    else f"`{str(self._dialect.connections.url.database).replace('`', '``')}`.{name}"
+                )
                 grants.append(f"GRANT {', '.join(lacking)} ON {place.replace('%%', '%')} TO {user};")
         return grants
 
     def _refusal(self, connection: Connection, statement: str) -> int | None:
         try:
             run(connection, f"EXPLAIN {statement}")
-        except self._dialect.errors as error:
-            if self._dialect.is_disconnect(error):
+        except self._dialect.errors.kinds as error:
+            if self._dialect.errors.is_disconnect(error):
                 raise
             return number_of(error)
         return None
@@ -115,7 +119,7 @@ class MariadbCatalog(Catalog):
         )[0]
         off = (datetime.now(UTC) - self._dialect.values.from_due(now)).total_seconds()
         return [
-            ("server", True, f"{self._dialect.product} {version}"),
+            ("server", True, f"{self._dialect.connections.product} {version}"),
             ("innodb_flush_log_at_trx_commit", flush == 1, f"{flush}" + ("" if flush == 1 else ": set it to 1")),
             ("max_allowed_packet", True, f"{packet} bytes: a message may have {largest(packet)}"),
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
@@ -127,7 +131,7 @@ class MariadbCatalog(Catalog):
         inside = table.schema or database
         found = run(connection, TABLE_EXISTS, inside, table.name)
         return TableIdentity(
-            f"{self._dialect.product} database {inside}", (*server, inside), table.name if found else None
+            f"{self._dialect.connections.product} database {inside}", (*server, inside), table.name if found else None
         )
 
 

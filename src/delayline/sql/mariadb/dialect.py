@@ -3,68 +3,41 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import BinaryExpression, Table, UniqueConstraint, cast, collate, event, func, literal_column
+from sqlalchemy import BinaryExpression, Table, UniqueConstraint, cast, collate, func, literal_column
 from sqlalchemy.dialects import mysql
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.dialects.mysql.base import MySQLCompiler
-from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.sql.operators import in_op
 from sqlalchemy.sql.visitors import iterate
 
-from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError, InvalidMessage, MissingExtra
+from delayline.errors import InvalidMessage
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.sql.dialect import BulkStatements, Catalog, ColumnValues, StatementWords
+from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords
 from delayline.sql.due_forecast import explanation
 from delayline.sql.mariadb.catalog import HEADROOM, MariadbCatalog, largest
-from delayline.sql.mariadb.errors import (
-    APART,
-    GAVE_WAY,
-    NO_WRITES,
-    ROLLED_BACK,
-    STATEMENT_LOG,
-    is_disconnect,
-    number_of,
-    translated,
-)
+from delayline.sql.mariadb.connections import MariadbConnections, MysqlConnections
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
-from delayline.sql.server import LockedForwarding, ServerDialect, SessionClaims, run, watch_of
+from delayline.sql.server import LockedForwarding, Server, ServerTransactions, SessionClaims, run
 from delayline.sql.staging import need_arrow
 from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from sqlalchemy import URL, ColumnElement, Connection, Delete, Dialect, FromClause, Insert, Select, Table, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
-    from delayline.sql.dialect import ServerSessions, Stage
     from delayline.sql.schema import QueueTables
+    from delayline.sql.server import ServerSessions
+    from delayline.sql.staging import Stage
 
 
 LONGEST_BATCH: Final = 1_000_000  # bytes of a statement that inserts several rows
-OPTIONS: Final = (
-    "connect_timeout", "read_timeout", "write_timeout", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key",
-    "ssl_check_hostname",
-)  # fmt: skip
-CONNECT_ARGS: Final = {
-    "charset": "utf8mb4",
-    "sql_mode": "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION",
-    "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
-    "program_name": "delayline",
-}
-SESSION: Final = (
-    "SET SESSION time_zone = '+00:00', default_storage_engine = 'InnoDB', wait_timeout = 2147483, "
-    "innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}, "
-    "sql_safe_updates = 0, sql_big_selects = 1, sql_select_limit = DEFAULT"
-)
-#: Both are there in each version, or none.
-BINARY_LOG: Final = "SHOW VARIABLES WHERE Variable_name IN ('log_bin', 'binlog_format')"
 
 #: What a doubled estimate is multiplied with at least, as the number of a table's rows is an estimate too.
 ABOUT_HALF: Final = 0.45
@@ -170,7 +143,7 @@ class MariadbBulk(BulkStatements):
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert many rows in a statement. Raises InvalidMessage for one that the server would not take."""
-        most = largest(self._dialect.room)
+        most = largest(self._dialect.connections.room)
         for row in rows:
             size = sum(len(value) for value in row if isinstance(value, bytes))
             if size > most:
@@ -180,124 +153,18 @@ class MariadbBulk(BulkStatements):
                 )
         cursor: Any = connection.connection.cursor()
         # SQLAlchemy's cursor of a driver for asyncio has the driver's inside
-        getattr(cursor, "_cursor", cursor).max_stmt_length = min(LONGEST_BATCH, self._dialect.room)
+        getattr(cursor, "_cursor", cursor).max_stmt_length = min(LONGEST_BATCH, self._dialect.connections.room)
         cursor.executemany(insert.sql, rows)
         cursor.close()
 
 
-class Mariadb(ServerDialect):
-    """MariaDB as a dialect."""
+class MariadbTransactions(ServerTransactions):
+    """Transactions that can wait for others' locks no longer than a second."""
 
-    product = "MariaDB"
-    driver = "mariadb+pymysql"
-    extra = "mariadb"
-    default_port = 3306
-    oldest: ClassVar[tuple[int, ...]] = (10, 6)
-    exact_collation: ClassVar[str] = "utf8mb4_nopad_bin"
-    values: ColumnValues = MariadbValues()
-    timeouts = TIMEOUTS
-
-    def __init__(self, url: URL) -> None:
-        unknown = sorted(set(url.query) - set(OPTIONS))
-        if unknown:
-            raise ConfigurationError(
-                f"a {url.get_backend_name()}:// URL has no option {unknown[0]!r}. The options are {', '.join(OPTIONS)}"
-            )
-        arguments: dict[str, object] = dict(CONNECT_ARGS)
-        if url.password is not None:
-            arguments["password"] = url.password.encode()  # PyMySQL would make Latin-1 of it
-        super().__init__(url, connect_args=arguments, paramstyle="format")
-        self.engine.dialect.statement_compiler = IndexedSql
-        event.listen(self.engine, "do_connect", _connected)
-        self.room = 0
-        """Bytes that a statement may have; unknown before `check`."""
-        self.words: StatementWords = MariadbWords(self.sql, self.exact_collation)
-        self.bulk: BulkStatements = MariadbBulk(self)
-        self.catalog: Catalog = MariadbCatalog(self)
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The driver's exceptions, and UnicodeEncodeError, which it does not wrap."""
-        return (*super().errors, UnicodeEncodeError)
-
-    def connect(self) -> Connection:
-        """Return a new connection: autocommit, UTC, strict mode, READ COMMITTED."""
-        try:
-            connection = self.engine.connect()
-        except DelaylineError:  # from the user's function
-            raise
-        except InvalidRequestError as error:  # SQLAlchemy has asked for the version
-            raise BackendUnusable(f"{self} is MySQL: write mysql:// in its URL") from error
-        except RuntimeError as error:
-            raise MissingExtra("mysql", f"the way in which {self} checks passwords") from error
-        except OSError as error:
-            raise BackendUnusable(
-                f"a certificate in the URL of {self} cannot be read: {error}. Check ssl_ca"
-            ) from error
-        run(connection, SESSION.format(patience=self._lock_patience))
-        connection.info[WAS_READ_ONLY] = not self.takes_writes(connection)
-        driver: Any = connection.connection.driver_connection
-        if "read_timeout" not in self.url.query:
-            driver._read_timeout = None  # the watch limits each wait, and long work's differently
-        if "write_timeout" not in self.url.query:
-            driver._write_timeout = None
-        watch_of(connection).end()
-        return connection
-
-    @property
-    def _lock_patience(self) -> int:
-        return max(1, int(self.lock_timeout))
-
-    def limit_connect(self, arguments: dict[str, Any]) -> None:
-        """Limit connecting, in which the driver's socket cannot be watched yet."""
-        arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout)))
-        arguments.setdefault("read_timeout", max(1, round(self.connect_timeout)))
-        arguments.setdefault("write_timeout", max(1, round(self.connect_timeout)))
-
-    def adopt(self, driver: Any) -> object:  # noqa: ANN401 - PyMySQL is an extra
-        """Return the connection in strict mode, at READ COMMITTED; `connect` does the rest."""
-        from pymysql.connections import Connection as Driver
-
-        if not isinstance(driver, Driver):
-            raise self.not_a_connection(driver, "pymysql.connections.Connection objects, as of +pymysql:// Engines")
-        driver.rollback()
-        driver.set_character_set(CONNECT_ARGS["charset"])
-        with driver.cursor() as cursor:
-            cursor.execute("SET SESSION sql_mode = %s", (CONNECT_ARGS["sql_mode"],))
-            cursor.execute(CONNECT_ARGS["init_command"])
-        return driver
-
-    def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - PyMySQL is an extra
-        """Return PyMySQL's socket."""
-        return int(driver._sock.fileno())
-
-    def is_broken(self, connection: Connection) -> bool:
-        """Return whether PyMySQL has given the connection up."""
-        if super().is_broken(connection):
-            return True
-        driver: Any = connection.connection.driver_connection
-        return not driver.open
-
-    def check(self) -> None:
-        """Connect once. Raises BackendUnusable for another product, or a version that is too old."""
-        with self.connect() as connection:
-            watch_of(connection).begin(self.server_timeout)
-            text, packet = run(connection, "SELECT VERSION(), @@max_allowed_packet")[0]
-            log = dict(run(connection, BINARY_LOG))
-        if ("mariadb" in text.lower()) != (self.product == "MariaDB"):
-            raise BackendUnusable(f"{self} is version {text}, which is MariaDB: write mariadb:// in its URL")
-        version = tuple(int(part) for part in re.findall(r"\d+", text)[:3])
-        if version < self.oldest:
-            oldest = ".".join(map(str, self.oldest))
-            raise BackendUnusable(f"{self} is version {text}; delayline needs {oldest} or newer")
-        if log == {"log_bin": "ON", "binlog_format": "STATEMENT"}:
-            raise BackendUnusable(STATEMENT_LOG.format(place=self, cause="binlog_format=STATEMENT"))
-        self.room = int(packet)
-
-    @property
-    def decides(self) -> Mariadb:
-        """Rows that innodb_lock_wait_timeout waits for no longer than it has to."""
-        return self
+    def __init__(self, connections: MariadbConnections) -> None:
+        super().__init__(connections.errors)
+        self._connections = connections
+        self.decides = self
 
     def wait_briefly(self, connection: Connection) -> None:
         """Wait a second for others' locks, of rows and of tables: there is nothing shorter."""
@@ -305,8 +172,25 @@ class Mariadb(ServerDialect):
 
     def wait_as_usual(self, connection: Connection) -> None:
         """Wait as every session of ours does."""
-        patience = self._lock_patience
+        patience = self._connections.lock_patience
         run(connection, f"SET SESSION innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}")
+
+
+class Mariadb(Server):
+    """A MariaDB database."""
+
+    exact_collation: ClassVar[str] = "utf8mb4_nopad_bin"
+    connections_of: ClassVar[type[MariadbConnections]] = MariadbConnections
+    connections: MariadbConnections
+    values = MariadbValues()
+    timeouts = TIMEOUTS
+
+    def __init__(self, url: URL) -> None:
+        self.connections = connections = self.connections_of(url)
+        self.sql, self.errors = connections.engine.dialect, connections.errors
+        self.sql.statement_compiler = IndexedSql
+        self.words, self.bulk = MariadbWords(self.sql, self.exact_collation), MariadbBulk(self)
+        self.catalog, self.transactions = MariadbCatalog(self), MariadbTransactions(connections)
 
     def notifications(self, database: ServerSessions) -> LocalNotifications:
         """Notifications in this process only: the server has none."""
@@ -315,59 +199,19 @@ class Mariadb(ServerDialect):
 
     def claims(self, database: ServerSessions, table: str) -> NamedLocks:
         """Named locks, which all databases of a server share."""
-        return NamedLocks(database, table if "." in table else f"{self.url.database}.{table}")
+        return NamedLocks(database, table if "." in table else f"{self.connections.url.database}.{table}")
 
     def forwarding(self, table: Table, tables: QueueTables) -> LockedForwarding:
         """Three statements."""
         return LockedForwarding(table, tables, self)
 
-    def is_disconnect(self, error: Exception) -> bool:
-        """Return whether the server has gone, or this connection to it."""
-        return is_disconnect(error)
-
-    def outdates_sessions(self, error: Exception) -> bool:
-        """Return whether the server is read-only, or not a part of its cluster."""
-        return number_of(error) in (*NO_WRITES, *APART)
-
-    def ping(self, connection: Connection) -> bool:
-        """Ask whether the server has become read-only: administrators may write to one that is."""
-        return connection.info.get(WAS_READ_ONLY, False) or self.takes_writes(connection)
-
-    def takes_writes(self, connection: Connection) -> bool:
-        """Return whether the server is not read-only."""
-        [values] = run(connection, "SELECT @@GLOBAL.read_only, @@GLOBAL.innodb_read_only")
-        return all(str(value) in {"0", "OFF"} for value in values)  # MariaDB 12 has words for the first one
-
-    def is_deadlock(self, error: Exception) -> bool:
-        """Return whether the transaction gave way to another."""
-        return number_of(error) in GAVE_WAY
-
-    def has_rolled_back(self, error: Exception) -> bool:
-        """Return whether the whole transaction is rolled back, after a deadlock for instance."""
-        return number_of(error) in ROLLED_BACK
-
-    def translated(self, error: Exception) -> Exception:
-        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-        return translated(error, str(self))
-
 
 class Mysql(Mariadb):
-    """MySQL as a dialect."""
+    """A MySQL database."""
 
-    product = "MySQL"
-    driver = "mysql+pymysql"
-    extra = "mysql"
-    oldest = (8, 0, 17)  # the first with a collation for names that are equal only when they are the same
     exact_collation = "utf8mb4_0900_bin"
+    connections_of = MysqlConnections
     timeouts = replace(TIMEOUTS, headers=mysql.JSON())
-
-
-def _connected(dialect: object, record: object, arguments: Sequence[Any], options: Mapping[str, Any]) -> object:
-    """Return a connection of the driver's, for SQLAlchemy."""
-    from delayline.sql.mariadb.tls import SharingConnection
-
-    del dialect, record
-    return SharingConnection(*arguments, **options)
 
 
 def _adding_up(estimates: list[float], total: float) -> list[float]:
@@ -479,6 +323,3 @@ class IndexedSql(MySQLCompiler):
         unique = [next(iter(one.columns)).name for one in table.constraints if isinstance(one, UniqueConstraint)]
         names = ["PRIMARY", *sorted(unique), *sorted(str(index.name) for index in table.indexes)]
         return f" FORCE INDEX ({', '.join(map(self.preparer.quote, names))})"
-
-
-WAS_READ_ONLY: Final = "delayline read-only"  # the key in SQLAlchemy's `Connection.info`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from delayline.errors import (
     BackendUnavailable,
@@ -13,7 +13,10 @@ from delayline.errors import (
     StorageFull,
     TransactionConflict,
 )
-from delayline.sql.server import cause_of
+from delayline.sql.server import ServerErrors, cause_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 #: The connection is of no use any more: the server shuts down, has killed it, or is not there.
 DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031}
@@ -91,33 +94,59 @@ def number_of(error: BaseException) -> int | None:
     return arguments[0] if arguments and isinstance(arguments[0], int) else None
 
 
-def is_disconnect(error: Exception) -> bool:
-    """Return whether the connection is unusable."""
-    return number_of(error) in DISCONNECTS
+class MariadbErrors(ServerErrors):
+    """The errors of PyMySQL, by the server's number."""
 
+    @property
+    def kinds(self) -> tuple[type[Exception], ...]:
+        """The driver's exceptions, and UnicodeEncodeError, which it does not wrap."""
+        return (*super().kinds, UnicodeEncodeError)
 
-def translated(error: Exception, place: str) -> Exception:
-    """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-    cause, number = _text(error), number_of(error)
-    if isinstance(error, UnicodeEncodeError):
-        return InvalidMessage(
-            TEXT.format(place=place, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
-        )
-    if number in {2002, 2003}:
-        if "SSL" in cause or "certificate" in cause:
-            return BackendUnusable(TLS.format(place=place, cause=cause))
-        return BackendUnavailable(NOT_REACHED.format(place=place, cause=cause))
-    if any(sign in cause for sign in NO_SPACE):
-        return StorageFull(FULL.format(place=place, cause=cause))
-    if number in BY_NUMBER:
-        kind, text = BY_NUMBER[number]
-        return kind(text.format(place=place, cause=cause, missing=_missing(cause)))
-    kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
-    if number not in OF_ROWS and kinds & OF_SERVERS:
-        return BackendUnavailable(REFUSES.format(place=place, cause=cause))
-    if number is not None and "ProgrammingError" in kinds:
-        return BackendUnusable(REFUSES.format(place=place, cause=cause))
-    return error
+    def is_broken(self, connection: Connection) -> bool:
+        """Return whether PyMySQL has given the connection up."""
+        if super().is_broken(connection):
+            return True
+        driver: Any = connection.connection.driver_connection
+        return not driver.open
+
+    def is_disconnect(self, error: Exception) -> bool:
+        """Return whether the server has gone, or this connection to it."""
+        return number_of(error) in DISCONNECTS
+
+    def outdates_sessions(self, error: Exception) -> bool:
+        """Return whether the server is read-only, or not a part of its cluster."""
+        return number_of(error) in (*NO_WRITES, *APART)
+
+    def is_deadlock(self, error: Exception) -> bool:
+        """Return whether the transaction gave way to another."""
+        return number_of(error) in GAVE_WAY
+
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Return whether the whole transaction is rolled back, after a deadlock for instance."""
+        return number_of(error) in ROLLED_BACK
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        cause, number, place = _text(error), number_of(error), self._connections
+        if isinstance(error, UnicodeEncodeError):
+            return InvalidMessage(
+                TEXT.format(place=place, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
+            )
+        if number in {2002, 2003}:
+            if "SSL" in cause or "certificate" in cause:
+                return BackendUnusable(TLS.format(place=place, cause=cause))
+            return BackendUnavailable(NOT_REACHED.format(place=place, cause=cause))
+        if any(sign in cause for sign in NO_SPACE):
+            return StorageFull(FULL.format(place=place, cause=cause))
+        if number in BY_NUMBER:
+            kind, text = BY_NUMBER[number]
+            return kind(text.format(place=place, cause=cause, missing=_missing(cause)))
+        kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
+        if number not in OF_ROWS and kinds & OF_SERVERS:
+            return BackendUnavailable(REFUSES.format(place=place, cause=cause))
+        if number is not None and "ProgrammingError" in kinds:
+            return BackendUnusable(REFUSES.format(place=place, cause=cause))
+        return error
 
 
 def _missing(cause: str) -> str:

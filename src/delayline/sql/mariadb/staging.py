@@ -9,10 +9,10 @@ import pyarrow.compute as pc
 from sqlalchemy import insert
 
 from delayline.clock import from_microseconds
-from delayline.sql.dialect import OnConflict
 from delayline.sql.prepared import Prepared
 from delayline.sql.server import run
-from delayline.sql.staging import COLUMNS, KEPT_FIRST, StagedTable
+from delayline.sql.staged_table import StagedTable
+from delayline.sql.staging import COLUMNS, KEPT_FIRST, OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -51,9 +51,9 @@ class MariadbStage(StagedTable):
     def write(self, attempt: int, batches: Iterable[pa.RecordBatch]) -> None:
         """Write the rows, in packets no larger than the server accepts."""
         try:
-            self.dialect.check()
-        except self.dialect.errors as error:
-            raise self.dialect.translated(error) from error
+            self.dialect.connections.check()
+        except self.dialect.errors.kinds as error:
+            raise self.dialect.errors.translated(error) from error
         self._written = 0
         super().write(attempt, batches)
 
@@ -104,5 +104,5 @@ class MariadbStage(StagedTable):
         try:
             super().drop(connection)
         finally:
-            if not self.dialect.is_broken(connection):
+            if not self.dialect.errors.is_broken(connection):
                 run(connection, "SET SESSION lock_wait_timeout = 60")

@@ -45,8 +45,9 @@ if TYPE_CHECKING:
     from psycopg.pq.abc import PGconn, PGresult
     from sqlalchemy import Connection
 
-    from delayline.sql.dialect import Server, ServerSession, ServerSessions
+    from delayline.sql.dialect import Connections
     from delayline.sql.prepared import Prepared
+    from delayline.sql.server import ServerSession, ServerSessions
 
 
 #: The header and trailer of binary COPY.
@@ -235,13 +236,13 @@ class LoopStatements:
 
     Args:
         database: The sessions, of which one is taken as long as statements follow each other.
-        dialect: The product.
+        connections: Those of the server, which have the limits.
         shared: A session that threads use too, instead of one of the database's.
     """
 
-    def __init__(self, database: ServerSessions, dialect: Server, shared: SharedSession | None = None) -> None:
+    def __init__(self, database: ServerSessions, connections: Connections, shared: SharedSession | None = None) -> None:
         self._database = database
-        self._dialect = dialect
+        self._connections = connections
         self._free = threading.Lock() if shared is None else shared.in_use
         self._session = None if shared is None else shared.session
         self._shared = shared
@@ -294,7 +295,7 @@ class LoopStatements:
         """Finish the statement in progress and accept no more; blocks. The database keeps the connection."""
         watch = self._watch
         abandoned = watch is not None and watch.loop.is_closed()
-        longest = self._dialect.stops.left(self._dialect.server_timeout) + MARGIN
+        longest = self._connections.stops.left(self._connections.server_timeout) + MARGIN
         if abandoned or self._free.acquire(timeout=longest):
             self._end_watch()
         elif watch is not None:

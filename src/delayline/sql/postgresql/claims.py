@@ -9,7 +9,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from delayline.errors import DelaylineError
-from delayline.sql.dialect import Page, TransactionsInProgress
+from delayline.sql.claims import Page, TransactionsInProgress
 from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.server import SessionClaims, run
@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.dialect import ServerSessions
     from delayline.sql.moves import ClaimingMove, WaitingReceiver
     from delayline.sql.postgresql.dialect import Postgresql
     from delayline.sql.prepared import StatementResult
+    from delayline.sql.server import ServerSessions
 
 Result = TypeVar("Result")
 
@@ -75,7 +75,7 @@ class AdvisoryLockClaims(SessionClaims):
         super().__init__(database)
         self._dialect = dialect
         shared = SharedSession(self._session, self._in_use, self._in_session, self._lock_again)
-        self._statements = LoopStatements(database, dialect, shared)
+        self._statements = LoopStatements(database, dialect.connections, shared)
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
         self._receivers: list[WaitingReceiver] = []
@@ -221,7 +221,7 @@ class AdvisoryLockClaims(SessionClaims):
     def _unlock_unclaimed(self, connection: Connection) -> None:
         with self._lock:
             known = [*self._claimed, *self._released]
-        with contextlib.suppress(*self._dialect.errors):  # the locks of a lost connection end with it
+        with contextlib.suppress(*self._dialect.errors.kinds):  # the locks of a lost connection end with it
             run(connection, ADVISORY_UNLOCK_OTHERS, self._base, known)
 
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
 from delayline.errors import (
     BackendUnavailable,
     BackendUnusable,
+    ConfigurationError,
     InvalidMessage,
     StorageFull,
     TransactionAborted,
     TransactionConflict,
 )
+from delayline.sql.postgresql import numbers, rights
+from delayline.sql.server import ServerErrors, cause_of, watch_of
+
+if TYPE_CHECKING:
+    from sqlalchemy import Connection
 
 ABORTED: Final = (
     "the transaction on {place} is aborted, as a statement in it has failed before: roll it back, and repeat it in a "
@@ -71,3 +77,101 @@ TRANSLATIONS: Final[dict[str, tuple[type[Exception], str]]] = {
     "58": (BackendUnavailable, "{place} cannot read or write its files: {cause}. Check its disk"),
     "XX": (BackendUnavailable, "{place} reports an internal error: {cause}"),
 }
+
+
+class PostgresqlErrors(ServerErrors):
+    """The errors of psycopg, by the server's SQLSTATE."""
+
+    @property
+    def _place(self) -> str:
+        return str(self._connections)
+
+    def is_broken(self, connection: Connection) -> bool:
+        """Return whether libpq has found the connection's end, which in a pipeline the error does not show."""
+        driver: Any = connection.connection.driver_connection
+        return super().is_broken(connection) or bool(driver.closed)
+
+    @property
+    def kinds(self) -> tuple[type[Exception], ...]:
+        """The driver's exceptions, and UnicodeEncodeError in lists, which it does not wrap."""
+        return (*super().kinds, UnicodeEncodeError)
+
+    def is_disconnect(self, error: Exception) -> bool:
+        """Return whether the server has gone, or this connection to it."""
+        state = _state(error)
+        return state.startswith(("08", "57P")) or (not state and _is_operational(error))
+
+    def outdates_sessions(self, error: Exception) -> bool:
+        """Return whether the session is read-only, or its prepared statements are for tables of another shape."""
+        return _state(error) in {READ_ONLY, UNSUPPORTED}
+
+    def is_deadlock(self, error: Exception) -> bool:
+        """Return whether the transaction failed by a deadlock or a serialization conflict."""
+        return _state(error) in GIVEN_UP
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        state, cause = _state(error), str(cause_of(error)).strip()
+        if state == rights.DENIED:
+            refusal = _brief(cause)
+            return BackendUnusable(f"{self._place}: {refusal}. {self._remedy(refusal)}")
+        if state == UNIQUE and numbers.is_number_taken(cause_of(error)):
+            return BackendUnavailable(f"{self._place} {self._catch_up(cause_of(error))}: {_brief(cause)}")
+        for prefix, (kind, text) in TRANSLATIONS.items():
+            if state.startswith(prefix):
+                return kind(text.format(place=self._place, cause=_brief(cause) if kind is InvalidMessage else cause))
+        if "unsupported startup parameter" in cause:
+            return BackendUnusable(REFUSES_OPTIONS.format(place=self._place, cause=cause))
+        if _is_operational(error):
+            return self._not_reached(cause)
+        if "invalid connection option" in cause or "invalid URI" in cause:
+            return ConfigurationError(f"the URL of {self._place} has an option unknown to libpq: {cause}")
+        if "bad value for" in cause:
+            return ConfigurationError(
+                f"the URL of {self._place} has an option with a value that cannot be used: {cause}"
+            )
+        if "NUL" in cause or "surrogates" in cause:
+            return InvalidMessage(f"{self._place} cannot keep this text: {cause}")
+        return error
+
+    def _remedy(self, refusal: str) -> str:
+        try:
+            with self._connections.connect() as connection:
+                watch_of(connection).begin(self._connections.server_timeout)
+                return rights.remedy(connection, refusal)
+        except self.kinds:
+            return rights.UNKNOWN
+
+    def _catch_up(self, error: BaseException) -> str:
+        """Set the sequence behind the rows whose number the error has found taken; return what was done."""
+        try:
+            with self._connections.connect() as connection:
+                watch_of(connection).begin(self._connections.server_timeout)
+                return numbers.catch_up(connection, error)
+        except self.kinds:
+            return numbers.BEHIND
+
+    def _not_reached(self, cause: str) -> Exception:
+        for sign, advice in UNUSABLE.items():
+            if sign in cause:
+                return BackendUnusable(f"cannot use {self._place}: {cause}. {advice}")
+        if any(sign in cause for sign in FULL):
+            return BackendUnavailable(
+                f"{self._place} is full: {cause}. Raise max_connections, or start fewer processes"
+            )
+        return BackendUnavailable(f"cannot reach {self._place}: {cause}. Check that the server runs and answers there")
+
+
+def _brief(cause: str) -> str:
+    """Return the server's text without its details and a part of the statement, which are in further lines."""
+    return cause.partition("\n")[0]
+
+
+def _state(error: BaseException) -> str:
+    cause = cause_of(error)
+    return str(getattr(cause, "sqlstate", None) or getattr(cause, "pgcode", None) or "")  # psycopg2 has the latter
+
+
+def _is_operational(error: BaseException) -> bool:
+    names = {kind.__name__ for kind in type(cause_of(error)).__mro__}
+    return bool(names & {"OperationalError", "InterfaceError"})

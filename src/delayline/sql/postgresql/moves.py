@@ -70,7 +70,7 @@ class PostgresqlForwarding:
     one_statement = True
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Postgresql) -> None:
-        self.can_claim = not dialect.pgbouncer
+        self.can_claim = not dialect.connections.pgbouncer
         quote = dialect.sql.identifier_preparer.format_table
         tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}

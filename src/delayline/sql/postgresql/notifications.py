@@ -22,7 +22,6 @@ from delayline.delayed.poller import MAXIMUM_SLEEP
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
 from delayline.sql.deadlines import STOPPING
-from delayline.sql.dialect import in_brief_transaction
 from delayline.sql.notifications import Listeners
 from delayline.sql.schema import queue_tables
 from delayline.sql.server import run, watch_of
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline.sql.dialect import Server, ServerSessions
+    from delayline.sql.server import Server, ServerSessions
 
 logger = logging.getLogger(__name__)
 
@@ -98,12 +97,12 @@ class PostgresqlNotifications:
 
     def takes_writes(self, connection: Connection) -> bool:
         """Return whether the server behind the connection still takes writes; raises a driver's error."""
-        return self._dialect.ping(connection)
+        return self._dialect.connections.ping(connection)
 
     @property
     def server_timeout(self) -> float:
         """Seconds to wait for an answer."""
-        return self._dialect.server_timeout
+        return self._dialect.connections.server_timeout
 
     def subscribe(self, channel: str, callback: Callable[[int], None]) -> Callable[[], None]:
         """Call `callback(at)` on the running loop after each commit that notifies `channel`; return how to stop."""
@@ -142,7 +141,7 @@ class PostgresqlNotifications:
                 run(connection, SWEEP.format(sleeping=sleeping))
             run(connection, SLEEP.format(sleeping=sleeping), name, self.me, until)
 
-        in_brief_transaction(self._dialect, register, connection)
+        self._dialect.transactions.run_briefly(register, connection)
         self._registered[channel] = until
         return True
 
@@ -212,7 +211,7 @@ class PostgresqlNotifications:
         if self._thread is None:
             self._close_pipe()
         else:
-            self._thread.join(self._dialect.stops.left(STOPPING))
+            self._thread.join(self._dialect.connections.stops.left(STOPPING))
         with contextlib.suppress(BackendUnavailable, BackendUnusable):
             self._wake_for_good()
 
@@ -223,7 +222,7 @@ class PostgresqlNotifications:
 
     def _wake_for_good(self) -> None:
         session = self._database.session()
-        session.run(partial(in_brief_transaction, self._dialect, self._wake))
+        session.run(partial(self._dialect.transactions.run_briefly, self._wake))
         session.close()
 
     def _wake(self, connection: Connection) -> None:
@@ -276,7 +275,7 @@ class PostgresqlNotifications:
         while not self.closing:
             try:
                 renewals = self.renewals
-                with self._dialect.connect() as connection:
+                with self._dialect.connections.connect() as connection:
                     self.spawn_sending()
                     NotificationListener(self, connection, renewals).run()
             except Exception as error:  # without this thread no listener of this process would be notified

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delayline.sql.dialect import OnConflict
 from delayline.sql.postgresql.binary import COPY_END, COPY_HEADER, YEAR_2000
 from delayline.sql.server import run
-from delayline.sql.staging import COLUMNS, KEPT_FIRST, StagedTable
+from delayline.sql.staged_table import StagedTable
+from delayline.sql.staging import COLUMNS, KEPT_FIRST, OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

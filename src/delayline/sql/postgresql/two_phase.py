@@ -5,16 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any, Final
 
-from delayline.errors import (
-    BackendUnavailable,
-    BackendUnusable,
-)
+from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.sql.server import cause_of, run
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
-    from delayline.sql.postgresql.dialect import Postgresql
+    from delayline.sql.postgresql.connections import PostgresqlConnections
 
 
 IN_DOUBT: Final = "SELECT gid FROM pg_prepared_xacts WHERE database = current_database() AND starts_with(gid, %s)"
@@ -30,15 +27,15 @@ UNDEFINED: Final = "42704"
 class PostgresqlTwoPhase:
     """Prepares transactions in one database and finishes them later, from any process."""
 
-    def __init__(self, dialect: Postgresql) -> None:
-        self._dialect = dialect
+    def __init__(self, connections: PostgresqlConnections) -> None:
+        self._connections = connections
 
     def check(self, connection: Connection) -> str:
         """Return a short name of the database. Raises BackendUnusable where nothing can be prepared."""
         if run(connection, "SHOW max_prepared_transactions")[0][0] == "0":
             raise BackendUnusable(
-                f"{self._dialect} cannot prepare transactions: set max_prepared_transactions in postgresql.conf to the "
-                "number of messages handled at once and pollers, 100 for example, and restart the server"
+                f"{self._connections} cannot prepare transactions: set max_prepared_transactions in postgresql.conf to "
+                "the number of messages handled at once and pollers, 100 for example, and restart the server"
             )
         return hashlib.sha256(":".join(run(connection, IDENTITY)[0]).encode()).hexdigest()[:12]
 
@@ -49,7 +46,7 @@ class PostgresqlTwoPhase:
         done = cursor.statusmessage
         cursor.close()
         if done != "PREPARE TRANSACTION":  # of a transaction that has failed PostgreSQL makes a rollback, and no fuss
-            raise BackendUnavailable(f"{self._dialect} has rolled the transaction back instead of preparing it")
+            raise BackendUnavailable(f"{self._connections} has rolled the transaction back instead of preparing it")
 
     def commit_prepared(self, connection: Connection, name: str) -> None:
         """Commit the prepared transaction, unless it is finished."""
@@ -73,7 +70,7 @@ class PostgresqlTwoPhase:
     def _finish(self, connection: Connection, sql: str) -> None:
         try:
             run(connection, sql)
-        except self._dialect.errors as error:
+        except self._connections.errors.kinds as error:
             cause: Any = cause_of(error)
             if getattr(cause, "sqlstate", None) != UNDEFINED:
                 raise

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 import os
+import sqlite3
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from delayline.errors import (
-    BackendUnavailable,
-    BackendUnusable,
-    InvalidMessage,
-    StorageFull,
-)
+from sqlalchemy.exc import DBAPIError
+
+from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, StorageFull
+from delayline.sql.dialect import DriverErrors
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,3 +84,31 @@ TRANSLATIONS: Final[dict[str, Callable[[Path, BaseException], Exception]]] = {
     "SQLITE_CORRUPT": lambda path, error: BackendUnusable(f"{path} is damaged ({error}): restore it from a backup"),
     "SQLITE_TOOBIG": lambda path, error: InvalidMessage(f"the message is too large for {path} ({error})"),
 }
+
+
+def name_of(error: BaseException) -> str:
+    """Return SQLite's name of an error; empty for none."""
+    return str(getattr(error, "sqlite_errorname", "SQLITE_BUSY" if "database is locked" in str(error) else ""))
+
+
+class SqliteErrors(DriverErrors):
+    """The errors of sqlite3, by their names."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    @property
+    def kinds(self) -> tuple[type[Exception], ...]:
+        """The driver's exceptions, raw and wrapped by SQLAlchemy."""
+        return (DBAPIError, sqlite3.Error)
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+        name = name_of(cause)
+        for prefix, translate in TRANSLATIONS.items():
+            if name.startswith(prefix):
+                return translate(self._path, cause)
+        if "no such table" in str(cause):
+            return BackendUnusable(f"{self._path} is not set up for this endpoint: run `delayline setup` ({cause})")
+        return error

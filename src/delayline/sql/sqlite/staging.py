@@ -12,9 +12,8 @@ from sqlalchemy import insert, select
 from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnusable
-from delayline.sql.dialect import OnConflict
 from delayline.sql.prepared import Prepared
-from delayline.sql.staging import KEPT_FIRST, PREFIX, stage_table
+from delayline.sql.staging import KEPT_FIRST, PREFIX, OnConflict, stage_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -49,7 +48,7 @@ class SqliteStage:
         self.dialect = dialect
         self.store = store
         self.name = name
-        self.folder = Path(f"{dialect.path}-stage") / name
+        self.folder = Path(f"{dialect.connections.path}-stage") / name
         self.table = stage_table(GATHERED, "temp")
 
     def named(self, name: str) -> SqliteStage:

@@ -60,7 +60,10 @@ class SqlServerCatalog(Catalog):
         found: dict[Table, tuple[list[str], bool]] = {}
         for table, needs in needed.items():
             name = self._dialect.sql.identifier_preparer.format_table(table)
-            granted = [run(connection, HAS_RIGHT.format(mark=self._dialect.mark), name, need)[0][0] for need in needs]
+            granted = [
+                run(connection, HAS_RIGHT.format(mark=self._dialect.connections.mark), name, need)[0][0]
+                for need in needs
+            ]
             found[table] = [need for need, has in zip(needs, granted, strict=True) if not has], None in granted
         if all(unseen for _, unseen in found.values()):
             return []
@@ -84,7 +87,7 @@ class SqlServerCatalog(Catalog):
         off = (datetime.now(UTC) - self._dialect.values.from_due(now)).total_seconds()
         return [
             ("server", True, f"SQL Server {version} {edition}"),
-            ("driver", True, "pymssql" if self._dialect.uses_pymssql else "mssql-python"),
+            ("driver", True, "pymssql" if self._dialect.connections.uses_pymssql else "mssql-python"),
             ("delayed durability", durability != "FORCED", f"{durability}: commits are {_durable(durability)}"),
             ("read committed snapshot", True, "on" if snapshot else "off"),
             ("collation", True, f"{collation}: ids that it takes for equal cannot wait at the same time"),
@@ -103,7 +106,7 @@ class SqlServerCatalog(Catalog):
     def kept_name(self, table: str) -> str:
         """Return the name as it is; raises ConfigurationError also for one that pymssql would misread."""
         must_fit(table, _units(table), LONGEST_NAME, "characters", self._dialect)
-        if self._dialect.uses_pymssql and re.search(r"%[sd(]", table):
+        if self._dialect.connections.uses_pymssql and re.search(r"%[sd(]", table):
             raise ConfigurationError(
                 f"pymssql would take a part of the table name {table!r} for a parameter: install mssql-python, "
                 "or give the store a table_name"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import importlib.util
-import math
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -19,46 +17,28 @@ from sqlalchemy import (
     cast,
     collate,
     delete,
-    event,
     exists,
     func,
     insert,
     literal_column,
     not_,
 )
-from sqlalchemy import __version__ as sqlalchemy_version
 from sqlalchemy import cast as cast_to
 from sqlalchemy import insert as insert_into
 from sqlalchemy.dialects import mssql
 
-from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, CorruptHeaders, MissingExtra
+from delayline.errors import BackendUnusable, ConfigurationError, CorruptHeaders
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, encode_headers
-from delayline.sql.deadlines import FACTOR, JOB_WORK, LONG_WORK
-from delayline.sql.dialect import IN_SESSION, BulkStatements, Catalog, ColumnValues, StatementWords, conflict_columns
+from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, conflict_columns
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import BINARY, untyped
-from delayline.sql.server import LEASE, LockedForwarding, ServerDialect, SessionClaims, cause_of, run
+from delayline.sql.server import LEASE, LockedForwarding, Server, ServerTransactions, SessionClaims, run
 from delayline.sql.sqlserver.catalog import SqlServerCatalog, only_row
-from delayline.sql.sqlserver.errors import (
-    DUPLICATE_KEY,
-    NO_SUCH_OBJECT,
-    READ_ONLY,
-    ROLLED_BACK,
-    number_of,
-    text_of,
-    translated,
-)
-from delayline.sql.sqlserver.statements import (
-    LATEST,
-    NEW,
-    DueTime,
-    HintedSql,
-    IdempotentDdl,
-    rounded_down,
-    rounded_up,
-)
+from delayline.sql.sqlserver.connections import SqlServerConnections
+from delayline.sql.sqlserver.errors import DUPLICATE_KEY, NO_SUCH_OBJECT, number_of, text_of
+from delayline.sql.sqlserver.statements import LATEST, NEW, DueTime, rounded_down, rounded_up
 from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
@@ -67,47 +47,9 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
     from delayline.message import Message
-    from delayline.sql.dialect import ServerSessions, Stage
     from delayline.sql.schema import QueueTables
-    from delayline.sql.server import Columns
-
-
-OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
-#: How @@VERSION begins on a server whose version counts; that of Azure SQL has been 12.0.2000.8 for ever.
-BOXED: Final = "Microsoft SQL Server"
-MICROSOFT, PYMSSQL = "mssql+mssqlpython", "mssql+pymssql"
-MICROSOFT_DIALECT: Final = "sqlalchemy.dialects.mssql.mssqlpython"  # SQLAlchemy 2.1 brought it
-CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
-    MICROSOFT: {},
-    PYMSSQL: {"appname": "delayline"},
-}
-NO_LIBRARY: Final = "Failed to load the driver"  # in mssql-python's error for a missing library
-NOT_LOADED: Final = (
-    "mssql-python cannot be loaded: {error} On Debian run: "
-    "apt-get install libltdl7 libodbc2 libkrb5-3 libgssapi-krb5-2; "
-    "or install delayline[pymssql] and write mssql+pymssql:// in the URL"
-)
-UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in the TypeError that pymssql raises for one
-CHECK_URL: Final = "Check the user, the password and the options in the URL"
-#: English, because errors are matched by text where they have no number; and a limit for lock waits.
-SESSION: Final = (
-    "SET LANGUAGE us_english; SET XACT_ABORT OFF; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
-    "SET LOCK_TIMEOUT 10000;"
-)
-PRODUCT: Final = "SELECT CAST(@@VERSION AS nvarchar(400)), CAST(SERVERPROPERTY('ProductVersion') AS nvarchar(128))"
-
-
-class NoDriver:
-    """Stands in for a driver that is not installed, so that SQLAlchemy can compile; it runs nothing."""
-
-    paramstyle = "qmark"
-
-    class Error(Exception):
-        """Never raised."""
-
-    @staticmethod
-    def pooling(*, enabled: bool) -> None:
-        """Do nothing; SQLAlchemy asks Microsoft's driver for no pool."""
+    from delayline.sql.server import Columns, ServerSessions
+    from delayline.sql.staging import Stage
 
 
 #: The columns that NServiceBus' script for SQL Server creates.
@@ -186,7 +128,7 @@ class SqlServerBulk(BulkStatements):
         """Insert every row; if another transaction inserted the same key meanwhile, retry the rows one by one."""
         try:
             insert.change_many(connection, rows)
-        except self._dialect.errors as error:
+        except self._dialect.errors.kinds as error:
             if number_of(error) not in DUPLICATE_KEY:
                 raise
             for row in rows:
@@ -196,143 +138,27 @@ class SqlServerBulk(BulkStatements):
         """Return estimates from the histogram of the index of due times."""
         name = self._dialect.sql.identifier_preparer.format_table(table)
         try:
-            steps = run(connection, HISTOGRAM.format(mark=self._dialect.mark), name, "Index_Time")
-        except self._dialect.errors as error:
+            steps = run(connection, HISTOGRAM.format(mark=self._dialect.connections.mark), name, "Index_Time")
+        except self._dialect.errors.kinds as error:
             if number_of(error) != NO_SUCH_OBJECT:
                 raise
             raise BackendUnusable(
                 f"a forecast of so many messages needs SQL Server 2016 SP1 CU2 or newer: {self._dialect} has no "
                 f"histograms ({text_of(error)})"
             ) from error
-        [(rows,)] = run(connection, ROWS.format(mark=self._dialect.mark), name)
+        [(rows,)] = run(connection, ROWS.format(mark=self._dialect.connections.mark), name)
         below = [_rows_before(edge, steps) for edge in edges]
         counted = sum(between + equal for _, between, equal in steps)
         scale = float(rows or 0) / counted if counted else 0.0
         return [(end - start) * scale for start, end in pairwise([0.0, *below, counted])]
 
 
-class SqlServer(ServerDialect):
-    """SQL Server as a dialect."""
-
-    product = "SQL Server"
-    extra = "sqlserver"
-    default_port = 1433
-    values: ColumnValues = SqlServerValues()
-    words: StatementWords = SqlServerWords()
-    timeouts = TIMEOUTS
+class SqlServerTransactions(ServerTransactions):
+    """Savepoints cannot be released: each depth has its own name."""
 
     BEGIN = "BEGIN TRANSACTION"
     COMMIT = "COMMIT TRANSACTION"
     ROLLBACK = "IF @@TRANCOUNT > 0 ROLLBACK TRANSACTION"
-
-    def __init__(self, url: URL) -> None:
-        self.driver = _driver_of(url)
-        if self.driver == MICROSOFT and not _installed(MICROSOFT_DIALECT):
-            raise ConfigurationError(
-                f"SQLAlchemy {sqlalchemy_version} cannot use mssql-python: run pip install 'sqlalchemy>=2.1', or "
-                f"install delayline[pymssql] and write {PYMSSQL}:// in the URL"
-            )
-        self.uses_pymssql = self.driver == PYMSSQL
-        if self.uses_pymssql:
-            self.extra = "pymssql"
-        style = {"paramstyle": "format", "supports_comments": False} if self.uses_pymssql else {"paramstyle": "qmark"}
-        self._missing: MissingExtra | None = None
-        try:
-            try:
-                super().__init__(url, connect_args=CONNECT_ARGS[self.driver], **style)
-            except MissingExtra as error:  # SQL can be shown without a driver: connecting raises it
-                self._missing = error
-                super().__init__(url, connect_args=CONNECT_ARGS[self.driver], module=NoDriver, **style)
-        except (ImportError, OSError, RuntimeError) as error:
-            if isinstance(error, ConfigurationError):
-                raise
-            raise ConfigurationError(NOT_LOADED.format(error=error)) from error
-        sql: Any = self.engine.dialect
-        sql.statement_compiler, sql.ddl_compiler = HintedSql, IdempotentDdl
-        sql._supports_offset_fetch = True  # also before the first connection
-        sql.insert_returning = False  # row counts are not used
-        event.listen(self.engine, "do_connect", self._connect_driver)
-        self.bulk: BulkStatements = SqlServerBulk(self)
-        self.catalog: Catalog = SqlServerCatalog(self)
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """The drivers' exceptions, and the one of Microsoft's driver for an unknown option in a URL."""
-        if self.uses_pymssql or self._missing is not None:
-            return super().errors
-        from mssql_python.exceptions import ConnectionStringParseError
-
-        return (*super().errors, ConnectionStringParseError)
-
-    def check(self) -> None:
-        """Connect once. Raises BackendUnusable for a version that is too old."""
-        with self.connect() as connection:
-            [(product, version)] = run(connection, PRODUCT)
-        if str(product).startswith(BOXED) and int(str(version).split(".")[0]) < OLDEST:
-            raise BackendUnusable(f"{self} is version {version}; delayline needs {OLDEST} (SQL Server 2016) or newer")
-
-    def connect(self) -> Connection:
-        """Return a new connection in autocommit, at READ COMMITTED: READPAST works at no other level."""
-        if self._missing is not None:
-            raise self._missing
-        try:
-            connection = self.engine.connect()
-        except RuntimeError as error:  # from mssql-python where a library that it needs is missing
-            raise ConfigurationError(NOT_LOADED.format(error=error)) from error
-        except TypeError as error:
-            if UNKNOWN_OPTION not in str(error):
-                raise
-            raise ConfigurationError(f"the URL of {self} has an option unknown to the driver: {error}") from error
-        except self.errors as error:
-            if NO_LIBRARY in str(error):
-                raise ConfigurationError(NOT_LOADED.format(error=text_of(error))) from error
-            if self.translated(error) is error:  # of a class that means a mistake in a statement, and there was none
-                raise BackendUnusable(f"cannot connect to {self}: {text_of(error)}. {CHECK_URL}") from error
-            raise
-        run(connection, SESSION)
-        return connection
-
-    def plans_without(self, error: Exception) -> bool:
-        """Return whether the server or its driver is missing; the statements are idempotent."""
-        if isinstance(error, BackendUnavailable | MissingExtra):
-            return True
-        return str(error).startswith(NOT_LOADED.partition("{")[0])
-
-    @property
-    def mark(self) -> str:
-        """The placeholder of a parameter in the driver's words."""
-        return "%s" if self.uses_pymssql else "?"
-
-    def limit_connect(self, arguments: dict[str, Any]) -> None:
-        """Limit connecting and, with pymssql, whose limit is the whole process's, statements by the longest limit."""
-        login = max(1, math.ceil(self.connect_timeout))
-        if self.uses_pymssql:
-            arguments.setdefault("login_timeout", login)
-            arguments.setdefault("timeout", math.ceil(self.server_timeout * JOB_WORK))
-        elif "timeout" not in self.url.query:
-            arguments.setdefault("timeout", login)
-
-    def adopt(self, driver: Any) -> object:  # noqa: ANN401 - the drivers are extras
-        """Return pymssql's connection so that it binds bytes as varbinary; Microsoft's driver cannot be adopted."""
-        if not self.uses_pymssql:
-            raise ConfigurationError(
-                "connect= and Engines are not supported with mssql-python: write Authentication=... in the URL, or use "
-                "pymssql"
-            )
-        return VarbinaryConnection(driver)
-
-    def _connect_driver(self, _: object, record: Any, arguments: Sequence[Any], options: dict[str, Any]) -> Any:  # noqa: ANN401
-        if self.uses_pymssql:
-            return VarbinaryConnection(self.engine.dialect.loaded_dbapi.connect(*arguments, **options))
-        from delayline.sql.sqlserver.microsoft import DeclaringConnection
-
-        def seconds() -> int:
-            factor = FACTOR.get() if record.info.get(IN_SESSION) else LONG_WORK
-            return math.ceil(self.server_timeout * factor)
-
-        connection = DeclaringConnection(*arguments, **options)
-        connection.limit = seconds
-        return connection
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction."""
@@ -343,8 +169,8 @@ class SqlServer(ServerDialect):
         """Roll back; a connection that is lost has been rolled back by the server."""
         try:
             super().rollback(connection)
-        except self.errors as error:
-            if not self.is_disconnect(error):
+        except self._errors.kinds as error:
+            if not self._errors.is_disconnect(error):
                 raise
 
     def set_savepoint(self, connection: Connection) -> None:
@@ -359,6 +185,21 @@ class SqlServer(ServerDialect):
     def release_savepoint(self, connection: Connection) -> None:
         """Release the savepoint and keep the work since."""
         connection.info["savepoints"] -= 1
+
+
+class SqlServer(Server):
+    """An SQL Server database."""
+
+    values = SqlServerValues()
+    words = SqlServerWords()
+    timeouts = TIMEOUTS
+    connections: SqlServerConnections
+
+    def __init__(self, url: URL) -> None:
+        self.connections = connections = SqlServerConnections(url)
+        self.sql, self.errors = connections.engine.dialect, connections.errors
+        self.bulk, self.catalog = SqlServerBulk(self), SqlServerCatalog(self)
+        self.transactions = SqlServerTransactions(connections.errors)
 
     def notifications(self, database: ServerSessions) -> LocalNotifications:
         """Notifications in this process only: the server has none."""
@@ -376,24 +217,6 @@ class SqlServer(ServerDialect):
     def forwarding(self, table: Table, tables: QueueTables) -> SqlServerForwarding:
         """Three statements."""
         return SqlServerForwarding(table, tables, self)
-
-    def is_disconnect(self, error: Exception) -> bool:
-        """Return whether the connection is unusable; pymssql's is out of step when a transaction has ended."""
-        cause, sql = cause_of(error), self.engine.dialect
-        lost = isinstance(cause, sql.loaded_dbapi.Error) and sql.is_disconnect(cause, None, None)
-        return lost or (self.uses_pymssql and self.has_rolled_back(error))
-
-    def outdates_sessions(self, error: Exception) -> bool:
-        """Return whether the database is read-only."""
-        return number_of(error) == READ_ONLY
-
-    def has_rolled_back(self, error: Exception) -> bool:
-        """Return whether the server has rolled back the whole transaction: the next statement would be outside it."""
-        return number_of(error) in ROLLED_BACK
-
-    def translated(self, error: Exception) -> Exception:
-        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-        return translated(error, str(self))
 
 
 #: The steps of an index's histogram: the highest time of each, the rows before it, and the rows equal to it.
@@ -416,24 +239,6 @@ def _rows_before(edge: datetime, steps: Sequence[tuple[datetime, float, float]])
             return before + between * min(1.0, share)
         before, start = before + between + equal, end
     return before
-
-
-def _driver_of(url: URL) -> str:
-    """Return the driver that the URL names, or the one that is installed; Microsoft's wins."""
-    if url.drivername in {MICROSOFT, PYMSSQL}:
-        return url.drivername
-    if url.drivername != "mssql":
-        raise ConfigurationError(
-            f"delayline does not support the driver of {url.drivername}:// URLs: write mssql://user@host/database, or "
-            f"{PYMSSQL}://user@host/database for pymssql"
-        )
-    if _installed("pymssql") and not (_installed("mssql_python") and _installed(MICROSOFT_DIALECT)):
-        return PYMSSQL
-    return MICROSOFT
-
-
-def _installed(module: str) -> bool:
-    return importlib.util.find_spec(module) is not None
 
 
 # Claims on queue rows in SQL Server: application locks of a session.
@@ -515,7 +320,7 @@ class LeaseTable:
     def _take_one(self, connection: Connection, message_id: str) -> bool:
         try:
             self._take.change(connection, self._store, message_id)
-        except self._dialect.errors as error:
+        except self._dialect.errors.kinds as error:
             if number_of(error) not in DUPLICATE_KEY:
                 raise
             return False
@@ -552,58 +357,15 @@ class SqlServerForwarding(LockedForwarding):
 
     def move(self, connection: Connection, ids: Sequence[str]) -> bool:
         """Move messages, unless another process has removed one of them."""
-        self._dialect.set_savepoint(connection)
+        self._dialect.transactions.set_savepoint(connection)
         moved = self._move.change_each(connection, keys=ids)
         alone = moved == self._remove.change_each(connection, keys=ids) == len(ids)
         if not alone:
-            self._dialect.roll_back_to_savepoint(connection)
-        self._dialect.release_savepoint(connection)
+            self._dialect.transactions.roll_back_to_savepoint(connection)
+        self._dialect.transactions.release_savepoint(connection)
         return alone
 
 
 def _without(headers: ColumnElement[bytes]) -> Any:  # noqa: ANN401 - from a name to a condition
     text = collate(cast(headers, mssql.VARCHAR("max")), BINARY)  # type: ignore[arg-type]
     return lambda name: func.charindex(literal_column(f"'{name}'"), text) == literal_column("0")
-
-
-class VarbinaryConnection:
-    """A pymssql connection whose cursors bind bytes as varbinary."""
-
-    def __init__(self, connection: Any) -> None:  # noqa: ANN401 - the driver's
-        self._connection = connection
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Return the attribute of the driver's connection."""
-        return getattr(self._connection, name)
-
-    def cursor(self) -> VarbinaryCursor:
-        """Return a new cursor."""
-        return VarbinaryCursor(self._connection.cursor())
-
-
-class VarbinaryCursor:
-    """A cursor of pymssql that does not send bytes as text."""
-
-    def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - the driver's
-        self._cursor = cursor
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401
-        """Return the attribute of the driver's cursor."""
-        return getattr(self._cursor, name)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return the rows."""
-        return iter(self._cursor)
-
-    def execute(self, operation: str, parameters: Sequence[Any] = ()) -> Any:  # noqa: ANN401
-        """Run the statement once."""
-        return self._cursor.execute(operation, literal(parameters))
-
-    def executemany(self, operation: str, seq_of_parameters: Sequence[Sequence[Any]]) -> None:
-        """Run the statement for each row."""
-        self._cursor.executemany(operation, [literal(row) for row in seq_of_parameters])
-
-
-def literal(parameters: Sequence[Any]) -> tuple[Any, ...]:
-    """Return the parameters in the types that pymssql writes as they are meant."""
-    return tuple(bytearray(value) if isinstance(value, bytes | memoryview) else value for value in parameters)

@@ -7,11 +7,26 @@ which the driver writes out in words.
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage, StorageFull
-from delayline.sql.server import cause_of
+from delayline.errors import (
+    BackendUnavailable,
+    BackendUnusable,
+    ConfigurationError,
+    InvalidMessage,
+    MissingExtra,
+    StorageFull,
+)
+from delayline.sql.server import ServerErrors, cause_of
 
+if TYPE_CHECKING:
+    from delayline.sql.sqlserver.connections import SqlServerConnections
+
+NOT_LOADED: Final = (
+    "mssql-python cannot be loaded: {error} On Debian run: "
+    "apt-get install libltdl7 libodbc2 libkrb5-3 libgssapi-krb5-2; "
+    "or install delayline[pymssql] and write mssql+pymssql:// in the URL"
+)
 DUPLICATE_KEY: Final = frozenset({2627, 2601})
 ALREADY_THERE: Final = frozenset({2714, 1913})
 #: After these errors the server has rolled the transaction back.
@@ -185,23 +200,6 @@ def number_of(error: BaseException) -> int:
     return by_text or STATES.get(getattr(cause, "driver_error", ""), 0)
 
 
-def translated(error: Exception, place: str) -> Exception:
-    """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-    cause, number = text_of(error), number_of(error)
-    kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
-    if number in TRANSLATIONS:
-        kind, text = TRANSLATIONS[number]
-        return kind(text.format(place=place, cause=cause))
-    if "ConnectionStringParseError" in kinds:
-        return ConfigurationError(f"the URL of {place} has an option unknown to the driver: {cause}")
-    if kinds & {"OperationalError", "InterfaceError"}:
-        for sign, remedy in UNUSABLE.items():
-            if sign in cause:
-                return BackendUnusable(f"cannot use {place}: {cause}. {remedy}")
-        return BackendUnavailable(f"cannot reach {place}: {cause}. Check that the server runs and answers there")
-    return error
-
-
 def text_of(error: BaseException) -> str:
     """Return the driver's text without the frame that it puts around it."""
     cause = cause_of(error)
@@ -213,3 +211,54 @@ def text_of(error: BaseException) -> str:
     text = re.sub(r"^(\[[^]]*\])+", "", texts[-1] if texts else "").strip()
     lines = [line for line in map(str.strip, FRAME.sub("\n", text).splitlines()) if line]
     return ". ".join(line.rstrip(".") for line in dict.fromkeys(lines)) or text
+
+
+class SqlServerErrors(ServerErrors):
+    """The errors of both drivers, by the server's number."""
+
+    _connections: SqlServerConnections
+
+    @property
+    def kinds(self) -> tuple[type[Exception], ...]:
+        """The drivers' exceptions, and the one of Microsoft's driver for an unknown option in a URL."""
+        if self._connections.uses_pymssql or self._connections.missing is not None:
+            return super().kinds
+        from mssql_python.exceptions import ConnectionStringParseError
+
+        return (*super().kinds, ConnectionStringParseError)
+
+    def plans_without(self, error: Exception) -> bool:
+        """Return whether the server or its driver is missing; the statements are idempotent."""
+        if isinstance(error, BackendUnavailable | MissingExtra):
+            return True
+        return str(error).startswith(NOT_LOADED.partition("{")[0])
+
+    def is_disconnect(self, error: Exception) -> bool:
+        """Return whether the connection is unusable; pymssql's is out of step when a transaction has ended."""
+        cause, sql = cause_of(error), self._connections.engine.dialect
+        lost = isinstance(cause, sql.loaded_dbapi.Error) and sql.is_disconnect(cause, None, None)
+        return lost or (self._connections.uses_pymssql and self.has_rolled_back(error))
+
+    def outdates_sessions(self, error: Exception) -> bool:
+        """Return whether the database is read-only."""
+        return number_of(error) == READ_ONLY
+
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Return whether the server has rolled back the whole transaction: the next statement would be outside it."""
+        return number_of(error) in ROLLED_BACK
+
+    def translated(self, error: Exception) -> Exception:
+        """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
+        cause, number, place = text_of(error), number_of(error), self._connections
+        kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
+        if number in TRANSLATIONS:
+            kind, text = TRANSLATIONS[number]
+            return kind(text.format(place=place, cause=cause))
+        if "ConnectionStringParseError" in kinds:
+            return ConfigurationError(f"the URL of {place} has an option unknown to the driver: {cause}")
+        if kinds & {"OperationalError", "InterfaceError"}:
+            for sign, remedy in UNUSABLE.items():
+                if sign in cause:
+                    return BackendUnusable(f"cannot use {place}: {cause}. {remedy}")
+            return BackendUnavailable(f"cannot reach {place}: {cause}. Check that the server runs and answers there")
+        return error

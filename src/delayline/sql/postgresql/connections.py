@@ -1,0 +1,155 @@
+"""Connections to PostgreSQL 13 and newer, through psycopg 3: their settings, and how they begin."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, Final
+
+from delayline.errors import BackendUnusable, ConfigurationError
+from delayline.sql.postgresql.catalog import USUAL
+from delayline.sql.postgresql.errors import PostgresqlErrors
+from delayline.sql.server import ServerConnections, run, watch_of
+from delayline.sql.urls import Host, listed
+
+if TYPE_CHECKING:
+    from sqlalchemy import URL, Connection
+
+OLDEST: Final = 13
+#: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read
+#: and sort all that is due for each batch instead; and planning a small batch takes as long as moving it. A table
+#: without an index then looks so dear that its statements would be compiled, for 25 ms each.
+SETTINGS: Final = {
+    "timezone": "UTC",
+    "enable_seqscan": "off",
+    "enable_bitmapscan": "off",
+    "jit": "off",
+    "plan_cache_mode": "force_generic_plan",
+    "default_transaction_isolation": USUAL,
+    "quote_all_identifiers": "off",  # which changes the names of types that the server tells
+    "datestyle": "ISO",
+}
+#: Claims last as long as their session, however long that is idle.
+SINCE_14: Final = {"idle_session_timeout": "0"}
+SET: Final = "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS setting (name, value)"
+#: Is refused by poolers in transaction mode, whose other clients would get a session with these settings.
+OPTIONS: Final = "-c jit=off"
+#: Names of settings in the options of a URL.
+NAMED: Final = re.compile(r"(?:-c\s*|--)([\w.-]+)=")
+PREPARE_THRESHOLD: Final = 2  # times that a statement runs before the server prepares it
+#: A machine that is gone is noticed by the system, also where nothing is asked of it.
+CONNECT_ARGS: Final = {
+    "application_name": "delayline",
+    "client_encoding": "UTF8",
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "prepare_threshold": PREPARE_THRESHOLD,
+}
+
+
+class PostgresqlConnections(ServerConnections):
+    """The connections to a PostgreSQL database."""
+
+    product = "PostgreSQL"
+    driver = "postgresql+psycopg"
+    extra = "postgresql"
+    default_port = 5432
+
+    def __init__(self, url: URL) -> None:
+        self.pgbouncer = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
+        url, arguments = url.difference_update_query(["pgbouncer"]), CONNECT_ARGS
+        self._given: frozenset[str] = frozenset()
+        self.errors = PostgresqlErrors(self)
+        if self.pgbouncer:
+            arguments = {**CONNECT_ARGS, "prepare_threshold": None}
+        else:
+            theirs = url.query.get("options", ())
+            options = theirs if isinstance(theirs, str) else " ".join(theirs)
+            self._given = frozenset(name.lower().replace("-", "_") for name in NAMED.findall(options))
+            url = url.set(query={**url.query, "options": f"{OPTIONS} {options}".strip()})
+        super().__init__(url, connect_args=arguments, paramstyle="format", use_native_hstore=False)
+        one_writes = self.url.query.get("target_session_attrs") in ("read-write", "primary")
+        self._any_order = one_writes and len(self.hosts) > 1 and "hostaddr" not in self.url.query
+        self._reached: Host | None = None
+
+    def limit_connect(self, arguments: dict[str, Any]) -> None:
+        """Limit connecting, for which several hosts share the time, and unacknowledged bytes.
+
+        Where only one host takes writes, the one that did so last is tried first: each connection would wait for one in
+        front of it whose machine is gone.
+        """
+        hosts = self.hosts
+        arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout / len(hosts))))
+        if self._any_order and self._reached in hosts:
+            arguments |= listed(sorted(hosts, key=lambda host: host != self._reached))
+        arguments.setdefault("tcp_user_timeout", round(self.server_timeout * 1000))
+
+    def adopt(self, driver: Any) -> object:  # noqa: ANN401 - psycopg is an extra
+        """Return the connection in autocommit; `connect` does the rest."""
+        from psycopg import Connection as Driver
+
+        if not isinstance(driver, Driver):
+            raise self.not_a_connection(driver, "psycopg.Connection objects, as of postgresql+psycopg:// Engines")
+        driver.rollback()
+        driver.autocommit = True
+        driver.prepare_threshold = None if self.pgbouncer else PREPARE_THRESHOLD
+        driver.execute("SET client_encoding TO UTF8")
+        return driver
+
+    def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - psycopg is an extra
+        """Return libpq's socket."""
+        return int(driver.fileno())
+
+    def connect(self) -> Connection:
+        """Return a new connection in autocommit, with the settings that statements need."""
+        from delayline.sql.postgresql.binary import use_binary
+
+        connection = self.engine.connect()
+        try:
+            if self._any_order:
+                info = driver_of(connection).info
+                self._reached = Host(info.host, info.port)
+            use_binary(driver_of(connection))
+            if not self.pgbouncer:  # which gives the session to another client after each transaction
+                self._set_up_session(connection)
+        except BaseException:
+            connection.close()
+            raise
+        watch_of(connection).end()
+        return connection
+
+    def _set_up_session(self, connection: Connection) -> None:
+        """Make the settings, but for those that the URL has made."""
+        settings = {"lock_timeout": str(max(1, round(self.lock_timeout * 1000))), **SETTINGS}
+        if driver_of(connection).info.server_version >= 14_00_00:
+            settings |= SINCE_14
+        ours = {name: value for name, value in settings.items() if name not in self._given}
+        run(connection, SET, list(ours), list(ours.values()))
+
+    def check(self) -> None:
+        """Connect once. Raises BackendUnusable for a version that is too old."""
+        with self.connect() as connection:
+            watch_of(connection).begin(self.server_timeout)
+            version = int(run(connection, "SHOW server_version_num")[0][0])
+        if version // 10_000 < OLDEST:
+            raise BackendUnusable(f"{self} is version {version // 10_000}; delayline needs {OLDEST} or newer")
+
+    def takes_writes(self, connection: Connection) -> bool:
+        """Return whether the session is not read-only."""
+        return bool(run(connection, "SHOW transaction_read_only")[0][0] == "off")
+
+    def ping(self, connection: Connection) -> bool:
+        """Ask whether the session has become read-only."""
+        return self.takes_writes(connection)
+
+
+def driver_of(connection: Connection) -> Any:  # noqa: ANN401 - psycopg is an extra
+    """Return psycopg's connection."""
+    return connection.connection.driver_connection
+
+
+def _flag(name: str, value: object) -> bool:
+    """Return the value of a parameter of the URL. Raises ConfigurationError unless it is true or false."""
+    if value not in ("true", "false"):
+        raise ConfigurationError(f"{name} must be true or false, not {value!r}")
+    return value == "true"
