@@ -11,7 +11,7 @@ from tests.eventually import eventually_async
 
 from delayline import Headers, Message
 from delayline.composition import endpoint_from, transport_of
-from delayline.dashboard.model import Action, JobState, PendingPage, PendingQuery, Unavailable
+from delayline.dashboard.model import JobState, OperatorAction, PendingPage, PendingQuery, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.error_queue import managed_queues
 from delayline.failures import failure_headers
@@ -102,7 +102,7 @@ async def test_messages_are_found_and_changed(service: EndpointService) -> None:
     assert isinstance(found, PendingPage)
     assert [row.id for row in found.rows] == ["m1"]
     assert [one.done for one in await service.cancel(["m0", "m0", "x"], actor="ann")] == [True, False]
-    job = await service.change_all(Action.RESCHEDULE, PendingQuery(), by=HOUR, actor="ann", rate=100)
+    job = await service.change_all(OperatorAction.RESCHEDULE, PendingQuery(), by=HOUR, actor="ann", rate=100)
     assert not isinstance(job, Unavailable)
     await eventually_async(lambda: service.actions()[0].state is not JobState.RUNNING)
     assert (service.actions()[0].state, service.actions()[0].done) == (JobState.DONE, 2)

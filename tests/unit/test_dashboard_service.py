@@ -12,7 +12,7 @@ from tests.eventually import eventually_async
 
 from delayline import ConfigurationError, DelayedMessage, Endpoint, Headers, Message, StoredDelivery
 from delayline.dashboard.contents import body_of, place_of
-from delayline.dashboard.model import Action, ActionJob, JobState, PendingPage, PendingQuery, Unavailable
+from delayline.dashboard.model import ActionJob, JobState, OperatorAction, PendingPage, PendingQuery, Unavailable
 from delayline.dashboard.service import EndpointService, group_key
 from delayline.error_queue import managed_queues
 from delayline.errors import BackendUnavailable
@@ -239,7 +239,7 @@ async def test_an_action_changes_all_that_match_after_an_estimate(
     preview = await impatient.preview(query)
     assert not isinstance(preview, Unavailable)
     assert (preview.exact, list(preview.example)) == (False, ["m0", "m1", "m2"])
-    job = await impatient.change_all(Action.CANCEL, query, actor="ann", rate=1000, expected=preview.number)
+    job = await impatient.change_all(OperatorAction.CANCEL, query, actor="ann", rate=1000, expected=preview.number)
     assert not isinstance(job, Unavailable)
     done = await ended(impatient, job.id)
     assert (done.state, done.expected, done.done) == (JobState.DONE, 7, 7)
@@ -286,7 +286,7 @@ async def test_pending_messages_are_cancelled_moved_and_sent(endpoint: Endpoint,
     assert left["m1"] == NOW + 3 * HOUR
     assert left["m2"] <= datetime.now(UTC)
     # And each action has its entry
-    assert next((one.action, one.actor) for one in service.audit()) == (Action.SEND_NOW, "ann")
+    assert next((one.action, one.actor) for one in service.audit()) == (OperatorAction.SEND_NOW, "ann")
     assert len(service.audit()) == 4
     with pytest.raises(ConfigurationError, match="to=, or how much later, by="):
         await service.reschedule(["m1"], actor="ann")
@@ -310,7 +310,7 @@ async def test_all_that_match_are_changed_by_a_job(endpoint: Endpoint, service: 
     assert not isinstance(preview, Unavailable)
     assert (preview.number, preview.exact, list(preview.example)) == (3, True, ["m0", "m1", "m2"])
     # When they are moved behind messages that do not match
-    job = await service.change_all(Action.RESCHEDULE, query, by=timedelta(days=1), actor="ann", rate=1000)
+    job = await service.change_all(OperatorAction.RESCHEDULE, query, by=timedelta(days=1), actor="ann", rate=1000)
     assert not isinstance(job, Unavailable)
     done = await ended(service, job.id)
     # Then each of them was moved once
@@ -319,7 +319,7 @@ async def test_all_that_match_are_changed_by_a_job(endpoint: Endpoint, service: 
     assert dues["m0"] == NOW + HOUR + timedelta(days=1)
     assert dues["m5"] == NOW + 6 * HOUR
     with pytest.raises(ConfigurationError, match="rate must be"):
-        await service.change_all(Action.CANCEL, query, actor="ann", rate=0)
+        await service.change_all(OperatorAction.CANCEL, query, actor="ann", rate=0)
 
 
 async def test_a_job_keeps_to_its_rate_and_can_be_stopped(endpoint: Endpoint) -> None:
@@ -327,7 +327,7 @@ async def test_a_job_keeps_to_its_rate_and_can_be_stopped(endpoint: Endpoint) ->
     await put(endpoint, 5)
     clock = ManualClock(NOW)
     async with EndpointService(endpoint, clock=clock) as service:
-        job = await service.change_all(Action.CANCEL, PendingQuery(), actor="ann", rate=1)
+        job = await service.change_all(OperatorAction.CANCEL, PendingQuery(), actor="ann", rate=1)
         assert not isinstance(job, Unavailable)
         await eventually_async(lambda: service.actions()[0].done == 1)
         # When a second passes, and the job is stopped

@@ -33,11 +33,6 @@ MOST = 2**31 - 1
 """Rows that every database takes as a limit."""
 WIDEST = timedelta(days=365_000)
 MOST_WITHOUT_TIME = 1000
-MEANING = {
-    Outcome.DONE: "done",
-    Outcome.DISPATCHING: "too late: it is being sent now",
-    Outcome.NOT_PENDING: "no pending message has this id: it has left, was cancelled, or never existed",
-}
 
 
 @click.command(
@@ -218,7 +213,7 @@ def _print_outcomes(screen: Screen, outcomes: dict[str, Outcome], done: str) -> 
     for message_id, outcome in outcomes.items():
         succeeded = outcome is Outcome.DONE
         screen.echo(
-            f"{'✓' if succeeded else '✗'} {message_id}: {done if succeeded else MEANING[outcome]}",
+            f"{'✓' if succeeded else '✗'} {message_id}: {done if succeeded else outcome.meaning}",
             "green" if succeeded else "red",
         )
     screen.document({"outcomes": {message_id: outcome.value for message_id, outcome in outcomes.items()}})

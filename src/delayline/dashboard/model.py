@@ -295,8 +295,8 @@ class MessageDetails:
     """The message as fields of a form; None where a form would change it."""
 
 
-class Action(StrEnum):
-    """An action on messages."""
+class OperatorAction(StrEnum):
+    """What a person asks for messages."""
 
     CANCEL = "cancel"
     RESCHEDULE = "reschedule"
@@ -330,7 +330,7 @@ class ActionJob:
     """An action on all messages that match, which runs in the dashboard's process."""
 
     id: str
-    action: Action
+    action: OperatorAction
     actor: str
     what: str
     """Which messages, as a sentence."""
@@ -484,6 +484,6 @@ class AuditEntry:
     at: datetime
     actor: str
     endpoint: str
-    action: Action
+    action: OperatorAction
     what: str
     result: str

@@ -21,7 +21,6 @@ from delayline.dashboard.contents import FORMS, Form
 from delayline.dashboard.forms import body_of, headers_of, instant_of, whole
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
 from delayline.dashboard.model import (
-    Action,
     ActionJob,
     ActionOutcome,
     ErrorGroups,
@@ -29,6 +28,7 @@ from delayline.dashboard.model import (
     ForecastBar,
     Lateness,
     MessageDetails,
+    OperatorAction,
     PendingPage,
     PendingQuery,
     Preview,
@@ -354,9 +354,9 @@ class Pages:
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
         ids = _ids(form)
         action, to, by = self._wanted(form)
-        if action is Action.CANCEL:
+        if action is OperatorAction.CANCEL:
             outcomes = await service.cancel(ids, actor=actor)
-        elif action is Action.SEND_NOW:
+        elif action is OperatorAction.SEND_NOW:
             outcomes = await service.send_now(ids, actor=actor)
         else:
             outcomes = await service.reschedule(ids, to=to, by=by, actor=actor)
@@ -497,18 +497,18 @@ class Pages:
 
         return shown
 
-    def _wanted(self, form: Mapping[str, str]) -> tuple[Action, datetime | None, timedelta | None]:
+    def _wanted(self, form: Mapping[str, str]) -> tuple[OperatorAction, datetime | None, timedelta | None]:
         """Return the action of a form, with the due time or the delay that it needs."""
         text = form.get("due", "")
         match form.get("action"):
             case "cancel":
-                return Action.CANCEL, None, None
+                return OperatorAction.CANCEL, None, None
             case "send-now":
-                return Action.SEND_NOW, None, None
+                return OperatorAction.SEND_NOW, None, None
             case "reschedule":
-                return Action.RESCHEDULE, instant_of(text, self._clock.now()), None
+                return OperatorAction.RESCHEDULE, instant_of(text, self._clock.now()), None
             case "postpone":
-                return Action.RESCHEDULE, None, parse_delay(text)
+                return OperatorAction.RESCHEDULE, None, parse_delay(text)
         raise InvalidMessage("no action was chosen")
 
     def _outcome(

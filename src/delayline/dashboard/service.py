@@ -39,7 +39,6 @@ from delayline.dashboard.contents import (
 from delayline.dashboard.forms import editable
 from delayline.dashboard.live import Shared
 from delayline.dashboard.model import (
-    Action,
     ActionJob,
     ActionOutcome,
     AuditEntry,
@@ -60,6 +59,7 @@ from delayline.dashboard.model import (
     MessageDetails,
     MessageLife,
     Now,
+    OperatorAction,
     PendingPage,
     PendingQuery,
     PendingRow,
@@ -184,11 +184,6 @@ LATENESS_SPANS: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
     "day": (timedelta(days=1), timedelta(minutes=30)),
     "week": (timedelta(days=7), timedelta(hours=3)),
     "month": (timedelta(days=30), timedelta(hours=12)),
-}
-MEANING: Final = {
-    Outcome.DONE: "done",
-    Outcome.DISPATCHING: "too late: it is being sent now",
-    Outcome.NOT_PENDING: "no pending message has this id: it has left, was cancelled, or never existed",
 }
 NO_HISTORY: Final = (
     "no process of this endpoint has written minute rows: set history = true, or add MinuteHistory to its observers"
@@ -374,22 +369,22 @@ class EndpointService:
 
     async def cancel(self, ids: Sequence[str], *, actor: str) -> list[ActionOutcome]:
         """Cancel pending messages, one by one."""
-        return await self._each(Action.CANCEL, ids, actor, self._cancel)
+        return await self._each(OperatorAction.CANCEL, ids, actor, self._cancel)
 
     async def reschedule(
         self, ids: Sequence[str], *, to: datetime | None = None, by: timedelta | None = None, actor: str
     ) -> list[ActionOutcome]:
         """Give pending messages another due time: a certain one, or one that is so much later or, negative, earlier."""
         move = _mover(to, by)
-        return await self._each(Action.RESCHEDULE, ids, actor, partial(self._reschedule, move=move))
+        return await self._each(OperatorAction.RESCHEDULE, ids, actor, partial(self._reschedule, move=move))
 
     async def send_now(self, ids: Sequence[str], *, actor: str) -> list[ActionOutcome]:
         """Make pending messages due now."""
-        return await self._each(Action.SEND_NOW, ids, actor, self._send_now)
+        return await self._each(OperatorAction.SEND_NOW, ids, actor, self._send_now)
 
     async def change_all(
         self,
-        action: Action,
+        action: OperatorAction,
         query: PendingQuery,
         *,
         actor: str,
@@ -403,7 +398,7 @@ class EndpointService:
         The messages are those that match when the job starts, 100 000 at most.
 
         Args:
-            action: `Action.CANCEL`, `RESCHEDULE` or `SEND_NOW`.
+            action: `OperatorAction.CANCEL`, `RESCHEDULE` or `SEND_NOW`.
             query: Which messages.
             actor: Who does it, for the log.
             rate: Messages a second at most, above 0 and up to 1000.
@@ -413,11 +408,11 @@ class EndpointService:
         """
         change: Callable[[str], Awaitable[ActionOutcome]]
         match action:
-            case Action.CANCEL:
+            case OperatorAction.CANCEL:
                 change = self._cancel
-            case Action.RESCHEDULE:
+            case OperatorAction.RESCHEDULE:
                 change = partial(self._reschedule, move=_mover(to, by))
-            case Action.SEND_NOW:
+            case OperatorAction.SEND_NOW:
                 change = self._send_now
             case _:
                 raise ConfigurationError(f"{action.value!r} is not an action on pending messages")
@@ -450,7 +445,7 @@ class EndpointService:
 
     async def retry(self, ids: Sequence[str], *, actor: str, to: str | None = None) -> list[ActionOutcome]:
         """Send failed messages to the queue they failed in, or to `to`."""
-        return await self._each_failed(Action.RETRY, ids, actor, partial(self._retry, to=to))
+        return await self._each_failed(OperatorAction.RETRY, ids, actor, partial(self._retry, to=to))
 
     async def retry_all(
         self, group: str | None = None, *, actor: str, rate: float = 10.0, to: str | None = None
@@ -475,7 +470,7 @@ class EndpointService:
             await self._paced(job, _each_of(ids), partial(self._retry_by_id, to=to))
 
         what = "all failed messages" if group is None else f"the failed messages of group {group}"
-        return self._start_job(Action.RETRY, actor, what, expected, rate, work)
+        return self._start_job(OperatorAction.RETRY, actor, what, expected, rate, work)
 
     async def edit(
         self, message_id: str, *, headers: Mapping[str, str], body: bytes, to: str | None = None, actor: str
@@ -492,16 +487,18 @@ class EndpointService:
             to: The queue to send it to; by default the one it failed in.
             actor: Who does it, for the log.
         """
-        return (await self._each_failed(Action.EDIT, [message_id], actor, partial(self._edit, headers, body, to)))[0]
+        return (
+            await self._each_failed(OperatorAction.EDIT, [message_id], actor, partial(self._edit, headers, body, to))
+        )[0]
 
     async def purge(self, ids: Sequence[str] | None = None, *, actor: str) -> list[ActionOutcome] | Unavailable:
         """Delete failed messages for ever: those with these ids, or all that the error queue has."""
         if ids is not None:
-            return await self._each_failed(Action.PURGE, ids, actor, self._drop)
+            return await self._each_failed(OperatorAction.PURGE, ids, actor, self._drop)
         number = await self._part("purge", self._purge)
         if isinstance(number, Unavailable):
             return number
-        self._note(Action.PURGE, actor, f"all of {self._error_queue}", f"{number} deleted")
+        self._note(OperatorAction.PURGE, actor, f"all of {self._error_queue}", f"{number} deleted")
         return [ActionOutcome("", done=True, text=f"{number} deleted")]
 
     async def export(
@@ -935,7 +932,7 @@ class EndpointService:
         return _outcome(message_id, await store.reschedule(message_id, latest_of(clock)()))
 
     async def _each(
-        self, action: Action, ids: Sequence[str], actor: str, change: Callable[[str], Awaitable[ActionOutcome]]
+        self, action: OperatorAction, ids: Sequence[str], actor: str, change: Callable[[str], Awaitable[ActionOutcome]]
     ) -> list[ActionOutcome]:
         outcomes = []
         for message_id in dict.fromkeys(ids):
@@ -949,14 +946,14 @@ class EndpointService:
             self._note(action, actor, message_id, outcome.text)
         return outcomes
 
-    def _note(self, action: Action, actor: str, what: str, result: str) -> None:
+    def _note(self, action: OperatorAction, actor: str, what: str, result: str) -> None:
         self._audit.append(AuditEntry(self._clock.now(), actor, self.name, action, what, result))
         text = "Dashboard: %s by %s on endpoint %s: %s: %s"
         emit(logger, logging.INFO, Event.DASHBOARD_ACTION, text, action.value, actor, self.name, what, result)
 
     def _start_job(
         self,
-        action: Action,
+        action: OperatorAction,
         actor: str,
         what: str,
         expected: int,
@@ -1113,7 +1110,7 @@ class EndpointService:
 
     async def _each_failed(
         self,
-        action: Action,
+        action: OperatorAction,
         ids: Sequence[str],
         actor: str,
         change: Callable[[error_queue.HeldMessage], Awaitable[ActionOutcome]],
@@ -1135,7 +1132,7 @@ class EndpointService:
         missing = f"not in {self._error_queue} any more"
         if isinstance(ended, Unavailable):
             missing = _again(ended.reason)
-        elif action is Action.EDIT:
+        elif action is OperatorAction.EDIT:
             missing += ": nothing was sent"
         found = [outcomes.get(one) or ActionOutcome(one, done=False, text=missing) for one in wanted]
         for outcome in found:
@@ -1440,7 +1437,7 @@ def _add_to_group(groups: dict[str, ErrorGroup], message: Message) -> None:
 
 
 def _outcome(message_id: str, outcome: Outcome) -> ActionOutcome:
-    return ActionOutcome(message_id, outcome is Outcome.DONE, MEANING[outcome])
+    return ActionOutcome(message_id, outcome is Outcome.DONE, outcome.meaning)
 
 
 def _again(reason: object) -> str:

@@ -349,6 +349,15 @@ class Outcome(StrEnum):
     NOT_PENDING = "not pending"
     """No such message is pending: it was dispatched or cancelled, or never existed."""
 
+    @property
+    def meaning(self) -> str:
+        """What it means to the person who asked for it."""
+        return {
+            Outcome.DONE: "done",
+            Outcome.DISPATCHING: "too late: it is being sent now",
+            Outcome.NOT_PENDING: "no pending message has this id: it has left, was cancelled, or never existed",
+        }[self]
+
 
 class StoreResult(StrEnum):
     """What became of a message that was sent with `on_conflict`."""
