@@ -91,7 +91,7 @@ def _rates(folder: Path, url: str, spark: SparkSession) -> Figures:
     schedule(folder / "warm-up.parquet", hot, spark=spark)
     for turn in range(ROUNDS):
         cold = JobTarget(url, endpoint=NAME, cold_tier=str(folder / f"cold{turn}"))
-        scheduled = _timed(url, lambda: schedule(source, hot, on_conflict="fail", spark=spark).stored, rows)
+        scheduled = _timed(url, lambda: schedule(source, hot, on_conflict="raise", spark=spark).stored, rows)
         _emptied(url)
         assert schedule(source, cold, spark=spark).cold == rows
         promoted = _timed(url, lambda cold=cold: promote(cold, horizon=_until(24), spark=spark).stored, rows)

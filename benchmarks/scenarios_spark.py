@@ -46,7 +46,7 @@ def _schedule(folder: Path) -> Figures:
         schedule(folder / "warm-up.parquet", target, spark=spark)
         for _ in range(ROUNDS):
             plain = rows / _timed(url, lambda: _copy(url, folder / "rows.parquet"))
-            staged = _timed(url, lambda: schedule(folder / "rows.parquet", target, on_conflict="fail", spark=spark))
+            staged = _timed(url, lambda: schedule(folder / "rows.parquet", target, on_conflict="raise", spark=spark))
             rates.append((rows / staged, plain))
     spark.stop()
     return against("one process, binary COPY", rates)

@@ -72,7 +72,7 @@ class DuplicateMessage(InvalidMessage):
     def __init__(self, message_id: str, text: str | None = None) -> None:
         super().__init__(
             text
-            or f"message {message_id!r} waits already, or comes twice: nothing was stored. Use on_conflict='ignore' to "
+            or f"message {message_id!r} waits already, or comes twice: nothing was stored. Use on_conflict='keep' to "
             "keep the pending message, or 'replace'"
         )
         self.message_id = message_id

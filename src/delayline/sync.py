@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from types import TracebackType
 
-    from delayline.endpoint import Endpoint, OnConflict, Sent
+    from delayline.delayed.store import OnConflict
+    from delayline.endpoint import Endpoint, Sent
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.outgoing import HeaderMap, Send

@@ -11,7 +11,6 @@ import pyarrow as pa
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.bulk.writer import BulkWriter
 from delayline.external import ExternalTransaction
-from delayline.sql.staging import OnConflict
 from delayline.testing.conformance.messages import delayed, operation
 
 SCHEMA = "50%s of {it} \"and\" 'more' %% VALUES ("
@@ -44,7 +43,7 @@ async def everything_works(url: str, other_url: str, schema: str | None, due: da
             await notified.wait()
         stop()
         # When rows are staged and moved, new ones and ones that are there already
-        for on_conflict in (OnConflict.IGNORE, OnConflict.REPLACE):
+        for on_conflict in ("keep", "replace"):
             staging = BulkWriter(url, TABLE, schema=schema)
             await asyncio.to_thread(staging.create)
             attempt = await asyncio.to_thread(staging.write, [staged("m0", f"new {on_conflict}")])

@@ -18,9 +18,9 @@ from delayline import BackendUnavailable, ConfigurationError, DuplicateMessage, 
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.ledger import Committed, RunKind, Sink
 from delayline.bulk.writer import STREAMS, BulkWriter
+from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnusable, DifferentInput
 from delayline.sql import SqlDelayedMessageStore
-from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -177,7 +177,7 @@ def test_ignore_keeps_pending_messages_and_counts_the_rest(url: str, make_job: C
     first, second = make_job(), make_job()
     first.commit([first.write([rows("a", body=b"first")])])
     attempts = [second.write([rows("a", "b", "b", body=b"second")]), second.write([rows("c", "b")])]
-    assert second.commit(attempts, on_conflict=OnConflict.IGNORE) == Committed(2, duplicates=3)
+    assert second.commit(attempts, on_conflict="keep") == Committed(2, duplicates=3)
     assert {one.id: one.message.body for one in waiting(url)}["a"] == b"first"
     assert ids(url) == ["a", "b", "c"]
 
@@ -187,7 +187,7 @@ def test_replace_takes_the_new_content_and_due_time(url: str, make_job: Callable
     first.commit([first.write([rows("a", "other", body=b"first")])])
     later = DUE + timedelta(days=1)
     attempt = second.write([rows("a", "b", "b", body=b"second", due=later, headers='{"x":"y"}')])
-    second.commit([attempt], on_conflict=OnConflict.REPLACE)
+    second.commit([attempt], on_conflict="replace")
     found = {one.id: one for one in waiting(url)}
     assert (found["a"].due, found["a"].message.body, found["a"].message.headers) == (later, b"second", {"x": "y"})
     assert (found["other"].due, found["other"].message.body) == (DUE, b"first")
@@ -206,7 +206,7 @@ def test_a_message_in_a_poller_is_not_replaced(url: str, make_job: Callable[...,
         [message] = await store.fetch_due(datetime.now(UTC), 1, max_bytes=1000)
         # When a job replaces it
         attempt = second.write([rows("a", "b", body=b"second")])
-        await asyncio.to_thread(second.commit, [attempt], on_conflict=OnConflict.REPLACE)
+        await asyncio.to_thread(second.commit, [attempt], on_conflict="replace")
         await store.remove(message)
         await store.close()
 
@@ -215,7 +215,7 @@ def test_a_message_in_a_poller_is_not_replaced(url: str, make_job: Callable[...,
     assert [one.message.body for one in waiting(url)] == [b"second"]
 
 
-@pytest.mark.parametrize("on_conflict", [OnConflict.IGNORE, OnConflict.REPLACE])
+@pytest.mark.parametrize("on_conflict", ["keep", "replace"])
 def test_of_rows_with_one_id_the_one_due_first_is_kept(
     url: str, make_job: Callable[..., BulkWriter], on_conflict: OnConflict
 ) -> None:
@@ -274,9 +274,9 @@ def test_a_name_is_kept_with_its_input(url: str, make_job: Callable[..., BulkWri
         other.commit([other.write([rows("b")])], run="nightly", fingerprint=Fingerprint.of(rows("b")))
     changed = other.write([rows("a", body=b"changed")])
     seen = Fingerprint.of(rows("a", body=b"changed"))
-    assert other.commit([changed], run="nightly", fingerprint=seen, on_conflict=OnConflict.IGNORE).repeated
+    assert other.commit([changed], run="nightly", fingerprint=seen, on_conflict="keep").repeated
     with pytest.raises(DifferentInput, match="the rows of this one have other contents"):
-        other.commit([changed], run="nightly", fingerprint=seen, on_conflict=OnConflict.REPLACE)
+        other.commit([changed], run="nightly", fingerprint=seen, on_conflict="replace")
     # And a sink's and a stream's row are not those of a job with such a name
     assert other.committed("nightly", sink=Sink.COLD) is None
     assert other.committed("nightly", kind=RunKind.STREAM) is None

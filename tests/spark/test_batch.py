@@ -124,7 +124,7 @@ def test_ids_that_wait_already(spark: SparkSession, store: StoreAt) -> None:
     with pytest.raises(PySparkException, match="message 'a' waits already"):
         write(frame(spark, "b", "a"), store)
     assert store.ids() == ["a"]
-    write(frame(spark, "b", "a"), store, onConflict="ignore")
+    write(frame(spark, "b", "a"), store, onConflict="keep")
     assert store.ids() == ["a", "b"]
     write(frame(spark, "b", "a", destination=["new", "new"]), store, onConflict="replace")
     assert {message.destination for message in store.messages()} == {"new"}

@@ -98,7 +98,7 @@ def test_ids_that_wait_in_either_tier_are_left_as_they_are(spark: SparkSession, 
     assert (done.stored, done.cold, done.duplicates) == (0, 1, 3)
     assert tiers.ids() == ["cold", "hot", "new"]
     with pytest.raises(DuplicateMessage, match="'cold' waits already"):
-        tiers.schedule(frame(spark, "cold", "other"), on_conflict="fail")
+        tiers.schedule(frame(spark, "cold", "other"), on_conflict="raise")
     with pytest.raises(ConfigurationError, match="cannot replace messages in a cold tier"):
         tiers.schedule(frame(spark, "cold"), on_conflict="replace")
     assert tiers.ids() == ["cold", "hot", "new"]

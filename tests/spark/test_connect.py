@@ -56,7 +56,7 @@ def refusal(kind, work):
 done = schedule(folder / "some.csv", hot)
 found["file"] = [done.stored, done.rejected, [row["line"] for row in done.rejected_rows.toArrow().to_pylist()]]
 found["frame"] = schedule(frame(spark, "a", "", "b"), hot).stored
-found["doubled"] = refusal(DuplicateMessage, lambda: schedule(frame(spark, "a"), hot, on_conflict="fail"))
+found["doubled"] = refusal(DuplicateMessage, lambda: schedule(frame(spark, "a"), hot, on_conflict="raise"))
 broken = many(spark, 10).selectExpr("raise_error('on purpose') AS id", "destination", "due", "headers", "body")
 found["broken"] = refusal(ConfigurationError, lambda: schedule(broken, hot))
 for prefix in "xy":

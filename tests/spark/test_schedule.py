@@ -120,7 +120,7 @@ def test_failures_are_delaylines_own_without_a_stack(
 ) -> None:
     store.put("a")
     with pytest.raises(DuplicateMessage) as failure:
-        schedule(frame(spark, "a"), target(store), on_conflict="fail", spark=spark)
+        schedule(frame(spark, "a"), target(store), on_conflict="raise", spark=spark)
     assert str(failure.value).startswith("message 'a' waits already") and "\n" not in str(failure.value)
     with pytest.raises(BackendUnusable, match="run `delayline setup` first"):
         schedule(frame(spark, "a"), JobTarget(store.url, endpoint="nobody"), spark=spark)

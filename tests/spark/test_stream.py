@@ -93,7 +93,7 @@ def test_after_the_loss_of_its_checkpoint_a_stream_is_stored_again_rather_than_l
     write(files(spark, source), store, checkpoint)
     shutil.rmtree(checkpoint)
     add(spark, source, 100)
-    write(files(spark, source), store, checkpoint, onConflict="ignore")
+    write(files(spark, source), store, checkpoint, onConflict="keep")
     assert store.ids() == sorted(f"m{number}" for number in range(200))
 
 

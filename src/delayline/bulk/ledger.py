@@ -197,7 +197,7 @@ class JobLedger:
             raise DifferentInput(
                 f"batch {batch} of {key.run!r} comes after batch {last} was stored: the checkpoint is an old one, and "
                 "this batch may have other rows. Nothing of it was stored; start the stream with a new checkpoint and "
-                "on_conflict='ignore'"
+                "on_conflict='keep'"
             )
         check_input(key.run, committed.fingerprint, committed.rows, fingerprint, contents=contents)
         return committed

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from sqlalchemy import Table, select
 
 from delayline.bulk.ledger import CLOSED, Committed, JobLedger, RunKey, RunKind, Sink, check_run
+from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
@@ -30,7 +31,7 @@ from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import QUEUES, queue_tables
 from delayline.sql.setup import RequiredTables
-from delayline.sql.staging import PREFIX, OnConflict, doubled_id
+from delayline.sql.staging import PREFIX, doubled_id
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class BulkWriter:
         self,
         attempts: Sequence[Attempt],
         *,
-        on_conflict: OnConflict = OnConflict.FAIL,
+        on_conflict: OnConflict = "raise",
         run: str | None = None,
         batch: int = 0,
         kind: RunKind = RunKind.JOB,
@@ -163,7 +164,7 @@ class BulkWriter:
         """
         work = partial(self._work, attempts, on_conflict, journal_only, arrival, pre_commit)
         key = None if run is None else RunKey(check_run(run), kind=kind)
-        contents = on_conflict is OnConflict.REPLACE  # otherwise a row with the id of an earlier one is left out anyway
+        contents = on_conflict == "replace"  # otherwise a row with the id of an earlier one is left out anyway
         begin = partial(self._runs.begin, batch=batch, fingerprint=fingerprint, contents=contents)
         move = partial(self._move, work=work, begin=begin, key=key, batch=batch, fingerprint=fingerprint)
         committed: Committed = blocking(self._opened(self._move_and_notify, move, attempts))

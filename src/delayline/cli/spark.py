@@ -165,7 +165,7 @@ def spark() -> None:
     "--delay-levels", metavar="URL", help="A broker whose delay levels get messages due within --hot-horizon."
 )
 @click.option("--run", help="The job's name: run again under it, nothing happens twice.")
-@click.option("--on-conflict", type=click.Choice(["ignore", "fail", "replace"]), default="ignore", show_default=True)
+@click.option("--on-conflict", type=click.Choice(["keep", "replace", "raise"]), default="keep", show_default=True)
 @click.option(
     "--column",
     "columns",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from enum import StrEnum
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
 from delayline.errors import ConfigurationError
 from delayline.message import Message, in_utc
@@ -357,6 +357,10 @@ class Outcome(StrEnum):
             Outcome.DISPATCHING: "too late: it is being sent now",
             Outcome.NOT_PENDING: "no pending message has this id: it has left, was cancelled, or never existed",
         }[self]
+
+
+#: What to do about a pending message with the same id.
+OnConflict = Literal["keep", "replace", "raise"]
 
 
 class StoreResult(StrEnum):

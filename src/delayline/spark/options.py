@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from pyspark.sql.types import (
     BinaryType,
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql.types import DataType
 
+Choice = TypeVar("Choice", bound=str)
 FORMAT: Final = "delayed_messages"
 COLUMNS: Final = StructType(
     [
@@ -149,12 +150,13 @@ def whole_option(options: Mapping[str, str], name: str, default: int) -> int:
     return int(given)
 
 
-def choice(options: Mapping[str, str], name: str, choices: tuple[str, ...]) -> str:
+def choice(options: Mapping[str, str], name: str, choices: tuple[Choice, ...]) -> Choice:
     """Return one of the choices, by default the first. Raises ConfigurationError."""
     given = options.get(name, choices[0])
-    if given not in choices:
-        raise ConfigurationError(f"{name}={given!r} must be one of {', '.join(choices)}")
-    return given
+    for known in choices:
+        if given == known:
+            return known
+    raise ConfigurationError(f"{name}={given!r} must be one of {', '.join(choices)}")
 
 
 def instant_option(options: Mapping[str, str], name: str) -> datetime | None:

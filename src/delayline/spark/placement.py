@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,6 +34,7 @@ from delayline.bulk.ledger import Committed, JobLedger, RunKey, RunKind, Sink, c
 from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
 from delayline.bulk.writer import Attempt, blocking, new_area
 from delayline.clock import SystemClock, from_microseconds, to_microseconds
+from delayline.delayed.store import OnConflict
 from delayline.errors import ConfigurationError, DuplicateMessage
 from delayline.spark.broker_sink import ANY_SIZE, BrokerSink
 from delayline.spark.cold_tier import (
@@ -50,7 +51,6 @@ from delayline.spark.options import COLUMNS, choice
 from delayline.spark.sources import HIDDEN, content_type, prepared
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
-from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -167,21 +167,21 @@ class Placement:
 
     target: JobTarget
     columns: Columns
-    on_conflict: str
+    on_conflict: OnConflict
     hot_horizon: timedelta
 
     def check(self) -> None:
         """Raise ConfigurationError for a target that cannot honour `on_conflict`."""
-        choice({"on_conflict": self.on_conflict}, "on_conflict", tuple(OnConflict))
-        if self.target.broker is not None and self.on_conflict != OnConflict.IGNORE:
+        choice({"on_conflict": self.on_conflict}, "on_conflict", get_args(OnConflict))
+        if self.target.broker is not None and self.on_conflict != "keep":
             raise ConfigurationError(
-                f"on_conflict={self.on_conflict!r} needs a search by id, and delay levels have none. Use 'ignore': it "
+                f"on_conflict={self.on_conflict!r} needs a search by id, and delay levels have none. Use 'keep': it "
                 "compares the ids of the job with each other and with the store"
             )
-        if self.target.cold_tier is not None and self.on_conflict == OnConflict.REPLACE:
+        if self.target.cold_tier is not None and self.on_conflict == "replace":
             raise ConfigurationError(
-                "on_conflict='replace' cannot replace messages in a cold tier: cancel them first, or use 'ignore' or "
-                "'fail'"
+                "on_conflict='replace' cannot replace messages in a cold tier: cancel them first, or use 'keep' or "
+                "'raise'"
             )
 
     def run(self, rows: DataFrame, run: str | None, *, batch: int | None = None) -> Placed:
@@ -243,7 +243,7 @@ class _Job:
             parameters = saved or self._parameters(None)
             placed = self._repeated(before, parameters)
             if self._takes_fingerprint:
-                given, contents = self._fingerprint(rows, parameters), self._settings.on_conflict == OnConflict.REPLACE
+                given, contents = self._fingerprint(rows, parameters), self._settings.on_conflict == "replace"
                 check_input(self._run, before.fingerprint, placed.rows, given, contents=contents)
             return placed
         parameters = saved or self._parameters(rows)
@@ -346,7 +346,7 @@ class _Job:
         for report in [one.published for one in results] if self._ledger is None else self._ledger.reports():
             published.add(report)
         duplicate = next((one.duplicate_id for one in results if one.duplicate_id is not None), None)
-        if duplicate is not None and self._settings.on_conflict == OnConflict.FAIL:
+        if duplicate is not None and self._settings.on_conflict == "raise":
             raise DuplicateMessage(duplicate)
         published.duplicates += sum(one.duplicates for one in results)
         files, committed = [file for one in results for file in one.files], Committed(0)
@@ -354,7 +354,7 @@ class _Job:
         if self._staging is not None:
             committed = self._staging.commit(
                 [one.staged for one in results],
-                on_conflict=OnConflict(self._settings.on_conflict),
+                on_conflict=self._settings.on_conflict,
                 run=self._run,
                 batch=self._batch,
                 kind=self._kind,

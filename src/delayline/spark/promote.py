@@ -22,7 +22,6 @@ from delayline.spark.errors import translated_errors
 from delayline.spark.session import spark_session
 from delayline.sql.journal import JournalEvent
 from delayline.sql.prepared import LONGEST_LIST
-from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     import threading
@@ -216,9 +215,7 @@ def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: 
             cancelled = _remove(connection, staged, late, dead)
             tier.catalog.retire(connection, names, FileState.PROMOTED)
 
-        committed = staging.commit(
-            attempts, on_conflict=OnConflict.IGNORE, pre_commit=flip, arrival=JournalEvent.PROMOTED
-        )
+        committed = staging.commit(attempts, on_conflict="keep", pre_commit=flip, arrival=JournalEvent.PROMOTED)
         undone.pop_all()
     return _Moved(committed, cancelled)
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
+    from delayline.delayed.store import OnConflict
+
 ONE_DAY: Final = timedelta(days=1)
 #: Fields of JobTarget that are not options of the data source.
 NO_OPTIONS: Final = ("cold_tier", "delay_levels")
@@ -142,7 +144,7 @@ def schedule(
     target: JobTarget,
     *,
     columns: Columns | None = None,
-    on_conflict: str = "ignore",
+    on_conflict: OnConflict = "keep",
     run: str | None = None,
     form: str | None = None,
     options: Mapping[str, str] | None = None,
@@ -162,7 +164,7 @@ def schedule(
         source: A DataFrame; the path of Parquet, CSV or JSON Lines files; or, with `form="jdbc"`, the name of a table.
         target: Where the messages go.
         columns: Names of the source's columns, if they differ from those of a message.
-        on_conflict: For an id that is already stored: `ignore` leaves the row out, `fail` raises DuplicateMessage,
+        on_conflict: For an id that is already stored: `keep` leaves the row out, `raise` raises DuplicateMessage,
             `replace` overwrites the message (store only). Of rows with one id the one that is due first counts; of
             those that are due at the same time the one whose destination, then headers, then body come first in the
             order of their bytes. The others are duplicates, and with `fail` an error.
@@ -178,7 +180,7 @@ def schedule(
 
     Raises:
         ConfigurationError: A column is missing or has a wrong type, an option is wrong, or the Spark job failed.
-        DuplicateMessage: With `on_conflict="fail"`, an id is already stored.
+        DuplicateMessage: With `on_conflict="raise"`, an id is already stored.
         DifferentInput: A run of this name had other rows. Nothing was stored.
         DelaylineError: The job failed; nothing was stored. A broker keeps the messages that it has confirmed, and a job
             with the same `run` continues after these.
@@ -209,7 +211,7 @@ def schedule_stream(
     *,
     checkpoint: str | Path,
     columns: Columns | None = None,
-    on_conflict: str = "ignore",
+    on_conflict: OnConflict = "keep",
     hot_horizon: timedelta = ONE_DAY,
     trigger: Mapping[str, str | bool] | None = None,
 ) -> StreamingQuery:

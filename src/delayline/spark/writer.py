@@ -16,15 +16,16 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.ledger import RunKind
 from delayline.bulk.writer import STREAMS, Attempt, BulkWriter, new_area
+from delayline.delayed.store import OnConflict
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, invalid_reasons, raise_for_invalid, valid_rows
 from delayline.spark.options import COLUMNS, StoreOptions, choice
-from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 INVALID: Final = ("fail", "skip")
+CONFLICTS: Final[tuple[OnConflict, ...]] = ("raise", "keep", "replace")
 
 
 @dataclass
@@ -42,7 +43,7 @@ class StagingWriter:
     def __init__(self, options: Mapping[str, str], area: str) -> None:
         self._store = StoreOptions.of(options)
         self._area = area
-        self._on_conflict = OnConflict(choice(options, "onConflict", tuple(OnConflict)))
+        self._on_conflict = choice(options, "onConflict", CONFLICTS)
         self._skips = choice(options, "invalid", INVALID) == "skip"
         self._sender = SendHeaders.of(options)
         self._staging.create()

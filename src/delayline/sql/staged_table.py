@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection, Table
 
+    from delayline.delayed.store import OnConflict
     from delayline.sql.server import Server
-    from delayline.sql.staging import OnConflict
 
 
 class StagedTable(ABC):

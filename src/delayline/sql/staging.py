@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -17,19 +16,13 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
+    from delayline.delayed.store import OnConflict
+
 
 COLUMNS: Final = "id, destination, due, headers, body"
 #: Of rows with one id the first in this order is kept: the one that is due first, whatever task has staged it.
 KEPT_FIRST: Final = "PARTITION BY id ORDER BY due, destination, headers, body"
 PREFIX: Final = "delayline_stage_"
-
-
-class OnConflict(StrEnum):
-    """The treatment of a message whose id exists already."""
-
-    FAIL = "fail"
-    IGNORE = "ignore"
-    REPLACE = "replace"
 
 
 class Stage(Protocol):

@@ -18,7 +18,6 @@ from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import DUPLICATE_ID, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
 from delayline.spark.headers import INSTANT
-from delayline.sql.staging import OnConflict
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -153,7 +152,7 @@ class TiersSession(StoreSession):
         files = [file for one in staged for file in one.files]
         self.writer.commit(
             [one.attempt for one in staged],
-            on_conflict=OnConflict.FAIL,
+            on_conflict="raise",
             pre_commit=partial(self._register, files=files, attempts=attempts),
             journal_only=[noted for one in staged for noted in one.noted],
         )

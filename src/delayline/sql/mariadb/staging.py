@@ -9,10 +9,11 @@ import pyarrow.compute as pc
 from sqlalchemy import insert
 
 from delayline.clock import from_microseconds
+from delayline.delayed.store import OnConflict
 from delayline.sql.prepared import Prepared
 from delayline.sql.server import run
 from delayline.sql.staged_table import StagedTable
-from delayline.sql.staging import COLUMNS, KEPT_FIRST, OnConflict
+from delayline.sql.staging import COLUMNS, KEPT_FIRST
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -86,8 +87,8 @@ class MariadbStage(StagedTable):
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert the staged rows, one statement per attempt: the driver limits the time of a statement."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
-        conflict = {OnConflict.FAIL: "", OnConflict.IGNORE: IGNORE, OnConflict.REPLACE: REPLACE}[on_conflict]
-        if attempts and on_conflict is not OnConflict.FAIL:
+        conflict = {"raise": "", "keep": IGNORE, "replace": REPLACE}[on_conflict]
+        if attempts and on_conflict != "raise":
             run(
                 connection, KEEP_ONE_EACH.format(kept_first=KEPT_FIRST, attempts=", ".join(map(str, attempts)), **names)
             )

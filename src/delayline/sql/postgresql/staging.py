@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delayline.delayed.store import OnConflict
 from delayline.sql.postgresql.binary import COPY_END, COPY_HEADER, YEAR_2000
 from delayline.sql.server import run
 from delayline.sql.staged_table import StagedTable
-from delayline.sql.staging import COLUMNS, KEPT_FIRST, OnConflict
+from delayline.sql.staging import COLUMNS, KEPT_FIRST
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -68,14 +69,14 @@ class PostgresqlStage(StagedTable):
         """Insert the staged rows in one statement, each id once unless one that comes twice is an error."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
         conflict, order = "", ""
-        if on_conflict is OnConflict.IGNORE:
+        if on_conflict == "keep":
             conflict = " ON CONFLICT (id) DO NOTHING"
-        elif on_conflict is OnConflict.REPLACE:
+        elif on_conflict == "replace":
             conflict, order = REPLACE.format(**names), " ORDER BY id"
         for setting in FOR_BULK.split("; "):
             run(connection, setting)
         cursor = connection.connection.cursor()
-        if on_conflict is not OnConflict.FAIL:
+        if on_conflict != "raise":
             cursor.execute(KEEP_ONE_EACH.format(kept_first=KEPT_FIRST, **names), (list(attempts), list(attempts)))
         cursor.execute(MOVE.format(conflict=conflict, order=order, **names), (list(attempts),))
         stored: int = cursor.rowcount

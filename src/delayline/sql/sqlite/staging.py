@@ -11,9 +11,10 @@ import pyarrow.compute as pc
 from sqlalchemy import insert, select
 from sqlalchemy.schema import CreateTable, DropTable
 
+from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnusable
 from delayline.sql.prepared import Prepared
-from delayline.sql.staging import KEPT_FIRST, PREFIX, OnConflict, stage_table
+from delayline.sql.staging import KEPT_FIRST, PREFIX, stage_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -35,9 +36,9 @@ REPLACE: Final = (
     "headers = excluded.headers, body = excluded.body, retry_count = 0"
 )
 CONFLICTS: Final = {
-    OnConflict.FAIL: "",
-    OnConflict.IGNORE: " ON CONFLICT (id) DO NOTHING",
-    OnConflict.REPLACE: REPLACE,
+    "raise": "",
+    "keep": " ON CONFLICT (id) DO NOTHING",
+    "replace": REPLACE,
 }
 
 
@@ -108,12 +109,12 @@ class SqliteStage:
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert the gathered rows; does not replace a message that a poller has claimed."""
         del attempts
-        if on_conflict is OnConflict.REPLACE:
+        if on_conflict == "replace":
             self._leave_claimed(connection)
         quote = self.dialect.sql.identifier_preparer.format_table
         names = {"store": quote(self.store), "stage": quote(self.table), "columns": COLUMNS}
         cursor = connection.connection.cursor()
-        if on_conflict is not OnConflict.FAIL:
+        if on_conflict != "raise":
             cursor.execute(KEEP_ONE_EACH.format(kept_first=KEPT_FIRST, **names))
         cursor.execute(MOVE.format(conflict=CONFLICTS[on_conflict], **names))
         stored: int = cursor.rowcount
