@@ -35,7 +35,7 @@ if typing.TYPE_CHECKING:
     from delayline.azure import DelayedTableDelivery as DelayedTableDelivery
     from delayline.rabbitmq import DelayLevelDelivery as DelayLevelDelivery
     from delayline.rabbitmq import RabbitMQTransport as RabbitMQTransport
-    from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
+    from delayline.sql import SqlDatabase, SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
     from delayline.version import __version__ as __version__
 else:
     #: Imported on first use: their libraries take longer to load than all the rest. Names that need an extra are not
@@ -47,6 +47,7 @@ else:
             "DelayLevelDelivery": "delayline.rabbitmq",
             "DelayedTableDelivery": "delayline.azure",
             "RabbitMQTransport": "delayline.rabbitmq",
+            "SqlDatabase": "delayline.sql",
             "SqlDelayedMessageStore": "delayline.sql",
             "SqlTransport": "delayline.sql",
             "TwoPhaseCommit": "delayline.sql",
@@ -81,6 +82,7 @@ __all__ = [
     "Retry",
     "Send",
     "Serializer",
+    "SqlDatabase",
     "SqlDelayedMessageStore",
     "SqlTransport",
     "StoredDelivery",

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import make_url
 from tests.eventually import eventually_async
 
-from delayline import BackendUnavailable, ConfigurationError, Endpoint, StoredDelivery
+from delayline import BackendUnavailable, ConfigurationError, Endpoint, SqlDatabase, StoredDelivery
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:
@@ -82,8 +82,8 @@ async def test_connections_come_from_the_users_function(url: str) -> None:
     expired = parsed.render_as_string(hide_password=False)
     endpoint = Endpoint(
         "sales",
-        transport=SqlTransport(expired, connect=connect),
-        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(expired, connect=connect)),
+        transport=SqlTransport(SqlDatabase(expired, connect=connect)),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(SqlDatabase(expired, connect=connect))),
     )
     await round_trip(endpoint)
     assert made
@@ -114,20 +114,20 @@ async def test_a_function_that_fails_makes_the_back_end_unavailable(url: str) ->
 
     other = make_url(url).update_query_dict({"server_timeout": "2"}).set(username="another").render_as_string(False)
     with pytest.raises(BackendUnavailable, match="connect= has failed: RuntimeError\\('no token'\\)"):
-        await SqlDelayedMessageStore(other, connect=connect).setup_infrastructure("sales")
+        await SqlDelayedMessageStore(SqlDatabase(other, connect=connect)).setup_infrastructure("sales")
 
 
 async def test_another_drivers_connections_are_refused(url: str) -> None:
     other = make_url(url).set(username="third").render_as_string(hide_password=False)
     with pytest.raises(ConfigurationError, match=r"makes builtins\.dict objects: they have to be (psycopg|pymysql)"):
-        await SqlDelayedMessageStore(other, connect=dict).setup_infrastructure("sales")
+        await SqlDelayedMessageStore(SqlDatabase(other, connect=dict)).setup_infrastructure("sales")
 
 
 @pytest.mark.parametrize("size", [2, 5, None])
 async def test_the_size_of_the_pool_bounds_the_connections(url: str, size: int | None) -> None:
     endpoint = Endpoint(
         "sales",
-        transport=SqlTransport(url, pool_size=size),
+        transport=SqlTransport(SqlDatabase(url, pool_size=size)),
         delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)),
     )
 
@@ -191,7 +191,7 @@ async def test_an_idle_endpoint_has_few_connections(url: str, monkeypatch: pytes
 @pytest.mark.parametrize("size", [1, 0, -1, 1001, "many", 2.5, True])
 def test_a_size_that_cannot_be_is_refused(size: Any) -> None:  # noqa: ANN401
     with pytest.raises(ConfigurationError, match="pool_size must be a whole number from 2 to 1000"):
-        SqlTransport("postgresql://user@host/sizes", pool_size=size)
+        SqlTransport(SqlDatabase("postgresql://user@host/sizes", pool_size=size))
 
 
 def test_the_size_of_the_pool_is_also_a_parameter_of_the_url() -> None:
@@ -202,15 +202,15 @@ def test_the_size_of_the_pool_is_also_a_parameter_of_the_url() -> None:
 
 def test_sqlite_takes_none_of_them() -> None:
     with pytest.raises(ConfigurationError, match="pool_size= is for servers"):
-        SqlTransport("sqlite:///x.db", pool_size=4)
+        SqlTransport(SqlDatabase("sqlite:///x.db", pool_size=4))
     with pytest.raises(ConfigurationError, match="are for servers: name SQLite file"):
         SqlTransport(create_engine("sqlite:///x.db"))
     with pytest.raises(ConfigurationError, match="are for servers"):
-        SqlTransport("sqlite:///x.db", connect=dict)
+        SqlTransport(SqlDatabase("sqlite:///x.db", connect=dict))
 
 
 def test_a_url_that_is_neither_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="not int; for an AsyncEngine pass its sync_engine"):
         SqlTransport(5)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="both make connections"):
-        SqlTransport(create_engine("postgresql+psycopg://user@host/x"), connect=dict)
+        SqlTransport(SqlDatabase(create_engine("postgresql+psycopg://user@host/x"), connect=dict))

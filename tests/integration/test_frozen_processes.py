@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import pytest
 
-from delayline import BackendUnavailable, Endpoint, SqlDelayedMessageStore, SqlTransport
+from delayline import BackendUnavailable, Endpoint, SqlDatabase, SqlDelayedMessageStore, SqlTransport
 from delayline.delayed.delivery import StoredDelivery
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def endpoint_at(file: Path, timeout: float, *, server_timeout: float | None = No
     url = f"sqlite:///{file}?timeout={timeout:g}"
     return Endpoint(
         "orders",
-        transport=SqlTransport(url, server_timeout=server_timeout),
+        transport=SqlTransport(SqlDatabase(url, server_timeout=server_timeout)),
         delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url)),
         on_critical_error=ignore,
     )

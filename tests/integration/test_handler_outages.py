@@ -10,7 +10,7 @@ from sqlalchemy import text
 from tests.eventually import eventually_async
 from tests.integration.wire_between import wire_to
 
-from delayline import Endpoint, Message, MessageContext, Recoverability, SqlTransport
+from delayline import Endpoint, Message, MessageContext, Recoverability, SqlDatabase, SqlTransport
 
 if TYPE_CHECKING:
     from tests.servers.postgresql import PostgresqlServer
@@ -55,7 +55,7 @@ async def test_a_session_that_ends_is_no_failure_of_a_message(
 async def test_a_silent_server_keeps_no_handler_for_ever(postgresql_url: str) -> None:
     # Given handlers whose transactions are open when the server falls silent
     async with wire_to(postgresql_url) as (wire, url):
-        transport = SqlTransport(url, server_timeout=2)
+        transport = SqlTransport(SqlDatabase(url, server_timeout=2))
         endpoint = Endpoint("sales", transport=transport, recoverability=NO_RETRIES, concurrency=4)
         begun, silent, handled = 0, asyncio.Event(), 0
 

@@ -16,7 +16,7 @@ from tests.integration import test_handler_transactions
 from tests.integration.test_handler_transactions import Shop, engine_at, insert, orders
 from tests.integration.wire_between import wire_to
 
-from delayline import Endpoint, Recoverability, SqlTransport
+from delayline import Endpoint, Recoverability, SqlDatabase, SqlTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -159,7 +159,7 @@ class SilentShop(Shop):
 
     def __init__(self, url: str, *, goes_on: bool) -> None:
         super().__init__(url, recoverability=NO_RETRIES)
-        self.transport = SqlTransport(url, server_timeout=2)
+        self.transport = SqlTransport(SqlDatabase(url, server_timeout=2))
         self.endpoint = Endpoint("shop", transport=self.transport, recoverability=NO_RETRIES, concurrency=1)
         self.goes_on = goes_on
         self.reached, self.silent = threading.Event(), threading.Event()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.eventually import eventually_async
 
-from delayline import BackendUnavailable, SqlTransport
+from delayline import BackendUnavailable, SqlDatabase, SqlTransport
 from delayline.sql.server import SessionClaims
 from delayline.sql.server_database import ServerDatabase
 
@@ -23,7 +23,7 @@ PATIENCE = 30.0
 @pytest.fixture(params=["postgresql", "mariadb"])
 async def database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ServerDatabase]:
     monkeypatch.setattr("delayline.sql.overdue.CONNECTING", 0.5)
-    transport = SqlTransport(request.getfixturevalue(f"{request.param}_url"), server_timeout=1)
+    transport = SqlTransport(SqlDatabase(request.getfixturevalue(f"{request.param}_url"), server_timeout=1))
     await transport.setup_infrastructure(["sales"])
     await transport.start()
     assert isinstance(transport._database, ServerDatabase)

@@ -16,7 +16,7 @@ from tests.conftest import not_installed, running
 from tests.servers.postgresql import PostgresqlServer
 from tests.servers.prometheus import PrometheusServer
 
-from delayline import Endpoint, SqlDelayedMessageStore, SqlTransport
+from delayline import Endpoint, SqlDatabase, SqlDelayedMessageStore, SqlTransport
 from delayline.telemetry import PrometheusMetrics
 from delayline.telemetry import pending as pending_module
 from delayline.telemetry.catalog import MESSAGING, NSERVICEBUS, OWN, Kind
@@ -168,8 +168,8 @@ async def test_a_scrape_during_a_database_outage_returns_the_other_metrics(monke
         'delayline_messages_pending{delayline_due="1d",delayline_endpoint="shop",messaging_system="delayline"} 1.0'
     )
     with running(PostgresqlServer, "fsync=off") as server:
-        url = server.new_database()
-        store, transport = SqlDelayedMessageStore(url, server_timeout=2), SqlTransport(url, server_timeout=2)
+        database = SqlDatabase(server.new_database(), server_timeout=2)
+        store, transport = SqlDelayedMessageStore(database), SqlTransport(database)
         endpoint = Endpoint("shop", transport=transport, delayed_delivery=store)
         metrics = PrometheusMetrics()
         metrics.watch(endpoint)

@@ -21,7 +21,14 @@ import psycopg
 import pytest
 from tests.eventually import eventually
 
-from delayline import BackendUnavailable, ConfigurationError, Endpoint, SqlDelayedMessageStore, SqlTransport
+from delayline import (
+    BackendUnavailable,
+    ConfigurationError,
+    Endpoint,
+    SqlDatabase,
+    SqlDelayedMessageStore,
+    SqlTransport,
+)
 from delayline.delayed.delivery import StoredDelivery
 from delayline.endpoint import log_and_stop
 from delayline.errors import DelaylineError
@@ -47,9 +54,9 @@ STORING_AND_POLLING: Final = ("Failed to store", ("Failed to fetch", "Failed to 
 
 HOST = """
 from datetime import timedelta
-from delayline import Endpoint, StoredDelivery, SqlDelayedMessageStore, SqlTransport
+from delayline import Endpoint, SqlDatabase, StoredDelivery, SqlDelayedMessageStore, SqlTransport
 
-transport = SqlTransport({url!r}, server_timeout={limit})
+transport = SqlTransport(SqlDatabase({url!r}, server_timeout={limit}))
 endpoint = Endpoint("orders", transport=transport, delayed_delivery=StoredDelivery(SqlDelayedMessageStore({url!r})))
 
 @endpoint.handler
@@ -155,7 +162,7 @@ def endpoint_on(
     soon = timedelta(seconds=4)
     return Endpoint(
         "orders",
-        transport=SqlTransport(url, server_timeout=LIMIT),
+        transport=SqlTransport(SqlDatabase(url, server_timeout=LIMIT)),
         delayed_delivery=StoredDelivery(
             SqlDelayedMessageStore(url),
             number_of_retries=20,
@@ -462,7 +469,7 @@ def test_sigterm_ends_a_process_whose_server_is_silent(server_url: str, frozen: 
 
 @pytest.mark.slow
 async def test_a_lock_that_is_waited_for_is_no_silence(server_url: str) -> None:
-    store = SqlDelayedMessageStore(server_url, server_timeout=9)
+    store = SqlDelayedMessageStore(SqlDatabase(server_url, server_timeout=9))
     database = database_at(server_url)
     await store.setup_infrastructure("orders")
     await database.open()
@@ -493,12 +500,13 @@ async def test_a_lock_that_is_waited_for_is_no_silence(server_url: str) -> None:
 def test_a_limit_that_is_none_is_refused(value: str) -> None:
     with pytest.raises(ConfigurationError, match="server_timeout"):
         SqlTransport(f"postgresql://user@host/database?server_timeout={value}")
+    given = float(value) if value != "soon" else True
     with pytest.raises(ConfigurationError, match="server_timeout"):
-        SqlDelayedMessageStore("sqlite:///file.db", server_timeout=float(value) if value != "soon" else True)
+        SqlDelayedMessageStore(SqlDatabase("sqlite:///file.db", server_timeout=given))
 
 
 def test_the_url_may_name_the_limit() -> None:
     long = SqlTransport("postgresql://user@host/limits?server_timeout=7.5")
-    short = SqlDelayedMessageStore("postgresql://user@host/limits", server_timeout=2)
+    short = SqlDelayedMessageStore(SqlDatabase("postgresql://user@host/limits", server_timeout=2))
     assert (long.server_timeout, short.server_timeout) == (2, 2)
     assert long.transaction_domain == short.transaction_domain

@@ -8,7 +8,7 @@ from sqlalchemy import Engine, create_engine
 from delayline.errors import ConfigurationError
 from delayline.masking import masked
 from delayline.spark.options import StoreOptions
-from delayline.sql.databases import database_at, engine_at
+from delayline.sql.databases import SqlDatabase, database_at, engine_at
 
 SECRET = "s3cr3t"  # noqa: S105
 SEVERAL = [
@@ -32,7 +32,7 @@ SEVERAL = [
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_several_hosts_reach_the_driver(url: str, hosts: str, asynchronous: bool) -> None:
     # When the URL is opened, here and in the pool of handlers' own transactions
-    database, engine = database_at(url), engine_at(url, 1, asynchronous=asynchronous)
+    database, engine = database_at(url), engine_at(SqlDatabase(url), 1, asynchronous=asynchronous)
     # Then libpq gets lists of hosts and of ports, and is asked for one that takes writes
     for made in (database.dialect.sql, engine.dialect):
         _, options = made.create_connect_args(engine.url)
@@ -45,10 +45,11 @@ def test_several_hosts_reach_the_driver(url: str, hosts: str, asynchronous: bool
     assert str(database.dialect) == f"PostgreSQL database u@{hosts}/db"
     assert SECRET not in str(database.domain)
     assert SECRET not in masked(url)
+    assert SECRET not in repr(SqlDatabase(url))
 
 
 def test_the_urls_own_target_wins() -> None:
-    engine = engine_at("postgresql://h1,h2/db?target_session_attrs=any", 1, asynchronous=False)
+    engine = engine_at(SqlDatabase("postgresql://h1,h2/db?target_session_attrs=any"), 1, asynchronous=False)
     _, options = engine.dialect.create_connect_args(engine.url)
     assert options["target_session_attrs"] == "any"
 

@@ -1,7 +1,8 @@
 """Transport and delayed message store on SQL databases."""
 
+from delayline.sql.databases import SqlDatabase
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
 from delayline.sql.two_phase import TwoPhaseCommit
 
-__all__ = ["SqlDelayedMessageStore", "SqlTransport", "TwoPhaseCommit"]
+__all__ = ["SqlDatabase", "SqlDelayedMessageStore", "SqlTransport", "TwoPhaseCommit"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakValueDictionary
@@ -29,6 +30,52 @@ if TYPE_CHECKING:
     from delayline.sql.database import Database
     from delayline.sql.dialect import Finding
     from delayline.sql.schema import TableGroup
+
+
+@dataclass(frozen=True, slots=True)
+class SqlDatabase:
+    """A database and how it is connected to, for its transports, stores and persisters.
+
+    Each of them may be given its plain URL instead; they share its connections, and these settings, either way.
+
+    Args:
+        url: The database, as `postgresql://user@host/name`; or an Engine of SQLAlchemy for a server, which makes the
+            connections. They are delayline's own and do not return to the Engine's pool.
+        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 4. Also a
+            parameter of the URL. Notifications and claims need one more each, and single inserts and deletes another.
+        server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
+            parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
+        connect: Returns a new connection of the driver (psycopg, PyMySQL or pymssql), as for passwords that expire.
+
+    Raises:
+        ConfigurationError: `connect` and an Engine both make connections, or `url` is neither a text nor an Engine.
+    """
+
+    url: str | Engine = field(repr=False)
+    pool_size: int | None = None
+    server_timeout: float | None = None
+    connect: Callable[[], object] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str | Engine):
+            raise ConfigurationError(
+                f"the database is a URL or an Engine of SQLAlchemy, not {type(self.url).__name__}; for an AsyncEngine "
+                "pass its sync_engine, or the URL"
+            )
+        if isinstance(self.url, Engine) and self.connect is not None:
+            raise ConfigurationError("connect= and an Engine both make connections: pass one of them")
+
+    @property
+    def parsed_url(self) -> URL:
+        """The URL, an Engine's too. Raises ConfigurationError."""
+        if isinstance(self.url, Engine):
+            return read_url(self.url.url.render_as_string(hide_password=False))
+        return read_url(self.url)
+
+    @property
+    def connects(self) -> Callable[[], object] | None:
+        """The function that makes connections; None where the URL says it all."""
+        return partial(_connection_of, self.url) if isinstance(self.url, Engine) else self.connect
 
 
 def must_exist(url: str) -> None:
@@ -75,34 +122,16 @@ _sharing: Final = threading.Lock()
 LARGEST_POOL: Final = 1000
 
 
-def database_at(
-    url: str | Engine,
-    server_timeout: float | None = None,
-    pool_size: int | None = None,
-    connect: Callable[[], object] | None = None,
-) -> Database:
-    """Return this process's database for the URL, without opening it. Raises ConfigurationError.
+def database_at(given: str | Engine | SqlDatabase) -> Database:
+    """Return this process's database, without opening it. Raises ConfigurationError.
 
-    Args:
-        url: The database, or an Engine that makes its connections.
-        server_timeout: Seconds to wait for an answer; by default from the URL. If several are given for one database,
-            the shortest applies.
-        pool_size: Connections for statements and transactions; by default from the URL. If several are given for one
-            database, the largest applies.
-        connect: Returns a new connection of the driver; it applies to every user of the database.
+    Those who name the same database share it: the shortest of their timeouts applies, the largest of their pools, and
+    the latest way to connect.
     """
-    if isinstance(url, Engine):
-        if connect is not None:
-            raise ConfigurationError("connect= and an Engine both make connections: pass one of them")
-        connect, url = partial(_connection_of, url), url.url.render_as_string(hide_password=False)
-    elif not isinstance(url, str):
-        raise ConfigurationError(
-            f"the database is a URL or an Engine of SQLAlchemy, not {type(url).__name__}; for an AsyncEngine pass its "
-            "sync_engine, or the URL"
-        )
-    parsed = read_url(url)
-    named = parsed.query.get("server_timeout") if server_timeout is None else server_timeout
-    size = parsed.query.get("pool_size") if pool_size is None else pool_size
+    value = given if isinstance(given, SqlDatabase) else SqlDatabase(given)
+    parsed = value.parsed_url
+    timeout = parsed.query.get("server_timeout") if value.server_timeout is None else value.server_timeout
+    size = parsed.query.get("pool_size") if value.pool_size is None else value.pool_size
     parsed = parsed.difference_update_query(["server_timeout", "pool_size"])
     with _sharing:
         known = _servers.get(parsed)
@@ -111,12 +140,12 @@ def database_at(
         shared = _shared.setdefault(database.domain, database)
         if isinstance(shared.domain, URL):
             _servers[parsed] = shared
-        if named is not None:
-            shared.limit_waits(checked_timeout(named))
+        if timeout is not None:
+            shared.limit_waits(checked_timeout(timeout))
         if size is not None:
             shared.resize_pool(_checked_size(size))
-        if connect is not None:
-            shared.connect_with(connect)
+        if value.connects is not None:
+            shared.connect_with(value.connects)
         return shared
 
 
@@ -130,11 +159,11 @@ ASYNCHRONOUS: Final = {
 }
 
 
-def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
+def engine_at(given: SqlDatabase, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
     """Return a new Engine on the URL's database, with the settings that its user would have, at READ COMMITTED.
 
     Args:
-        url: The database.
+        given: The database.
         size: The most connections that it opens; 1 or more.
         asynchronous: Whether to return an AsyncEngine.
 
@@ -142,10 +171,10 @@ def engine_at(url: str, size: int, *, asynchronous: bool) -> Engine | AsyncEngin
         MissingExtra: The driver for asyncio, or what SQLAlchemy needs for it, is not installed.
         ConfigurationError: The product has no driver for asyncio.
     """
-    parsed = read_url(url).difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
+    parsed = given.parsed_url.difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
     product = parsed.get_backend_name()
     pool: dict[str, Any] = {"pool_size": size, "max_overflow": 0, "pool_pre_ping": True, "hide_parameters": True}
-    database = database_at(url)
+    database = database_at(given)
     if isinstance(database, ServerDatabase):  # as our own connections, whatever the server's default is
         pool["isolation_level"] = "READ COMMITTED"
     if not asynchronous:

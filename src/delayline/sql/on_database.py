@@ -8,11 +8,12 @@ from delayline.sql.databases import database_at
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Mapping, Sequence
+    from collections.abc import Hashable, Mapping, Sequence
 
     from sqlalchemy import Engine, Table
 
     from delayline.clock import Clock
+    from delayline.sql.databases import SqlDatabase
     from delayline.sql.transactions import SqlTransaction
     from delayline.sql.two_phase import TwoPhaseCommit, TwoPhaseTransaction
 
@@ -22,14 +23,11 @@ class OnDatabase:
 
     def __init__(
         self,
-        url: str | Engine,
+        database: str | Engine | SqlDatabase,
         schema: str | None,
         two_phase: TwoPhaseCommit | None,
-        server_timeout: float | None = None,
-        pool_size: int | None = None,
-        connect: Callable[[], object] | None = None,
     ) -> None:
-        self._database = database_at(url, server_timeout, pool_size, connect)
+        self._database = database_at(database)
         self._schema = self._database.dialect.catalog.schema_of(schema)
         self._tables = queue_tables(self._schema)
         self._two_phase = two_phase

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DueForecast
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
+    from delayline.sql.databases import SqlDatabase
     from delayline.sql.row_claims import RowClaims
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
@@ -58,20 +59,13 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     A store belongs to one endpoint at a time.
 
     Args:
-        url: The database, as `postgresql://user@host/name` or `sqlite:///file.db`; or an Engine of SQLAlchemy for a
-            server, which makes the connections. They are delayline's own and do not return to the Engine's pool.
+        database: A URL, as `postgresql://user@host/name` or `sqlite:///file.db`; or a `SqlDatabase`, or an Engine of
+            SQLAlchemy for a server, which say how connections are made.
         table_name: Name of the table; by default `{endpoint}.timeouts`.
         schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
         poll_interval: How often to look for messages of other processes, where the database has no notifications.
         journal: True records the events of each message from the next set-up on; False ends that.
         two_phase: Coordinates transactions with a transport in another database; this database prepares them.
-        server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
-            parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
-        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 4. Also a
-            parameter of the URL. Notifications and claims need one more each, and single inserts and deletes
-            another. The transports and stores of one database share them; if several sizes are given, the largest
-            applies.
-        connect: Returns a new connection of the driver (psycopg, PyMySQL or pymssql), as for passwords that expire.
 
     Raises:
         ConfigurationError: The URL or another argument is invalid.
@@ -80,18 +74,15 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
 
     def __init__(
         self,
-        url: str | Engine,
+        database: str | Engine | SqlDatabase,
         *,
         table_name: str | None = None,
         schema: str | None = None,
         poll_interval: timedelta = ONE_SECOND,
         two_phase: TwoPhaseCommit | None = None,
-        server_timeout: float | None = None,
-        pool_size: int | None = None,
-        connect: Callable[[], object] | None = None,
         journal: bool | None = None,
     ) -> None:
-        super().__init__(url, schema, two_phase, server_timeout, pool_size, connect)
+        super().__init__(database, schema, two_phase)
         self._poll_interval = time_span("poll_interval", poll_interval)
         if table_name is not None and (not table_name or table_name.casefold().startswith(OWN_PREFIX)):
             raise ConfigurationError(

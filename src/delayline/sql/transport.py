@@ -18,7 +18,7 @@ from delayline.grouping import ABANDONED, Grouping
 from delayline.message import Message
 from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
-from delayline.sql.databases import engine_at
+from delayline.sql.databases import SqlDatabase, engine_at
 from delayline.sql.deadlines import long_work
 from delayline.sql.on_database import OnDatabase
 from delayline.sql.queue_limits import (
@@ -38,7 +38,7 @@ from delayline.sql.transactions import EnlistedTransaction
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection, Engine, Executable, Table
     from sqlalchemy.ext.asyncio import AsyncEngine
@@ -63,18 +63,11 @@ class SqlTransport(OnDatabase):
     """Transport with queues in a SQL database; `sqlite:///file.db` needs no server.
 
     Args:
-        url: The database, as `postgresql://user@host/name` or `sqlite:///file.db`; or an Engine of SQLAlchemy for a
-            server, which makes the connections. They are delayline's own and do not return to the Engine's pool.
+        database: A URL, as `postgresql://user@host/name` or `sqlite:///file.db`; or a `SqlDatabase`, or an Engine of
+            SQLAlchemy for a server, which say how connections are made.
         poll_interval: How often idle receivers look for messages without a notification.
         schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
         two_phase: Coordinates transactions with a store in another database; this database keeps the decisions.
-        server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
-            parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
-        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 4. Also a
-            parameter of the URL. Notifications and claims need one more each, and single inserts and deletes
-            another. The transports and stores of one database share them; if several sizes are given, the largest
-            applies.
-        connect: Returns a new connection of the driver (psycopg, PyMySQL or pymssql), as for passwords that expire.
 
     Raises:
         ConfigurationError: The URL or another argument is invalid.
@@ -85,17 +78,14 @@ class SqlTransport(OnDatabase):
 
     def __init__(
         self,
-        url: str | Engine,
+        database: str | Engine | SqlDatabase,
         *,
         poll_interval: timedelta = ONE_SECOND,
         schema: str | None = None,
         two_phase: TwoPhaseCommit | None = None,
-        server_timeout: float | None = None,
-        pool_size: int | None = None,
-        connect: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(url, schema, two_phase, server_timeout, pool_size, connect)
-        self._url = url if isinstance(url, str) and connect is None else None
+        super().__init__(database, schema, two_phase)
+        self._given = database if isinstance(database, SqlDatabase) else SqlDatabase(database)
         interval = time_span("poll_interval", poll_interval).total_seconds()
         self._statements = queue_statements(self._tables, self._database.dialect)
         self._limits = limit_statements(self._tables, self._database.dialect)
@@ -127,12 +117,12 @@ class SqlTransport(OnDatabase):
 
     def new_engine(self, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
         """Return an Engine of SQLAlchemy on the database. Raises ConfigurationError for connections of the user's."""
-        if self._url is None:
+        if self._given.connects is not None:
             raise ConfigurationError(
                 "the connections of this transport are made by connect= or by an Engine: pass an Engine, as in "
                 "context.transaction(engine)"
             )
-        return engine_at(self._url, size, asynchronous=asynchronous)
+        return engine_at(self._given, size, asynchronous=asynchronous)
 
     def lost_connection(self, error: BaseException) -> BackendUnavailable | None:
         """Return the outage that an error of a connection to the database says; None for any other error."""

@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import DueCount
     from delayline.message import DelayedMessage, Message
+    from delayline.sql.databases import SqlDatabase
     from delayline.sql.dialect import Dialect
     from delayline.sql.moves import Moved
     from delayline.sql.schema import QueueTables
@@ -308,18 +309,11 @@ class SqlTimeoutPersister(StoreOnDatabase):
     """Timeout persister in the table of NServiceBus' SQL persistence, which a .NET endpoint may have left or share.
 
     Args:
-        url: The database, as `postgresql://user@host/name` or `sqlite:///file.db`; or an Engine of SQLAlchemy for a
-            server, which makes the connections. They are delayline's own and do not return to the Engine's pool.
+        database: A URL, as `postgresql://user@host/name` or `sqlite:///file.db`; or a `SqlDatabase`, or an Engine of
+            SQLAlchemy for a server, which say how connections are made.
         table_prefix: Prefix of the table's name; by default the endpoint's name with `_` for `.`, and a `_` at the end.
         schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
         two_phase: Coordinates transactions with a transport in another database; this database prepares them.
-        server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
-            parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
-        pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 4. Also a
-            parameter of the URL. Notifications and claims need one more each, and single inserts and deletes
-            another. The transports and stores of one database share them; if several sizes are given, the largest
-            applies.
-        connect: Returns a new connection of the driver (psycopg, PyMySQL or pymssql), as for passwords that expire.
 
     Raises:
         ConfigurationError: The URL or another argument is invalid.
@@ -327,16 +321,13 @@ class SqlTimeoutPersister(StoreOnDatabase):
 
     def __init__(
         self,
-        url: str | Engine,
+        database: str | Engine | SqlDatabase,
         *,
         table_prefix: str | None = None,
         schema: str | None = None,
         two_phase: TwoPhaseCommit | None = None,
-        server_timeout: float | None = None,
-        pool_size: int | None = None,
-        connect: Callable[[], object] | None = None,
     ) -> None:
-        super().__init__(url, schema, two_phase, server_timeout, pool_size, connect)
+        super().__init__(database, schema, two_phase)
         if table_prefix is not None and not table_prefix:
             raise ConfigurationError("table_prefix='' would be shared by all endpoints: leave it out, or give a prefix")
         self._prefix = table_prefix
