@@ -74,8 +74,9 @@ class LoopGuard(ForkGuard):
             NotStarted: This process was forked since.
             ConfigurationError: This is another event loop, or the loop has ended.
         """
-        super().check(what)
-        if _running_loop() is self._loop or self._loop is None:
+        if os.getpid() != self._id:
+            super().check(what)
+        if self._loop is None or _running_loop() is self._loop:
             return
         if self._loop.is_closed():
             raise ConfigurationError(

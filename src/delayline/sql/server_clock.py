@@ -8,7 +8,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from delayline.clock import SystemClock, from_microseconds, to_microseconds
+from delayline.clock import EPOCH, SystemClock, to_microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -65,16 +65,18 @@ class ServerClock:
         now, bounds = steady(), self._bounds
         if bounds is None:
             return SystemClock().now()
-        self._refresh(bounds, now)
-        return from_microseconds(now + bounds.low - bounds.drift(now))
+        if now - bounds.at > STALE_AFTER * 1_000_000:
+            self._ask_again(now)
+        return EPOCH + timedelta(microseconds=now + bounds.low - bounds.drift(now))
 
     def at_latest(self) -> datetime:
         """Return the latest that the server's time can be: a delay is added to this."""
         now, bounds = steady(), self._bounds
         if bounds is None:
             return SystemClock().now()
-        self._refresh(bounds, now)
-        return from_microseconds(now + bounds.high + bounds.drift(now))
+        if now - bounds.at > STALE_AFTER * 1_000_000:
+            self._ask_again(now)
+        return EPOCH + timedelta(microseconds=now + bounds.high + bounds.drift(now))
 
     async def sleep(self, seconds: float) -> None:
         """Sleep on the running event loop."""
@@ -100,8 +102,8 @@ class ServerClock:
                     self._bounds = sample
             self._requested = max(self._requested, requested)
 
-    def _refresh(self, bounds: _Bounds, now: int) -> None:
-        if now - bounds.at > STALE_AFTER * 1_000_000 and now - self._asked_at > ASK_AGAIN_AFTER * 1_000_000:
+    def _ask_again(self, now: int) -> None:
+        if now - self._asked_at > ASK_AGAIN_AFTER * 1_000_000:
             self._asked_at = now
             self._ask()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import select
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction, TransactionMode
 
 MICROSECOND: Final = timedelta(microseconds=1)
+BY_DUE: Final = attrgetter("due")
 ATTEMPTS: Final = 10  # to replace a message that others store and remove meanwhile
 
 
@@ -174,7 +176,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         statements = self._statements
         rows = [statements.row_of(message) for message in messages]
         await self._database.insert(statements.insert, rows, transaction)
-        await self._notify(min(message.due for message in messages), transaction)
+        await self._notify(min(messages, key=BY_DUE).due, transaction)
 
     async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
         """Store the message unless one with its id is pending, which it may replace."""

@@ -27,7 +27,7 @@ from delayline.sql.schema import queue_tables
 from delayline.sql.server import run, watch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
     from datetime import datetime
 
     from sqlalchemy import Connection
@@ -156,19 +156,24 @@ class PostgresqlNotifications:
     def notify(self, channel: str, at: int = 0) -> None:
         """Notify the listeners of `channel`; in other processes a moment later, once for several notifications."""
         self.listeners.notify(channel, at)
-        if channel in self._sleeping and from_microseconds(at) > self._database.clock.at_latest() + LONGEST_SLEEP:
-            return  # no poller sleeps that long
+        if channel in self._sleeping:
+            wait = from_microseconds(at) - self._database.clock.at_latest()
+            if wait > LONGEST_SLEEP:
+                return  # no poller sleeps that long
+            is_urgent = wait < SOON
+        else:
+            is_urgent = not self.listeners.listens(channel)
         with self._lock:
             self._unsent[channel] = min(at, self._unsent.get(channel, at))
-        self.spawn_sending()
+        self.spawn_sending(is_urgent=is_urgent)
 
-    def spawn_sending(self) -> None:
+    def spawn_sending(self, *, is_urgent: bool) -> None:
         """Send pending notifications to other processes unless that is scheduled: now, or a moment after the last."""
         now = time.monotonic()
         with self._lock:
             if not self._unsent:
                 return
-            interval = SEND_EVERY if self._is_urgent(self._unsent) else SEND_LATER_EVERY
+            interval = SEND_EVERY if is_urgent else SEND_LATER_EVERY
             sends_at = max(now, self._sent_at + interval)
             if self._sends_at is not None and self._sends_at <= sends_at and now < self._sends_at + LOST_AFTER:
                 return
@@ -182,14 +187,6 @@ class PostgresqlNotifications:
             self._database.spawn(self._send_unsent)
         else:
             loop.call_later(pause, self._database.spawn, self._send_unsent)
-
-    def _is_urgent(self, notifications: Mapping[str, int]) -> bool:
-        """Return whether one of the notifications is needed at once."""
-        soon = self._database.clock.at_latest() + SOON
-        return any(
-            from_microseconds(at) < soon if channel in self._sleeping else not self.listeners.listens(channel)
-            for channel, at in notifications.items()
-        )
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
         """Notify every listener, in this process too, when the transaction on the connection commits."""
@@ -276,7 +273,7 @@ class PostgresqlNotifications:
             try:
                 renewals = self.renewals
                 with self._dialect.connections.connect() as connection:
-                    self.spawn_sending()
+                    self.spawn_sending(is_urgent=True)
                     NotificationListener(self, connection, renewals).run()
             except Exception as error:  # without this thread no listener of this process would be notified
                 text = "Notifications do not come any more, looking every %g s instead: %s"
