@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -18,40 +17,33 @@ from delayline.delayed.delivery import (
     VERBS,
     DelayedDelivery,
     StoredDelivery,
-    SupportsCancelledDefer,
-    SupportsDeferMany,
     SupportsDeferredSetup,
-    SupportsDestinationCheck,
     management_of,
     storage_of,
 )
 from delayline.delayed.host import DeliveryHost
-from delayline.delayed.store import OnConflict, StoreResult, SupportsRightsCheck, managed
+from delayline.delayed.store import SupportsRightsCheck, managed
 from delayline.errors import (
     BackendUnavailable,
     BackendUnusable,
     ConfigurationError,
     DelaylineError,
-    DispatchFailed,
-    DuplicateMessage,
-    InvalidMessage,
     NotStarted,
     UnsupportedTransactionMode,
 )
 from delayline.events import Event, emit
-from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
-from delayline.grouping import ABANDONED
+from delayline.external import UNSET, ExternalTransaction
 from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
-from delayline.outgoing import Composer, Destinations, HeaderMap, Send, check_endpoint_name, report_sent
+from delayline.outgoing import DELAYED_DELIVERIES, Composer, HeaderMap, Send, check_endpoint_name
 from delayline.receiving.execution import name_of
 from delayline.receiving.handlers import Handlers
 from delayline.receiving.intake import open_intake
 from delayline.receiving.pipeline import Pipeline, handler_pipeline
-from delayline.receiving.recoverability import DELAYED_DELIVERIES, Recoverability
+from delayline.receiving.recoverability import Recoverability
 from delayline.receiving.satellites import open_satellite
 from delayline.receiving.transactions import HandlerRows, HandlerTransactions, handler_rows
+from delayline.sending import Sender
 from delayline.transaction import (
-    WAITING_TASK,
     Guarantee,
     Transaction,
     TransactionMode,
@@ -60,36 +52,31 @@ from delayline.transaction import (
     weaker_mode,
 )
 from delayline.transport import (
-    SupportsCancelledDispatch,
     SupportsQueueAddresses,
     SupportsQueueLimits,
     SupportsQueueManagement,
     SupportsStopDeadline,
-    SupportsTransportTransactions,
     limited,
 )
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from contextlib import AbstractContextManager
     from datetime import datetime
     from types import TracebackType
 
     from delayline.clock import Clock
-    from delayline.delayed.store import DelayedMessageStore, SupportsManagement
+    from delayline.delayed.store import DelayedMessageStore, OnConflict, SupportsManagement
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.observer import Observer
-    from delayline.outgoing import Outgoing
+    from delayline.sending import Sent
     from delayline.serialization import Serializer
-    from delayline.transport import Transport, TransportOperation
+    from delayline.transport import Transport
 
 logger = logging.getLogger(__name__)
 
 #: How long handlers may take at a stop; container platforms kill a process after 30 s.
 GRACE: Final = timedelta(seconds=25)
-Sending = TypeVar("Sending")
-UNTRACED: Final = contextlib.nullcontext()
 HandlerFunction = TypeVar("HandlerFunction", bound=Callable[..., Any])
 CriticalErrorAction = Callable[["Endpoint", str, Exception], Awaitable[None]]
 
@@ -101,21 +88,6 @@ async def log_and_stop(endpoint: Endpoint, text: str, error: Exception) -> None:
     """Stop the endpoint: the default for critical errors, which are logged before this runs."""
     del text, error
     await endpoint.stop()
-
-
-class Sent(str):
-    """The id of a sent message."""
-
-    __slots__ = ("result",)
-
-    result: StoreResult | None
-    """What became of it, if it was sent with `on_conflict`."""
-
-    def __new__(cls, message_id: str, result: StoreResult | None = None) -> Self:
-        """Return the id."""
-        sent = super().__new__(cls, message_id)
-        sent.result = result
-        return sent
 
 
 class Endpoint:
@@ -180,12 +152,6 @@ class Endpoint:
         delayed_delivery = _delivery("delayed_delivery", delayed_delivery)
         draining = _delivery("draining", draining)
         self.delayed_delivery = delayed_delivery
-        self._cancellable_transport: SupportsCancelledDispatch | None = (
-            transport if isinstance(transport, SupportsCancelledDispatch) else None
-        )
-        self._cancellable_delivery: SupportsCancelledDefer | None = (
-            delayed_delivery if isinstance(delayed_delivery, SupportsCancelledDefer) else None
-        )
         self.error_queue = _error_queue(error_queue, name)
         self.send_only = send_only
         self._chooses_mode = transaction_mode is None
@@ -201,7 +167,6 @@ class Endpoint:
         self._on_critical_error = on_critical_error
         self._setup = setup_infrastructure
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
-        self._destinations: Destinations | None = None
         self._queue = transport.address_of(name) if isinstance(transport, SupportsQueueAddresses) else name
         self._composer = Composer(
             name, self._clock, reply_to=None if send_only else self._queue, serializer=self._handlers.serializer
@@ -227,7 +192,7 @@ class Endpoint:
         self.handler_rows: HandlerRows = handler_rows(self.transport, self.delayed_delivery, mode)
 
     def _reset(self) -> None:
-        self._observer: Observer | None = None
+        self._sender: Sender | None = None
         self._pipeline: Pipeline | None = None
         self._running = contextlib.AsyncExitStack()
         self._starting: asyncio.Task[None] | None = None
@@ -236,7 +201,6 @@ class Endpoint:
         self._stopping: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
         self._process = LoopGuard()
-        self._sending: set[asyncio.Task[None]] = set()
 
     @property
     def running_handlers(self) -> int:
@@ -432,8 +396,6 @@ class Endpoint:
             self._process.check(f"endpoint {self.name!r}")
             raise NotStarted(f"endpoint {self.name!r} is started already")
         self._process = LoopGuard()
-        if not isinstance(self.delayed_delivery, SupportsDestinationCheck):
-            self._destinations = Destinations(self.transport, self._clock)
         self._stopped, self._stopping = asyncio.Event(), None
         self._starting = asyncio.create_task(self._start_parts(), name=f"delayline start {self.name}")
         try:
@@ -533,60 +495,8 @@ class Endpoint:
             ConfigurationError: The message cannot be part of the transaction.
             TransactionAborted: The transaction has failed before and has to be rolled back.
         """
-        self._check_started()
-        with self._traced([destination], delayed=delay is not None or deliver_at is not None):
-            external = None if transaction is UNSET else checked_transaction(transaction)
-            outgoing = self._composer.compose(
-                destination,
-                body,
-                headers=headers,
-                message_id=message_id,
-                delay=delay,
-                deliver_at=deliver_at,
-                expires=expires,
-                correlation_id=correlation_id,
-            )
-            if on_conflict is not None:
-                return await self._send_or_replace(
-                    outgoing, message_id, external, on_conflict, checked=check_destination
-                )
-            if external is not None and not isinstance(external, Transaction):
-                given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
-                outgoing, external = await self._enlist(given, outgoing)
-            destinations = self._destinations if check_destination and outgoing.due is not None else None
-            shielded = external is None
-            if destinations is not None and destinations.needs_check(destination):
-                work = self._check_and_deliver(outgoing, external, destinations)
-            else:
-                work = self._deliver(outgoing, external)
-                shielded = shielded and not self._returns_when_cancelled(outgoing)
-            await (self._deliver_shielded(work, outgoing) if shielded else work)
-            return Sent(outgoing.operation.message.id)
-
-    async def _send_or_replace(
-        self, outgoing: Outgoing, message_id: str | None, transaction: object, on_conflict: OnConflict, *, checked: bool
-    ) -> Sent:
-        if on_conflict not in ("keep", "replace", "raise"):
-            raise InvalidMessage(f"on_conflict must be 'keep', 'replace' or 'raise', not {on_conflict!r}")
-        if message_id is None or outgoing.due is None:
-            raise InvalidMessage("on_conflict is for delayed messages with an id: give message_id, and a delay or time")
-        if transaction is not None:
-            raise ConfigurationError("on_conflict and transaction= exclude each other: a repeated id is kept there")
-        if not isinstance(self.delayed_delivery, StoredDelivery):
-            kind = type(self.delayed_delivery).__name__
-            raise ConfigurationError(f"on_conflict needs a delayed message store, and this endpoint has {kind}")
-        if checked and self._destinations is not None:
-            await self._destinations.check(outgoing.operation.destination)
-        replace = on_conflict == "replace"
-        work = self.delayed_delivery.defer_or_replace(outgoing.operation, outgoing.due, replace=replace)
-        result = await (work if self._observer is None else self._reported(work, [outgoing], self._observer))
-        if result is StoreResult.DISPATCHING:
-            text = "is being dispatched and cannot be replaced: give the new one another id"
-            raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
-        if result is StoreResult.KEPT and on_conflict == "raise":
-            text = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"
-            raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
-        return Sent(message_id, result)
+        send = Send(destination, body, headers, message_id, delay, deliver_at, expires, correlation_id)
+        return await self._started_sender().send(send, transaction, on_conflict, check_destination=check_destination)
 
     async def send_many(
         self,
@@ -618,24 +528,7 @@ class Endpoint:
             await endpoint.send_many(Send("billing", Bill(number), delay=timedelta(days=14)) for number in numbers)
             ```
         """
-        self._check_started()
-        sends = list(messages)
-        with self._traced_many(sends):
-            external = None if transaction is UNSET else checked_transaction(transaction)
-            composed = self._composer.compose_many(sends)
-            if check_destination and self._destinations is not None:
-                for queue in {one.operation.destination for one in composed if one.due is not None}:
-                    await self._destinations.check(queue)
-            if external is not None:
-                for one in composed:
-                    outgoing, enlisted = one, external
-                    if not isinstance(external, Transaction):
-                        given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
-                        outgoing, enlisted = await self._enlist(given, one)
-                    await self._deliver(outgoing, enlisted)
-            elif composed:
-                await self._deliver_shielded(self._deliver_many(composed), composed[0])
-            return [one.operation.message.id for one in composed]
+        return await self._started_sender().send_many(messages, transaction, check_destination=check_destination)
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -655,164 +548,16 @@ class Endpoint:
             delivery.bind(self._host)
         return deliveries
 
-    async def _enlist(self, external: ExternalTransaction, outgoing: Outgoing) -> tuple[Outgoing, Transaction]:
-        """Return the external transaction as one of ours, and the operation to send in it.
-
-        A message for a queue that the transaction does not reach waits in the store, due at once.
-        """
-        delivery = self.delayed_delivery
-        if outgoing.due is not None:
-            return outgoing, await _enlisted(external, delivery)
-        try:
-            return outgoing, await _enlisted(external, self.transport)
-        except ConfigurationError:
-            if delivery is None:
-                raise
-            with contextlib.suppress(ConfigurationError):
-                return outgoing._replace(due=self._clock.now()), await _enlisted(external, delivery)
-            raise
-
-    def _deliver(self, outgoing: Outgoing, transaction: Transaction | None) -> Coroutine[object, object, None]:
-        """Hand the message to the transport, or, when it is due later, to delayed delivery."""
-        work = self._hand_over(outgoing, transaction)
-        return work if self._observer is None else self._reported(work, [outgoing], self._observer)
-
-    async def _hand_over(self, outgoing: Outgoing, transaction: Transaction | None) -> None:
-        try:
-            if outgoing.due is None:
-                await self.transport.dispatch([outgoing.operation], transaction)
-            elif self.delayed_delivery is not None:
-                await self.delayed_delivery.defer(outgoing.operation, outgoing.due, transaction)
-            else:
-                raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: {DELAYED_DELIVERIES}")
-        except DispatchFailed as failed:
-            raise failed.failures[0] from failed
-
-    def _traced(self, destinations: Sequence[str], *, delayed: bool) -> AbstractContextManager[object]:
-        """Return the span around sending, to be entered; one that does nothing without traces."""
-        traces = self._composer.traces
-        return UNTRACED if traces is None else traces.sending("schedule" if delayed else "send", destinations)
-
-    def _traced_many(self, sends: Sequence[Send]) -> AbstractContextManager[object]:
-        if self._composer.traces is None:
-            return UNTRACED
-        valid = [one for one in sends if isinstance(one, Send)]
-        delayed = any(one.delay or one.deliver_at for one in valid)
-        return self._traced([str(one.destination) for one in valid], delayed=delayed)
-
-    async def _reported(
-        self, work: Coroutine[object, object, Sending], sends: Sequence[Outgoing], observer: Observer
-    ) -> Sending:
-        """Await the sending of these messages, and report it."""
-        failed: Exception | None = None
-        began = time.perf_counter()
-        try:
-            return await work
-        except Exception as error:
-            failed = error
-            raise
-        finally:
-            report_sent(observer, sends, time.perf_counter() - began, failed)
-
-    async def _deliver_many(self, composed: Sequence[Outgoing]) -> None:
-        work = self._hand_over_many(composed)
-        await (work if self._observer is None else self._reported(work, composed, self._observer))
-
-    async def _hand_over_many(self, composed: Sequence[Outgoing]) -> None:
-        """Deliver all messages, in one transaction if transport and delayed delivery can share one."""
-        now = [one.operation for one in composed if one.due is None]
-        later = [(one.operation, one.due) for one in composed if one.due is not None]
-        transport, delivery = self.transport, self.delayed_delivery
-        shares = not later or (delivery is not None and delivery.transaction_domain == transport.transaction_domain)
-        try:
-            if (
-                shares
-                and transport.transaction_domain is not None
-                and isinstance(transport, SupportsTransportTransactions)
-            ):
-                async with transport.transaction() as transaction:
-                    await self._deliver_parts(now, later, transaction)
-            else:
-                await self._deliver_parts(now, later, None)
-        except DispatchFailed as failed:
-            raise failed.failures[min(failed.failures)] from failed
-
-    async def _deliver_parts(
-        self,
-        now: Sequence[TransportOperation],
-        later: Sequence[tuple[TransportOperation, datetime]],
-        transaction: Transaction | None,
-    ) -> None:
-        if now:
-            await self.transport.dispatch(now, transaction)
-        if not later:
-            return
-        if self.delayed_delivery is None:
-            raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery: {DELAYED_DELIVERIES}")
-        if isinstance(self.delayed_delivery, SupportsDeferMany):
-            await self.delayed_delivery.defer_many(later, transaction)
-            return
-        if transaction is None:
-            deferring = (self.delayed_delivery.defer(operation, due) for operation, due in later)
-            await asyncio.gather(*deferring)
-            return
-        for operation, due in later:
-            await self.delayed_delivery.defer(operation, due, transaction)
-
-    def _check_started(self) -> None:
-        if self._stopped is None:
+    def _started_sender(self) -> Sender:
+        if self._stopped is None or self._sender is None:
             raise NotStarted(f"endpoint {self.name!r} is not started: use `async with endpoint:`")
         self._process.check(f"endpoint {self.name!r}")
-
-    async def _check_and_deliver(
-        self, outgoing: Outgoing, transaction: Transaction | None, destinations: Destinations
-    ) -> None:
-        await destinations.check(outgoing.operation.destination)
-        await self._deliver(outgoing, transaction)
-
-    def _returns_when_cancelled(self, outgoing: Outgoing) -> bool:
-        """Return whether delivery needs no task: store, transport or delayed delivery goes on without it."""
-        if outgoing.due is None:
-            transport = self._cancellable_transport
-            return transport is not None and transport.goes_on_when_cancelled
-        delivery = self._cancellable_delivery
-        return delivery is not None and delivery.goes_on_when_cancelled(outgoing.operation, outgoing.due)
-
-    async def _deliver_shielded(self, work: Coroutine[object, object, None], outgoing: Outgoing) -> None:
-        """Deliver; cancelled, return at once and let the delivery go on: its effect may be there already."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        caller = asyncio.current_task()
-        task = asyncio.create_task(self._deliver_for(work, outgoing, done, caller), name="delayline send")
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
-        await done
-
-    async def _deliver_for(
-        self,
-        work: Coroutine[object, object, None],
-        outgoing: Outgoing,
-        done: asyncio.Future[None],
-        caller: asyncio.Task[object] | None,
-    ) -> None:
-        WAITING_TASK.set(caller)
-        try:
-            await work
-        except asyncio.CancelledError:
-            done.cancel()
-            raise
-        except BaseException as error:
-            if not done.done():
-                done.set_exception(error)
-            else:
-                emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, outgoing.operation.message.id, error)
-        else:
-            if not done.done():
-                done.set_result(None)
+        return self._sender
 
     async def _start_parts(self) -> None:
         self._observers.attach(self)
-        self._observer = self._observers.all
         self._composer.traces = self._observers.traces
+        self._sender = Sender(self.transport, self.delayed_delivery, self._composer, self._clock, self._observers.all)
         await self.transport.start()
         self._running.push_async_callback(self.transport.stop)
         self._observers.start()
@@ -838,7 +583,7 @@ class Endpoint:
                 composer=self._composer,
                 recoverability=self.recoverability,
                 delivery=self.delayed_delivery,
-                destinations=self._destinations,
+                destinations=self._sender.destinations,
             )
             self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)
@@ -917,7 +662,7 @@ class Endpoint:
         finally:
             if self._started:
                 emit(logger, logging.INFO, Event.ENDPOINT_STOPPED, "endpoint %s stopped", self.name)
-            self._pipeline = self._stopped = self._starting = None
+            self._pipeline = self._sender = self._stopped = self._starting = None
             self._started = False
             if stopped is not None:
                 stopped.set()
@@ -948,15 +693,6 @@ async def _set_up(delivery: DelayedDelivery) -> None:
         if not isinstance(delivery, SupportsDeferredSetup):
             raise
         delivery.set_up_later()
-
-
-async def _enlisted(external: ExternalTransaction, part: object) -> Transaction:
-    if isinstance(part, SupportsExternalTransactions):
-        return await part.enlist(external)
-    raise ConfigurationError(
-        f"{type(part).__name__} cannot take part in an external transaction: use a SqlTransport and a "
-        "SqlDelayedMessageStore, or send without transaction="
-    )
 
 
 def _delivery(setting: str, given: DelayedDelivery | DelayedMessageStore | None) -> DelayedDelivery | None:

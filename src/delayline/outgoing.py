@@ -11,11 +11,11 @@ import difflib
 import reprlib
 import uuid
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.clock import latest_of
+from delayline.delayed.delivery import SupportsDeferMany
 from delayline.errors import ConfigurationError, DelaylineError, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.failures import MACHINE
 from delayline.message import (
@@ -42,8 +42,10 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.clock import Clock
+    from delayline.delayed.delivery import DelayedDelivery
     from delayline.observer import Observer, SupportsTraces
     from delayline.serialization import Serializer
+    from delayline.transaction import Transaction
     from delayline.transport import Transport
 
 
@@ -64,6 +66,10 @@ OF_SAGA: Final = {
     Headers.ORIGINATING_SAGA_TYPE: Headers.SAGA_TYPE,
 }
 ONLY_STR: Final = frozenset({str})
+#: The remedy for an endpoint without delayed delivery.
+DELAYED_DELIVERIES: Final = (
+    "pass delayed_delivery=StoredDelivery(...), or DelayLevelDelivery() where its queues are on RabbitMQ"
+)
 COPIES: Final = uuid.UUID("5b7a1d5e-3f0c-4c7e-9d1e-8a6f0b2c4d10")
 
 
@@ -79,12 +85,38 @@ class Outgoing(NamedTuple):
 def report_sent(observer: Observer, sends: Sequence[Outgoing], seconds: float, error: Exception | None) -> None:
     """Report messages that were sent, or failed to be, to an observer."""
     for operation, delayed in (("send", False), ("schedule", True)):
-        if destinations := [one.operation.destination for one in sends if (one.due is not None) is delayed]:
+        if destinations := [send.operation.destination for send in sends if (send.due is not None) is delayed]:
             observer.sent(operation, destinations, seconds, error)
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+async def hand_over(
+    transport: Transport, delivery: DelayedDelivery | None, sends: Sequence[Outgoing], transaction: Transaction | None
+) -> None:
+    """Dispatch what is due and defer the rest, in the transaction if there is one. Raises DispatchFailed."""
+    now, later = [], []
+    for operation, due, _ in sends:
+        if due is None:
+            now.append(operation)
+        else:
+            later.append((operation, due))
+    if now:
+        await transport.dispatch(now, transaction)
+    if not later:
+        return
+    if delivery is None:
+        raise ConfigurationError(f"a delay needs delayed delivery: {DELAYED_DELIVERIES}")
+    if len(later) == 1:
+        await delivery.defer(*later[0], transaction)
+    elif isinstance(delivery, SupportsDeferMany):
+        await delivery.defer_many(later, transaction)
+    elif transaction is None:
+        await asyncio.gather(*(delivery.defer(operation, due) for operation, due in later))
+    else:
+        for operation, due in later:
+            await delivery.defer(operation, due, transaction)
+
+
+class Send(NamedTuple):
     """One message of `send_many`; the arguments are those of `Endpoint.send`.
 
     Args:
@@ -114,7 +146,7 @@ class Composer:
     def __init__(
         self, endpoint_name: str, clock: Clock, *, reply_to: str | None, serializer: Serializer = JSON
     ) -> None:
-        self._now = latest_of(clock)
+        self._latest, self._earliest = latest_of(clock), clock.now
         self._serializer = serializer
         self._fixed = fixed_headers(endpoint_name, reply_to)
         self._sent_now = HeaderTemplate(SENT[:-1], self._fixed)
@@ -122,22 +154,14 @@ class Composer:
         self.traces: SupportsTraces | None = None
         """What headers of traces come from."""
 
-    def compose(
-        self,
-        destination: str,
-        body: Body,
-        *,
-        headers: HeaderMap | None = None,
-        message_id: str | None = None,
-        delay: timedelta | None = None,
-        deliver_at: datetime | None = None,
-        expires: timedelta | None = None,
-        correlation_id: str | None = None,
-        related_to: Message | None = None,
-    ) -> Outgoing:
-        """Return the checked operation; raises InvalidMessage or InvalidDueTime, naming value and remedy."""
+    def compose(self, send: Send, related_to: Message | None = None) -> Outgoing:
+        """Return the checked operation, which waits if it is not due; with the only reading of the clock for it.
+
+        Raises InvalidMessage or InvalidDueTime, naming value and remedy.
+        """
+        destination, body, headers, message_id, delay, deliver_at, expires, correlation_id = send
         check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
-        now = self._now()
+        now = self._latest() if deliver_at is None else self._earliest()
         due = due_time(now, delay, deliver_at)
         if message_id is None:
             message_id = new_message_id(now)
@@ -159,28 +183,16 @@ class Composer:
             message = Message(message_id, completed(template.headers(values), headers, related_to), encoded)
         else:
             message = template.message(message_id, values, encoded)
-        return Outgoing(TransportOperation(message, destination), due)
+        return Outgoing(TransportOperation(message, destination), None if due is None or due <= now else due)
 
     def compose_many(self, sends: Iterable[Send], related_to: Message | None = None) -> list[Outgoing]:
         """Return the checked operations; raises as `compose`, with the position of the message."""
         composed: list[Outgoing] = []
-        for position, one in enumerate(sends):
-            if not isinstance(one, Send):
-                raise InvalidMessage(f"message {position} of send_many is {one!r}: give Send(destination, body, ...)")
+        for position, send in enumerate(sends):
+            if not isinstance(send, Send):
+                raise InvalidMessage(f"message {position} of send_many is {send!r}: give Send(destination, body, ...)")
             try:
-                composed.append(
-                    self.compose(
-                        one.destination,
-                        one.body,
-                        headers=one.headers,
-                        message_id=one.message_id,
-                        delay=one.delay,
-                        deliver_at=one.deliver_at,
-                        expires=one.expires,
-                        correlation_id=one.correlation_id,
-                        related_to=related_to,
-                    )
-                )
+                composed.append(self.compose(send, related_to))
             except InvalidMessage as error:
                 raise type(error)(f"message {position} of send_many: {error}") from error
         return composed
@@ -190,10 +202,11 @@ class Composer:
     ) -> Outgoing:
         """Return the received message, as it is, for another queue; with a delay it has no time to be received."""
         check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
-        due = due_time(self._now(), delay, deliver_at)
+        now = self._now(deliver_at)
+        due = due_time(now, delay, deliver_at)
         if due is not None:
             received = _waiting(received, due)
-        return Outgoing(TransportOperation(received, destination), due)
+        return Outgoing(TransportOperation(received, destination), _unless_past(due, now))
 
     def reply(self, to: Message, body: Body, headers: HeaderMap | None, delay: timedelta | None) -> Outgoing:
         """Return a reply to `to`; raises InvalidMessage when it has no reply address."""
@@ -207,7 +220,7 @@ class Composer:
         if _is_guid(to.headers.get(Headers.ORIGINATING_SAGA_ID, "")):
             answer |= {name: to.headers[origin] for origin, name in OF_SAGA.items() if to.headers.get(origin)}
         sent = answer | dict(check_headers(headers or {}))
-        return self.compose(address, body, headers=sent, delay=delay, related_to=to)
+        return self.compose(Send(address, body, headers=sent, delay=delay), to)
 
     def again(
         self,
@@ -224,11 +237,21 @@ class Composer:
         the received copy's: the store may not have removed that one yet, and a redelivery makes the same copy again.
         The copy has no time to be received: that ended when the message was received.
         """
-        due = due_time(self._now(), delay, deliver_at)
+        now = self._now(deliver_at)
+        due = due_time(now, delay, deliver_at)
         own = received.headers.get(Headers.MESSAGE_ID) or received.id
         named = _waiting(received, due).with_headers({Headers.MESSAGE_ID: own, **(headers or {})})
         copy = Message(id_from(COPIES, received.id), named.headers, received.body)
-        return Outgoing(TransportOperation(copy, queue), due)
+        return Outgoing(TransportOperation(copy, queue), _unless_past(due, now))
+
+    def _now(self, deliver_at: datetime | None) -> datetime:
+        """Return the present time: the latest it can be, to which a delay is added; the earliest for a due time."""
+        return self._latest() if deliver_at is None else self._earliest()
+
+
+def _unless_past(due: datetime | None, now: datetime) -> datetime | None:
+    """Return when a message is due; None for now."""
+    return None if due is None or due <= now else due
 
 
 def _waiting(received: Message, due: datetime | None) -> Message:

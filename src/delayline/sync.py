@@ -18,10 +18,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from delayline.delayed.store import OnConflict
-    from delayline.endpoint import Endpoint, Sent
+    from delayline.endpoint import Endpoint
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.outgoing import HeaderMap, Send
+    from delayline.sending import Sent
 
 Result = TypeVar("Result")
 

@@ -9,7 +9,7 @@ import pytest
 
 from delayline import ConfigurationError, Headers, InvalidDueTime, InvalidMessage, Message
 from delayline.message import to_wire_time
-from delayline.outgoing import Composer, check_endpoint_name, check_headers, due_time
+from delayline.outgoing import Composer, Send, check_endpoint_name, check_headers, due_time
 
 if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock
@@ -24,7 +24,7 @@ def composer(clock: ManualClock) -> Composer:
 
 
 def test_a_message_carries_the_headers_of_the_reference(composer: Composer) -> None:
-    operation = composer.compose("billing", {"a": 1}).operation
+    operation = composer.compose(Send("billing", {"a": 1})).operation
     message = operation.message
     assert operation.destination == "billing"
     assert {name: message.headers[name] for name in (Headers.MESSAGE_ID, Headers.CORRELATION_ID)} == {
@@ -41,21 +41,21 @@ def test_a_message_carries_the_headers_of_the_reference(composer: Composer) -> N
 
 
 def test_a_delayed_message_has_its_due_time_in_a_header(composer: Composer) -> None:
-    outgoing = composer.compose("billing", b"", delay=timedelta(seconds=5))
+    outgoing = composer.compose(Send("billing", b"", delay=timedelta(seconds=5)))
     assert outgoing.due == NOW + timedelta(seconds=5)
     assert outgoing.operation.message.headers[Headers.DELIVER_AT] == to_wire_time(NOW + timedelta(seconds=5))
 
 
 def test_given_headers_win_but_never_over_the_message_id(composer: Composer) -> None:
     headers = {Headers.CONTENT_TYPE: "text/xml", Headers.MESSAGE_ID: "other", "mine": "1"}
-    message = composer.compose("billing", b"<a/>", headers=headers, message_id="m-1").operation.message
+    message = composer.compose(Send("billing", b"<a/>", headers=headers, message_id="m-1")).operation.message
     assert (message.id, message.headers[Headers.MESSAGE_ID]) == ("m-1", "m-1")
     assert (message.content_type, message.headers["mine"]) == ("text/xml", "1")
 
 
 def test_a_message_sent_while_handling_another_belongs_to_its_conversation(composer: Composer) -> None:
     first = Message("first", {Headers.CONVERSATION_ID: "talk"}, b"")
-    message = composer.compose("billing", b"", related_to=first).operation.message
+    message = composer.compose(Send("billing", b""), first).operation.message
     assert (message.headers[Headers.RELATED_TO], message.headers[Headers.CONVERSATION_ID]) == ("first", "talk")
 
 
@@ -70,8 +70,8 @@ def test_a_reply_goes_back_with_the_requests_correlation(composer: Composer) -> 
 def test_messages_that_a_handler_sends_carry_the_correlation_on(composer: Composer) -> None:
     """Given a message with a correlation id, when its handler sends another, then that has it too; given ids win."""
     first = Message("first", {Headers.CORRELATION_ID: "c"}, b"")
-    sent = composer.compose("billing", b"", related_to=first).operation.message
-    given = composer.compose("billing", b"", related_to=first, correlation_id="mine").operation.message
+    sent = composer.compose(Send("billing", b""), first).operation.message
+    given = composer.compose(Send("billing", b"", correlation_id="mine"), first).operation.message
     assert (sent.headers[Headers.CORRELATION_ID], given.headers[Headers.CORRELATION_ID]) == ("c", "mine")
 
 
@@ -80,7 +80,7 @@ def test_a_message_related_to_one_without_correlation_has_its_own_id(
     composer: Composer, headers: dict[str, str]
 ) -> None:
     """Given a message without a correlation id, when its handler sends another, then that has its own id."""
-    message = composer.compose("billing", b"", related_to=Message("first", headers, b"")).operation.message
+    message = composer.compose(Send("billing", b""), Message("first", headers, b"")).operation.message
     assert message.headers[Headers.CORRELATION_ID] == message.id
 
 
@@ -125,7 +125,7 @@ def test_a_reply_without_an_address_is_refused(composer: Composer) -> None:
 
 
 def test_a_send_only_endpoint_gives_no_reply_address(clock: ManualClock) -> None:
-    message = Composer("sales", clock, reply_to=None).compose("billing", b"").operation.message
+    message = Composer("sales", clock, reply_to=None).compose(Send("billing", b"")).operation.message
     assert Headers.REPLY_TO not in message.headers
 
 
@@ -178,18 +178,18 @@ def test_a_due_time_that_cannot_be_is_refused(delay: Any, deliver_at: Any, value
 )
 def test_a_destination_no_back_end_could_keep_is_refused(composer: Composer, destination: Any, text: str) -> None:  # noqa: ANN401
     with pytest.raises(InvalidMessage, match="destination") as caught:
-        composer.compose(destination, b"")
+        composer.compose(Send(destination, b""))
     assert text in str(caught.value)
 
 
 def test_the_longest_names_are_accepted(composer: Composer) -> None:
-    assert composer.compose("ü" * 200, b"", message_id="m" * 250).operation.destination == "ü" * 200
+    assert composer.compose(Send("ü" * 200, b"", message_id="m" * 250)).operation.destination == "ü" * 200
 
 
 @pytest.mark.parametrize("message_id", ["", "m" * 251, 7])
 def test_a_message_id_no_back_end_could_keep_is_refused(composer: Composer, message_id: Any) -> None:  # noqa: ANN401
     with pytest.raises(InvalidMessage, match="message_id"):
-        composer.compose("billing", b"", message_id=message_id)
+        composer.compose(Send("billing", b"", message_id=message_id))
 
 
 @pytest.mark.parametrize(
@@ -205,14 +205,14 @@ def test_a_message_id_no_back_end_could_keep_is_refused(composer: Composer, mess
 )
 def test_headers_that_are_not_text_are_refused(composer: Composer, headers: Any, text: str) -> None:  # noqa: ANN401
     with pytest.raises(InvalidMessage, match=text):
-        composer.compose("billing", b"", headers=headers)
+        composer.compose(Send("billing", b"", headers=headers))
     with pytest.raises(InvalidMessage, match=text):
         composer.reply(Message("m", {Headers.REPLY_TO: "shop"}, b""), b"", headers, None)
 
 
 def test_a_body_that_is_not_json_is_refused(composer: Composer) -> None:
     with pytest.raises(InvalidMessage, match="body, of type object"):
-        composer.compose("billing", object())
+        composer.compose(Send("billing", object()))
 
 
 def test_an_endpoints_name_is_a_setting() -> None:

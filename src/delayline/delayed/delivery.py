@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from datetime import timedelta
+from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 
 from delayline.checks import time_span, whole_number
@@ -40,7 +41,7 @@ from delayline.message import DelayedMessage
 from delayline.transaction import SupportsHighestMode, TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime
 
     from delayline.circuit_breaker import RepeatedFailuresOverTime
@@ -57,6 +58,7 @@ if TYPE_CHECKING:
 
 VERBS: Final = ("initialize", "store", "fetch_next_due", "next_due", "remove", "increment_failure_count")
 THIRTY_SECONDS: Final = timedelta(seconds=30)
+BY_DUE: Final = attrgetter("due")
 
 
 class DelayedDelivery(Protocol):
@@ -115,7 +117,7 @@ class SupportsCancelledDefer(Protocol):
     `stop` waits for its end; errors after the cancellation are logged.
     """
 
-    def goes_on_when_cancelled(self, operation: TransportOperation, due: datetime) -> bool:
+    def goes_on_when_cancelled(self, operation: TransportOperation) -> bool:
         """Return whether it would do so now with that operation."""
         ...
 
@@ -313,24 +315,22 @@ class StoredDelivery:
             "or send without transaction="
         )
 
-    def goes_on_when_cancelled(self, operation: TransportOperation, due: datetime) -> bool:
-        """Return whether it goes to the store, which stores groups of messages without their senders."""
+    def goes_on_when_cancelled(self, operation: TransportOperation) -> bool:
+        """Return True: the store stores groups of messages without their senders."""
         del operation
-        return due > self.host.clock.now()
+        return True
 
-    def defer(
-        self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None
-    ) -> Coroutine[object, object, None]:
-        """Store the operation until `due`; an operation that is due already goes straight to the transport.
-
-        If the transport cannot take part in `transaction`, it is stored all the same, and the poller moves it at once.
-        """
-        return self.defer_many([(operation, due)], transaction)
+    async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
+        """Store the operation until `due`; the poller moves it at once if that is over."""
+        message = DelayedMessage(operation.message, operation.destination, due)
+        if transaction is None:
+            await self._started_group().store(message)
+        else:
+            await self._store_in(transaction, [message])
 
     async def defer_or_replace(self, operation: TransportOperation, due: datetime, *, replace: bool) -> StoreResult:
         """Store the operation unless a message with its id is pending; see `SupportsReplacement`."""
-        if self._group is None:
-            raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
+        group = self._started_group()
         if not isinstance(self.store, SupportsReplacement):
             raise ConfigurationError(
                 f"{type(self.store).__name__} cannot replace pending messages, or report them: send without on_conflict"
@@ -338,7 +338,7 @@ class StoredDelivery:
         message = DelayedMessage(operation.message, operation.destination, due)
         result = await self.store.store_or_replace(message, replace=replace)
         if result in (StoreResult.STORED, StoreResult.REPLACED):
-            self._group.report([message])
+            group.report([message])
         self._signal(due)
         return result
 
@@ -346,27 +346,15 @@ class StoredDelivery:
         self, operations: Sequence[tuple[TransportOperation, datetime]], transaction: Transaction | None = None
     ) -> None:
         """Store several operations, each until its due time; see `defer`."""
-        if self._group is None:
-            raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
-        now = self.host.clock.now() if self._reaches_transport(transaction) else None
-        messages, overdue = [], []
-        for operation, due in operations:
-            if now is None or due > now:
-                messages.append(DelayedMessage(operation.message, operation.destination, due))
-            else:
-                overdue.append(operation)
-        if overdue:
-            await self.host.transport.dispatch(overdue, transaction)
-        if transaction is not None:
-            await self._store_in(transaction, messages)
-        elif len(messages) == 1:
-            await self._group.store(messages[0])
+        group = self._started_group()
+        messages = [DelayedMessage(operation.message, operation.destination, due) for operation, due in operations]
+        if transaction is None:
+            await asyncio.gather(*map(group.store, messages))
         else:
-            await asyncio.gather(*map(self._group.store, messages))
+            await self._store_in(transaction, messages)
 
     async def _store_in(self, transaction: Transaction, messages: Sequence[DelayedMessage]) -> None:
-        if not messages:
-            return
+        self._started_group()
         if len(messages) > 1 and isinstance(self.store, SupportsBatches):
             await self.store.store_many(messages, transaction)
         else:
@@ -375,13 +363,15 @@ class StoredDelivery:
         first = min(message.due for message in messages)
         transaction.after_commit(lambda: self._stored_in(messages, first))
 
+    def _started_group(self) -> StoreGroup:
+        if self._group is None:
+            raise NotStarted("delayed delivery is not started: use `async with endpoint:` or `await endpoint.start()`")
+        return self._group
+
     def _stored_in(self, messages: Sequence[DelayedMessage], first: datetime) -> None:
         self._signal(first)
         if self._group is not None:
             self._group.report(messages)
-
-    def _reaches_transport(self, transaction: Transaction | None) -> bool:
-        return transaction is None or transaction.domain == self.host.transport.transaction_domain
 
     def _signal(self, due: datetime) -> None:
         """Signal the poller, unless the store notifies it."""
@@ -542,8 +532,9 @@ class StoreGroup:
         return self._notify(messages)
 
     def _notify(self, messages: Sequence[DelayedMessage]) -> Sequence[None]:
-        self._stored(min(message.due for message in messages))
-        self.report(messages)
+        self._stored(min(messages, key=BY_DUE).due)
+        if self._observer is not None:
+            self._observer.stored(messages)
         return [None] * len(messages)
 
 

@@ -206,9 +206,8 @@ class DelayLevelDelivery:
             )
         return await self.stored.enlist(external)
 
-    def goes_on_when_cancelled(self, operation: TransportOperation, due: datetime) -> bool:
+    def goes_on_when_cancelled(self, operation: TransportOperation) -> bool:
         """Return whether it is published at once, to a destination that is bound; see `SupportsCancelledDefer`."""
-        del due
         _, transport = self._parts()
         at_once = self.stored is None and transport.goes_on_when_cancelled
         return at_once and self._is_bound(transport, operation.destination)

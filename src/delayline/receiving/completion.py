@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from delayline.delayed.delivery import SupportsDeferMany
 from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.grouping import Grouping
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, control_message, to_wire_time
-from delayline.outgoing import Outgoing, check_name
+from delayline.outgoing import Outgoing, check_name, hand_over
 from delayline.receiving.intake import MOST_OUTSIDE
-from delayline.receiving.recoverability import DELAYED_DELIVERIES
 from delayline.transaction import TransactionMode, again_after_conflicts
 from delayline.transport import (
     SupportsFlush,
@@ -50,15 +48,14 @@ class _Completion(NamedTuple):
     """A handled message, with what is done in the transaction of its removal."""
 
     received: ReceivedMessage
-    now: Sequence[TransportOperation] = ()
-    later: Sequence[Outgoing] = ()
+    sends: Sequence[Outgoing] = ()
     work: Callable[[Transaction | None], Awaitable[None]] | None = None
     """The work of a satellite."""
 
     @property
     def needs_transaction(self) -> bool:
         """Whether there is more to do than to remove the message."""
-        return bool(self.now or self.later or self.work)
+        return bool(self.sends or self.work)
 
 
 class Completion:
@@ -148,18 +145,19 @@ class Completion:
         if own is not None and own.connection is not None:
             await self._complete_in(own, received, outgoing)
             return
-        now, later = await self._checked(outgoing) if outgoing else ([], [])
+        if outgoing:
+            await self._check(outgoing)
         match self._mode:
             case TransactionMode.NONE:
-                await self._send(now, later, None)
+                await self._send(outgoing, None)
             case TransactionMode.RECEIVE_ONLY:
-                await self._send(now, later, None)
+                await self._send(outgoing, None)
                 await self._remove_with(_Completion(received))
             case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
-                await self._send([], later, None)
-                await self._remove_with(_Completion(received, now))
+                await self._send([send for send in outgoing if send.due is not None], None)
+                await self._remove_with(_Completion(received, [send for send in outgoing if send.due is None]))
             case TransactionMode.TRANSACTION_SCOPE:
-                await self._remove_with(_Completion(received, now, later))
+                await self._remove_with(_Completion(received, outgoing))
 
     async def _complete_in(
         self, own: HandlerTransaction, received: ReceivedMessage, outgoing: Sequence[Outgoing]
@@ -167,14 +165,15 @@ class Completion:
         """Remove the message and dispatch the sends in the handler's own transaction, and commit it."""
         assert self._transactions is not None  # noqa: S101 - which has opened it
         try:
-            now, later = await self._checked(outgoing)
+            await self._check(outgoing)
             transaction = await self._transactions.enlist(own)
+            later = [send for send in outgoing if send.due is not None]
             if later and not self._transactions.reaches(self._delivery, transaction):
-                await self._send([], later, None)
-                later = []
+                await self._send(later, None)
+                outgoing = [send for send in outgoing if send.due is None]
             was_there = await self._receiver.acknowledge(received, transaction)
             if was_there:
-                await self._send(now, later, transaction)
+                await self._send(outgoing, transaction)
         except BaseException as error:
             outage = self.outage(own, error)
             await own.roll_back()
@@ -192,14 +191,11 @@ class Completion:
             raise
         await self._receiver.release(received)  # its row is gone, the claim is not
 
-    async def _checked(self, outgoing: Sequence[Outgoing]) -> tuple[list[TransportOperation], list[Outgoing]]:
-        """Return the sends for now and for later. Raises QueueNotFound for destinations of delayed messages."""
-        now = [entry.operation for entry in outgoing if entry.due is None]
-        later = [entry for entry in outgoing if entry.due is not None]
-        for entry in later:
-            if entry.check and self._destinations is not None:
-                await self._destinations.check(entry.operation.destination)
-        return now, later
+    async def _check(self, outgoing: Sequence[Outgoing]) -> None:
+        """Raise QueueNotFound if a delayed message has a destination that does not exist."""
+        for send in outgoing:
+            if send.due is not None and send.check and self._destinations is not None:
+                await self._destinations.check(send.operation.destination)
 
     async def _remove_with(self, completion: _Completion) -> None:
         if not await self._completions.run_to_end(completion):
@@ -223,11 +219,7 @@ class Completion:
         async with transport.transaction() as transaction:
             removed = await self._acknowledge(group, transaction)
             completed = [completion for completion, was_there in zip(group, removed, strict=True) if was_there]
-            await self._send(
-                [operation for completion in completed for operation in completion.now],
-                [outgoing for completion in completed for outgoing in completion.later],
-                transaction,
-            )
+            await self._send([send for completion in completed for send in completion.sends], transaction)
             for completion in completed:
                 if completion.work is not None:
                     await completion.work(transaction)
@@ -238,21 +230,9 @@ class Completion:
             return await self._prefetching.acknowledge_many([each.received for each in group], transaction)
         return [await self._receiver.acknowledge(each.received, transaction) for each in group]
 
-    async def _send(
-        self, now: list[TransportOperation], later: list[Outgoing], transaction: Transaction | None
-    ) -> None:
-        if now:
-            await self._transport.dispatch(now, transaction)
-        if not later:
-            return
-        if self._delivery is None:
-            raise ConfigurationError(f"a delay needs delayed delivery: {DELAYED_DELIVERIES}")
-        operations = [(entry.operation, entry.due) for entry in later if entry.due is not None]
-        if len(operations) > 1 and isinstance(self._delivery, SupportsDeferMany):
-            await self._delivery.defer_many(operations, transaction)
-            return
-        for operation, due in operations:
-            await self._delivery.defer(operation, due, transaction)
+    async def _send(self, sends: Sequence[Outgoing], transaction: Transaction | None) -> None:
+        if sends:
+            await hand_over(self._transport, self._delivery, sends, transaction)
 
 
 @dataclass(frozen=True, slots=True)

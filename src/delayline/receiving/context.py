@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
+from delayline.outgoing import Send
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, sessionmaker
 
     from delayline.message import Body, Message
-    from delayline.outgoing import Composer, HeaderMap, Outgoing, Send
+    from delayline.outgoing import Composer, HeaderMap, Outgoing
     from delayline.receiving.transactions import (
         ConnectionPool,
         HandlerTransaction,
@@ -113,21 +114,9 @@ class MessageContext:
             InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
             InvalidDueTime: By the call: a delay or instant that cannot be honoured.
         """
-        return Recorded(
-            self._keep(
-                self._composer.compose(
-                    destination,
-                    body,
-                    headers=headers,
-                    message_id=message_id,
-                    delay=delay,
-                    deliver_at=deliver_at,
-                    expires=expires,
-                    correlation_id=correlation_id,
-                    related_to=self.message,
-                )._replace(check=check_destination)
-            )
-        )
+        send = Send(destination, body, headers, message_id, delay, deliver_at, expires, correlation_id)
+        composed = self._composer.compose(send, self.message)
+        return Recorded(self._keep(composed._replace(check=check_destination)))
 
     def send_many(self, messages: Iterable[Send], *, check_destination: bool = True) -> Awaitable[list[str]]:
         """Send several messages when the handler has succeeded.
@@ -143,7 +132,7 @@ class MessageContext:
             InvalidMessage: By the call: a message is invalid, or the handler has ended.
         """
         composed = self._composer.compose_many(messages, self.message)
-        return Recorded([self._keep(one._replace(check=check_destination)) for one in composed])
+        return Recorded([self._keep(outgoing._replace(check=check_destination)) for outgoing in composed])
 
     def forward(
         self, destination: str, *, delay: timedelta | None = None, deliver_at: datetime | None = None

@@ -20,10 +20,6 @@ if TYPE_CHECKING:
 DEFAULT_DELAYED_RETRIES: Final = 3
 LONGEST_IMMEDIATE_PAUSE: Final = timedelta(milliseconds=100)
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # as NServiceBus limits delayed retries
-#: The remedy for an endpoint without delayed delivery.
-DELAYED_DELIVERIES: Final = (
-    "pass delayed_delivery=StoredDelivery(...), or DelayLevelDelivery() where its queues are on RabbitMQ"
-)
 LONGEST_COUNT: Final = 9  # digits
 MOST_RETRIES: Final = 1000
 

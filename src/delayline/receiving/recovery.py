@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 from delayline.circuit_breaker import DELAY_WHEN_ARMED
 from delayline.errors import BackendUnavailable, InvalidMessage
 from delayline.failures import back_off, error_operations, is_outage, may_fit_smaller
-from delayline.outgoing import Outgoing
+from delayline.outgoing import DELAYED_DELIVERIES, Outgoing
 from delayline.receiving.completion import AlreadyHandled
-from delayline.receiving.recoverability import DELAYED_DELIVERIES, Discard, GiveBack, MoveToErrors, RetryLater, RetryNow
+from delayline.receiving.recoverability import Discard, GiveBack, MoveToErrors, RetryLater, RetryNow
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:

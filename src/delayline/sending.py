@@ -1,0 +1,297 @@
+"""Sending: a message goes to its queue, or to the delayed delivery until it is due.
+
+Whether it is due is decided once, when it is composed. A send that is cancelled returns at once, and the message is
+usually sent all the same: where the transport or the delivery does not go on by itself, a task of the sender's does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, Final, Self
+
+from delayline.delayed.delivery import StoredDelivery, SupportsCancelledDefer, SupportsDestinationCheck
+from delayline.delayed.store import StoreResult
+from delayline.errors import ConfigurationError, DispatchFailed, DuplicateMessage, InvalidMessage
+from delayline.events import Event, emit
+from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
+from delayline.grouping import ABANDONED
+from delayline.message import in_utc
+from delayline.outgoing import Destinations, Send, hand_over, report_sent
+from delayline.transaction import WAITING_TASK, Transaction
+from delayline.transport import SupportsCancelledDispatch, SupportsTransportTransactions
+
+if TYPE_CHECKING:
+    from collections.abc import Coroutine, Iterable, Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from delayline.clock import Clock
+    from delayline.delayed.delivery import DelayedDelivery
+    from delayline.delayed.store import OnConflict
+    from delayline.external import ExternalConnection, Unset
+    from delayline.observer import Observer
+    from delayline.outgoing import Composer, Outgoing
+    from delayline.transport import Transport
+
+logger = logging.getLogger(__name__)
+
+UNOBSERVED: Final = contextlib.nullcontext()
+
+
+class Sent(str):
+    """The id of a sent message."""
+
+    __slots__ = ("result",)
+
+    result: StoreResult | None
+    """What became of it, if it was sent with `on_conflict`."""
+
+    def __new__(cls, message_id: str, result: StoreResult | None = None) -> Self:
+        """Return the id."""
+        sent = super().__new__(cls, message_id)
+        sent.result = result
+        return sent
+
+
+class Sender:
+    """Sends the messages of an endpoint, from its start to its stop. Belongs to one event loop.
+
+    Args:
+        transport: Sends those that are due.
+        delivery: Keeps the others; None for none.
+        composer: Composes them.
+        clock: The endpoint's.
+        observer: Is told what was sent; None for none.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        delivery: DelayedDelivery | None,
+        composer: Composer,
+        clock: Clock,
+        observer: Observer | None,
+    ) -> None:
+        self._transport = transport
+        self._delivery = delivery
+        self._composer = composer
+        self._clock = clock
+        self._observer = observer
+        self._dispatch_going_on: SupportsCancelledDispatch | None = (
+            transport if isinstance(transport, SupportsCancelledDispatch) else None
+        )
+        self._defer_going_on: SupportsCancelledDefer | None = (
+            delivery if isinstance(delivery, SupportsCancelledDefer) else None
+        )
+        looks = not isinstance(delivery, SupportsDestinationCheck)
+        self.destinations = Destinations(transport, clock) if looks else None
+        """Where destinations of delayed messages are looked for; None where the delivery does that."""
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def send(
+        self,
+        send: Send,
+        transaction: ExternalConnection | ExternalTransaction | Transaction | Unset,
+        on_conflict: OnConflict | None,
+        *,
+        check_destination: bool,
+    ) -> Sent:
+        """Send a message; see `Endpoint.send`."""
+        with UNOBSERVED if self._composer.traces is None else self._traced([send]):
+            external = None if transaction is UNSET else checked_transaction(transaction)
+            outgoing = self._composer.compose(send)
+            destinations = self.destinations if check_destination else None
+            if on_conflict is not None:
+                return await self._send_or_replace(outgoing, send, external, on_conflict, destinations)
+            queue = outgoing.operation.destination
+            if outgoing.due is None or (destinations is not None and not destinations.needs_check(queue)):
+                destinations = None
+            if external is not None:
+                if destinations is not None:
+                    await destinations.check(queue)
+                await self._deliver_in(external, outgoing)
+            elif destinations is None and self._goes_on(outgoing):
+                await self._deliver([outgoing])
+            else:
+                await self._shielded(self._check_and_deliver(outgoing, destinations), outgoing)
+            return Sent(outgoing.operation.message.id)
+
+    async def send_many(
+        self,
+        messages: Iterable[Send],
+        transaction: ExternalConnection | ExternalTransaction | Transaction | Unset,
+        *,
+        check_destination: bool,
+    ) -> list[str]:
+        """Send several messages; see `Endpoint.send_many`."""
+        sends = list(messages)
+        with self._traced(sends):
+            external = None if transaction is UNSET else checked_transaction(transaction)
+            composed = self._composer.compose_many(sends)
+            if check_destination and self.destinations is not None:
+                for queue in {outgoing.operation.destination for outgoing in composed if outgoing.due is not None}:
+                    await self.destinations.check(queue)
+            if external is not None:
+                for outgoing in composed:
+                    await self._deliver_in(external, outgoing)
+            elif composed:
+                await self._shielded(self._deliver_together(composed), composed[0])
+            return [outgoing.operation.message.id for outgoing in composed]
+
+    async def _send_or_replace(
+        self,
+        outgoing: Outgoing,
+        send: Send,
+        transaction: object,
+        on_conflict: OnConflict,
+        destinations: Destinations | None,
+    ) -> Sent:
+        message_id, due = send.message_id, outgoing.due or (send.deliver_at and in_utc(send.deliver_at))
+        if on_conflict not in ("keep", "replace", "raise"):
+            raise InvalidMessage(f"on_conflict must be 'keep', 'replace' or 'raise', not {on_conflict!r}")
+        if message_id is None or due is None:
+            raise InvalidMessage("on_conflict is for delayed messages with an id: give message_id, and a delay or time")
+        if transaction is not None:
+            raise ConfigurationError("on_conflict and transaction= exclude each other: a repeated id is kept there")
+        if not isinstance(self._delivery, StoredDelivery):
+            kind = type(self._delivery).__name__
+            raise ConfigurationError(f"on_conflict needs a delayed message store, and this endpoint has {kind}")
+        if destinations is not None:
+            await destinations.check(outgoing.operation.destination)
+        with self._reported([outgoing._replace(due=due)]):
+            replace = on_conflict == "replace"
+            result = await self._delivery.defer_or_replace(outgoing.operation, due, replace=replace)
+        if result is StoreResult.DISPATCHING:
+            text = "is being dispatched and cannot be replaced: give the new one another id"
+            raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
+        if result is StoreResult.KEPT and on_conflict == "raise":
+            text = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"
+            raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
+        return Sent(message_id, result)
+
+    async def _deliver_in(
+        self, external: ExternalConnection | ExternalTransaction | Transaction, outgoing: Outgoing
+    ) -> None:
+        """Deliver in an external transaction, or one of ours.
+
+        A message for a queue that an external one does not reach waits in the store, due at once.
+        """
+        if isinstance(external, Transaction):
+            await self._deliver([outgoing], external)
+            return
+        given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
+        if outgoing.due is not None:
+            await self._deliver([outgoing], await _enlisted(given, self._delivery))
+            return
+        try:
+            enlisted = await _enlisted(given, self._transport)
+        except ConfigurationError as refused:
+            if self._delivery is None:
+                raise
+            try:
+                enlisted = await _enlisted(given, self._delivery)
+            except ConfigurationError:
+                raise refused from None
+            outgoing = outgoing._replace(due=self._clock.now())
+        await self._deliver([outgoing], enlisted)
+
+    async def _check_and_deliver(self, outgoing: Outgoing, destinations: Destinations | None) -> None:
+        if destinations is not None:
+            await destinations.check(outgoing.operation.destination)
+        await self._deliver([outgoing])
+
+    async def _deliver_together(self, sends: Sequence[Outgoing]) -> None:
+        """Deliver all, in one transaction if transport and delayed delivery can share one."""
+        transport, delivery = self._transport, self._delivery
+        shares = all(send.due is None for send in sends) or (
+            delivery is not None and delivery.transaction_domain == transport.transaction_domain
+        )
+        can_share = shares and transport.transaction_domain is not None
+        with self._reported(sends):
+            if can_share and isinstance(transport, SupportsTransportTransactions):
+                async with transport.transaction() as transaction:
+                    await self._hand_over(sends, transaction)
+            else:
+                await self._hand_over(sends, None)
+
+    async def _deliver(self, sends: Sequence[Outgoing], transaction: Transaction | None = None) -> None:
+        with self._reported(sends) if self._observer is not None else UNOBSERVED:
+            await self._hand_over(sends, transaction)
+
+    async def _hand_over(self, sends: Sequence[Outgoing], transaction: Transaction | None) -> None:
+        try:
+            await hand_over(self._transport, self._delivery, sends, transaction)
+        except DispatchFailed as failed:
+            raise failed.failures[min(failed.failures)] from failed
+
+    @contextlib.contextmanager
+    def _reported(self, sends: Sequence[Outgoing]) -> Iterator[None]:
+        """Report the sending of these messages, which is awaited inside."""
+        failed: Exception | None = None
+        began = time.perf_counter()
+        try:
+            yield
+        except Exception as error:
+            failed = error
+            raise
+        finally:
+            if self._observer is not None:
+                report_sent(self._observer, sends, time.perf_counter() - began, failed)
+
+    def _traced(self, sends: Sequence[Send]) -> AbstractContextManager[object]:
+        """Return the span around sending, to be entered; one that does nothing without traces."""
+        traces = self._composer.traces
+        if traces is None:
+            return UNOBSERVED
+        valid = [send for send in sends if isinstance(send, Send)]
+        delayed = any(send.delay is not None or send.deliver_at is not None for send in valid)
+        return traces.sending("schedule" if delayed else "send", [str(send.destination) for send in valid])
+
+    def _goes_on(self, outgoing: Outgoing) -> bool:
+        """Return whether the delivery needs no task: it goes on when its caller is cancelled."""
+        if outgoing.due is None:
+            return self._dispatch_going_on is not None and self._dispatch_going_on.goes_on_when_cancelled
+        delivery = self._defer_going_on
+        return delivery is not None and delivery.goes_on_when_cancelled(outgoing.operation)
+
+    async def _shielded(self, work: Coroutine[object, object, None], outgoing: Outgoing) -> None:
+        """Deliver; cancelled, return at once and let the delivery go on: its effect may be there already."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        caller = asyncio.current_task()
+        task = asyncio.create_task(_run_for(work, outgoing, done, caller), name="delayline send")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        await done
+
+
+async def _run_for(
+    work: Coroutine[object, object, None],
+    outgoing: Outgoing,
+    done: asyncio.Future[None],
+    caller: asyncio.Task[object] | None,
+) -> None:
+    WAITING_TASK.set(caller)
+    try:
+        await work
+    except asyncio.CancelledError:
+        done.cancel()
+        raise
+    except BaseException as error:
+        if not done.done():
+            done.set_exception(error)
+        else:
+            emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, outgoing.operation.message.id, error)
+    else:
+        if not done.done():
+            done.set_result(None)
+
+
+async def _enlisted(external: ExternalTransaction, part: object) -> Transaction:
+    if isinstance(part, SupportsExternalTransactions):
+        return await part.enlist(external)
+    raise ConfigurationError(
+        f"{type(part).__name__} cannot take part in an external transaction: use a SqlTransport and a "
+        "SqlDelayedMessageStore, or send without transaction="
+    )
