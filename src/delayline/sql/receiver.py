@@ -1,4 +1,30 @@
-"""Receivers of the queues."""
+"""Receivers of the queues.
+
+::
+
+    receive(limit)
+      |
+      v            the last look found fewer than wanted: until a notification, the time of the next full look, or the
+    RESTED? -----> end of the pause; then a moment more, up to 3 ms from one look to the next, so that messages that
+      |    |       come at nearly the same time are received together
+      |    `---- a move has claimed messages meanwhile (`moved`) ---------------------------------------> RETURNED
+      v
+    ADMITTED? ---> the queue is paused, or at a limit (`queue_limits`): until that changes; back to RESTED
+      |
+      v
+    LOOK and claim, page by page, behind the numbers that were claimed last (`RecentNumbers`, `GoneNumbers`): a FULL
+      |  look, from the first message on, where there are none, and after 0.5 s, as late commits have lower numbers
+      |
+      +--- messages, and still admitted ---------------------------------------------------------------> RETURNED
+      v
+    WAIT, while moves may claim messages (`wanted`): until a notification, or one that a move has claimed; where
+      |  processes cannot notify each other for a pause of 10 ms, doubled with each look that finds none; from
+      |  `poll_interval` on one look is for all queues of the transport that wait (`IdleQueues`)
+      v
+    back to RESTED
+
+`stop()` ends every wait, and `receive` returns nothing. Whatever was claimed when it fails or is cancelled is given up.
+"""
 
 from __future__ import annotations
 

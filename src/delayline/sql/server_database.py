@@ -1,4 +1,31 @@
-"""A database on a server: its connections, and concurrent statements with row locks."""
+"""A database on a server: its connections, and concurrent statements with row locks.
+
+The pool of connections is our own. SQLAlchemy's QueuePool, or another ready one, waits for a driver as long as that
+takes, and knows each connection by itself. Here:
+
+- Every answer has a deadline (`deadlines`): the socket of one that misses it is cut by another thread. A server that is
+  silent costs one wait then: callers fail at once, and one at a time asks it again (`missed`, `probe`, `answers`).
+- What one connection finds out holds for all of its generation: when the server is gone they are tried before they are
+  used again (`lost`), after a switch to another primary they are replaced (`outdate`).
+- Statements outside of transactions have connections and threads that transactions cannot take: one that waits for a
+  lock never keeps the statement from running that releases it. Transactions wait for a connection in their order.
+- A stop has one limit for all waits together, and a fork leaves the parent's connections as they are.
+
+A connection (`Session`)::
+
+    none <--------------------------------------------------------------------------.
+      | connect, at the next work                                                   |
+      v                                                                             |
+    AT WORK of one thread -- the deadline is missed, or the connection is lost -----+ the thread that waits closes it
+      |   ^                                                                         |
+      |   | taken; after 5 idle seconds, 30 s without one, or `lost`: pinged first, | no answer, or a replica's
+      |   |                                                                         |
+      v   |                                                                         |
+    IDLE -+--- for 30 s while others are used, or `outdate` ------------------------'
+
+Threads: workers for statements, others for transactions, one that listens (`notifications`), one that watches the
+deadlines of the process, and during a stop one that gives up work whose connection cannot be cut (`_abandon`).
+"""
 
 from __future__ import annotations
 
