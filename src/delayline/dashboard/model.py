@@ -28,20 +28,6 @@ class Unavailable:
 
 
 @dataclass(frozen=True, slots=True)
-class EndpointInfo:
-    """Which endpoint a page is about, and what can be done with it."""
-
-    name: str
-    queues_at: str
-    """The transport's URL without passwords, or its class."""
-    delayed_at: str
-    """Where delayed messages are, likewise."""
-    waits_in: str
-    """`store`, `store and cold tier`, `delay levels`, `delay levels and store`, `timeout manager` or `nowhere`."""
-    error_queue: str
-
-
-@dataclass(frozen=True, slots=True)
 class ProcessState:
     """The state of one process of an endpoint, by its last minute row."""
 

@@ -43,7 +43,6 @@ from delayline.dashboard.model import (
     ActionOutcome,
     AuditEntry,
     DueCounts,
-    EndpointInfo,
     ErrorGroup,
     ErrorGroups,
     ErrorPage,
@@ -258,25 +257,13 @@ class EndpointService:
 
     # Pages
 
-    def info(self) -> EndpointInfo:
-        """Return which endpoint this is; asks no back end."""
-        settings, endpoint = self._settings, self._endpoint
-        if settings is None:
-            assert endpoint is not None  # noqa: S101 - one of both
-            delivery = endpoint.delayed_delivery
-            waits = "nowhere" if delivery is None else type(delivery).__name__ if delivery.store is None else "store"
-            queues, delayed = (type(part).__name__ for part in (endpoint.transport, endpoint.store))
-            return EndpointInfo(endpoint.name, queues, delayed, waits, endpoint.error_queue)
-        waits, url = "store" if settings.cold_tier is None else "store and cold tier", None
-        with contextlib.suppress(DelaylineError):  # every part of a page says it
-            url = delays_url(settings)
-        if settings.timeout_manager:
-            waits = "timeout manager"
-        elif url is not None:
-            waits = f"{backend_of(url).native_delays}"
-            waits += " and store" if settings.delay_levels_from_seconds is not None else ""
-        queues, delayed = masked(settings.resolved_transport_url), masked(settings.resolved_store_url)
-        return EndpointInfo(self.name, queues, delayed, waits, settings.error_queue)
+    @property
+    def delayed_at(self) -> str:
+        """Where delayed messages are: a URL without passwords, or the class of the store."""
+        if self._settings is not None:
+            return masked(self._settings.resolved_store_url)
+        store = None if self._endpoint is None else self._endpoint.store
+        return "nowhere" if store is None else type(store).__name__
 
     async def now(self) -> Now:
         """Return the page `Now`."""
