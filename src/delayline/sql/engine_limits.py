@@ -29,7 +29,7 @@ class EngineLimits:
 
     def __init__(self, engine: Engine, connections: ServerConnections) -> None:
         self._connections = connections
-        self._takes_all = not engine.dialect.is_async or connections.product == "PostgreSQL"
+        self._takes_all = engine.dialect.driver != "asyncmy"
         self._watches: dict[int, AnswerDeadline] = {}
         event.listen(engine, "do_connect", self._connecting)
         event.listen(engine, "connect", self._connected, insert=True)
