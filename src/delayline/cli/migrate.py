@@ -99,7 +99,7 @@ def to_a_target(command: Command) -> Command:
         return command(*args, target=target, **arguments)
 
     where = (
-        f"Where messages go: an amqp: or azure: URL, a database with delayline's stores, or noop. [{TARGET_VARIABLE}]"
+        f"Where messages go: the URL of a back end that delayline setup has made ready, or noop. [{TARGET_VARIABLE}]"
     )
     far = f"With --cold-tier: messages due later go to its files: {DELAYS}."
     options = (

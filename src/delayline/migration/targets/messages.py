@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 import pyarrow as pa
 
@@ -22,7 +23,7 @@ from delayline.transport import SupportsQueueLookup, TransportOperation
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
     from contextlib import AsyncExitStack
-    from datetime import timedelta
+    from datetime import datetime, timedelta
 
     from pyspark.sql import DataFrame, SparkSession
 
@@ -30,8 +31,9 @@ if TYPE_CHECKING:
     from delayline.migration.target import Attempted
 
 #: Rows that every back end takes as a limit.
-ALL_MESSAGES = 2**31 - 1
-UNKNOWN = "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
+ALL_MESSAGES: Final = 2**31 - 1
+KEPT_AT_ONCE: Final = 100
+UNKNOWN: Final = "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
 
 
 class MessagesTarget(WithoutLedger):
@@ -133,12 +135,19 @@ class MessagesSession(DeliverySession):
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Keep each message durably; one that the back end cannot take is refused alone."""
+        rows = list(zip(*(column.to_pylist() for column in messages.columns), strict=True))
         refused: dict[int, str] = {}
-        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
-            message_id, destination, due, headers, body = row
-            try:
-                message = Message(message_id, json.loads(headers) if headers else {}, body or b"")
-                await self._keep(DelayedMessage(message, destination, due))
-            except (InvalidMessage, QueueNotFound) as error:
-                refused[position] = str(error)
+        for first in range(0, len(rows), KEPT_AT_ONCE):
+            works = [self._keep_row(*row) for row in rows[first : first + KEPT_AT_ONCE]]
+            for position, error in enumerate(await asyncio.gather(*works, return_exceptions=True), first):
+                if isinstance(error, InvalidMessage | QueueNotFound):
+                    refused[position] = str(error)
+                elif error is not None:
+                    raise error
         return Delivered(attempt.number, refused)
+
+    async def _keep_row(
+        self, message_id: str, destination: str, due: datetime, headers: str | None, body: bytes | None
+    ) -> None:
+        message = Message(message_id, json.loads(headers) if headers else {}, body or b"")
+        await self._keep(DelayedMessage(message, destination, due))
