@@ -60,7 +60,7 @@ class LoopGuard(ForkGuard):
 
     def __init__(self) -> None:
         super().__init__()
-        self._loop = _running_loop()
+        self._loop = running_loop()
 
     @property
     def ended(self) -> bool:
@@ -76,7 +76,7 @@ class LoopGuard(ForkGuard):
         """
         if os.getpid() != self._id:
             super().check(what)
-        if self._loop is None or _running_loop() is self._loop:
+        if self._loop is None or running_loop() is self._loop:
             return
         if self._loop.is_closed():
             raise ConfigurationError(
@@ -91,7 +91,8 @@ class LoopGuard(ForkGuard):
         )
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread; None for none."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
