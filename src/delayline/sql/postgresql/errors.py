@@ -88,8 +88,10 @@ class PostgresqlErrors(ServerErrors):
 
     def is_broken(self, connection: Connection) -> bool:
         """Return whether libpq has found the connection's end, which in a pipeline the error does not show."""
+        if super().is_broken(connection):
+            return True
         driver: Any = connection.connection.driver_connection
-        return super().is_broken(connection) or bool(driver.closed)
+        return bool(driver.closed)
 
     @property
     def kinds(self) -> tuple[type[Exception], ...]:
