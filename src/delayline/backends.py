@@ -12,15 +12,17 @@ from datetime import timedelta
 from enum import StrEnum
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError, DelaylineError
 from delayline.masking import masked
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from contextlib import AbstractAsyncContextManager
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+    import pyarrow as pa
 
     from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
     from delayline.delayed.store import DelayedMessageStore, SupportsManagement
@@ -84,6 +86,45 @@ class DueWithin:
 
     span: timedelta
     count: int
+
+
+class MessageWriter(Protocol):
+    """The connection of one task of a job to a back end that holds delayed messages itself."""
+
+    async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
+        """Send messages, and return once the back end has them durably.
+
+        Args:
+            messages: The columns id, destination, due, headers (JSON) and body.
+
+        Returns:
+            The reasons of messages that it can never take, by position. Any other failure is raised.
+        """
+        ...
+
+
+class MessageSink(Protocol):
+    """Where jobs send messages that wait in the back end itself; pickled to tasks."""
+
+    async def must_exist(self) -> None:
+        """Raise BackendUnusable if it is not set up."""
+        ...
+
+    async def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
+        """Return the destinations that cannot be reached, with the reason; changes nothing.
+
+        Args:
+            destinations: Names of queues.
+        """
+        ...
+
+    async def writer(self, stack: AsyncExitStack) -> MessageWriter:
+        """Return a connected writer.
+
+        Args:
+            stack: Closes it.
+        """
+        ...
 
 
 class BulkRoute(StrEnum):
@@ -177,6 +218,18 @@ class Backend:
             ConfigurationError: The back end holds no messages until they are due, or takes no store in front.
         """
         raise ConfigurationError(f"{self.scheme}: holds no messages until they are due: give a store_url")
+
+    def sink(self, url: str, name: str) -> MessageSink:
+        """Return what jobs send messages through that wait in the back end itself, without connecting.
+
+        Args:
+            url: The URL of the job's target.
+            name: Name of the client's connections.
+
+        Raises:
+            ConfigurationError: Jobs cannot write there.
+        """
+        raise ConfigurationError(f"jobs cannot write to {self.scheme}: URLs: give a database as store_url")
 
     def two_phase_commit(self) -> object | None:
         """Return a new two-phase commit for a transport and a store in two such back ends; None where there is none."""

@@ -4,7 +4,7 @@ A store is a class with the six methods of `DelayedMessageStore`; every other pr
 endpoint finds with `isinstance` at its start and does without where it is missing.
 """
 
-from delayline.backends import Backend, BackendOptions, BackendUse, DueWithin
+from delayline.backends import Backend, BackendOptions, BackendUse, DueWithin, MessageSink, MessageWriter
 from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery, SupportsPendingView
 from delayline.delayed.host import DeliveryHost
@@ -71,6 +71,8 @@ __all__ = [
     "Forwarded",
     "FoundMessage",
     "HandlerSlots",
+    "MessageSink",
+    "MessageWriter",
     "Outcome",
     "QueueLimits",
     "QueuePass",

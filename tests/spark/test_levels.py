@@ -17,8 +17,9 @@ from tests.spark.stores import ENDPOINT, StoreAt, frame
 from delayline import ConfigurationError, Headers
 from delayline.errors import BackendUnusable, DelaylineError
 from delayline.message import to_wire_time
+from delayline.rabbitmq.backend import RabbitMQBackend
+from delayline.rabbitmq.message_sink import DelayLevelSink
 from delayline.spark import JobTarget, schedule, schedule_stream
-from delayline.spark.broker_sink import BrokerSink
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from tests.spark.tiers import Tiers
 
-    from delayline.spark.broker_writer import BrokerWriter
+    from delayline.rabbitmq.message_sink import DelayLevelWriter
 
 HOUR = timedelta(hours=1)
 
@@ -104,8 +105,8 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
     def is_there(path: str) -> bool:
         return os.access(path, os.F_OK)
 
-    class Dying(BrokerSink):
-        async def writer(self, stack: AsyncExitStack) -> BrokerWriter:
+    class Dying(DelayLevelSink):
+        async def writer(self, stack: AsyncExitStack) -> DelayLevelWriter:
             session = await super().writer(stack)
             deliver, delivered = session.deliver, 0
 
@@ -122,7 +123,7 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
             session.deliver = deliver_and_die  # type: ignore[method-assign]
             return session
 
-    monkeypatch.setattr("delayline.spark.placement.BrokerSink", Dying)
+    monkeypatch.setattr(RabbitMQBackend, "sink", lambda self, *arguments: Dying(*arguments))
     # Given a job of which an executor is killed, and which fails for good, between the broker's confirm and the mark
     with pytest.raises(DelaylineError, match="fails on purpose"):
         schedule(numbered(spark, numbers), beside(store, broker), run="nightly")

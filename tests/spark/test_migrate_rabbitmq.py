@@ -135,7 +135,7 @@ def test_a_batch_in_doubt_is_given_back_by_an_abort_and_named(
             raise ConnectionError("the task fails on purpose")
 
     with monkeypatch.context() as patched:
-        patched.setattr(RabbitmqLevelsTarget, "begin", lambda self, endpoint: Failing(self))
+        patched.setattr(RabbitmqLevelsTarget, "begin", lambda self, endpoint: Failing(self.sink))
         with pytest.raises(DelaylineError, match="fails on purpose"):
             Migration(plan(legacy, rabbitmq_url, batch_size=3)).run(spark)
 
@@ -170,7 +170,7 @@ def test_an_executor_that_is_killed_is_replaced(
             os.kill(os.getpid(), signal.SIGKILL)
             return delivered
 
-    monkeypatch.setattr(RabbitmqLevelsTarget, "begin", lambda self, endpoint: Dying(self))
+    monkeypatch.setattr(RabbitmqLevelsTarget, "begin", lambda self, endpoint: Dying(self.sink))
     outcome = Migration(plan(legacy, rabbitmq_url, batch_size=5)).run(spark)
 
     assert outcome.complete

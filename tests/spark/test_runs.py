@@ -13,8 +13,9 @@ from tests.spark.stores import ENDPOINT, frame, many
 
 from delayline import ConfigurationError
 from delayline.errors import DelaylineError, DifferentInput
+from delayline.rabbitmq.backend import RabbitMQBackend
+from delayline.rabbitmq.message_sink import DelayLevelSink
 from delayline.spark import Columns, JobTarget, schedule
-from delayline.spark.broker_sink import BrokerSink
 from delayline.spark.errors import translated_errors
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tests.spark.stores import StoreAt
     from tests.spark.tiers import Tiers
 
-    from delayline.spark.broker_writer import BrokerWriter
+    from delayline.rabbitmq.message_sink import DelayLevelWriter
 
 
 def target(store: StoreAt) -> JobTarget:
@@ -91,8 +92,8 @@ def test_names_that_begin_as_a_sink_or_a_stream_are_runs_of_their_own(spark: Spa
 def test_a_broker_gets_nothing_of_other_rows_under_the_name_of_a_job_that_has_begun(
     spark: SparkSession, store: StoreAt, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Unreachable(BrokerSink):
-        async def writer(self, stack: AsyncExitStack) -> BrokerWriter:
+    class Unreachable(DelayLevelSink):
+        async def writer(self, stack: AsyncExitStack) -> DelayLevelWriter:
             raise ConfigurationError("fails on purpose")
 
     def job(prefix: str) -> None:
@@ -104,7 +105,7 @@ def test_a_broker_gets_nothing_of_other_rows_under_the_name_of_a_job_that_has_be
     # Given a job that has failed before anything was published
     with_levels(rabbitmq_url, V2)
     with monkeypatch.context() as patched:
-        patched.setattr("delayline.spark.placement.BrokerSink", Unreachable)
+        patched.setattr(RabbitMQBackend, "sink", lambda self, *arguments: Unreachable(*arguments))
         with pytest.raises((DelaylineError, PySparkException), match="fails on purpose"):
             job("a")
     # Then other rows are refused under its name, and its own are published

@@ -68,6 +68,8 @@ async def test_what_a_back_end_cannot_do_is_said_with_its_scheme() -> None:
         backend.delivery(settings.url, options)
     with pytest.raises(ConfigurationError, match="--dry-run prints SQL, which acme: URLs do not use"):
         await backend.planned_setup(settings.url, options, BackendUse([], delays=True))
+    with pytest.raises(ConfigurationError, match="jobs cannot write to acme: URLs: give a database as store_url"):
+        backend.sink(settings.url, "a job")
     with pytest.raises(ConfigurationError, match="acme: cannot list, cancel or reschedule"):
         backend.pending(settings.url, options)
 

@@ -11,6 +11,8 @@ from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.delivery import DelayLevelDelivery
 from delayline.rabbitmq.front import managed_as_sent
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.levels import MAXIMUM_DELAY
+from delayline.rabbitmq.message_sink import DelayLevelSink
 from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:
@@ -27,6 +29,8 @@ class RabbitMQBackend(Backend):
     native_delays: ClassVar[str | None] = "delay levels"
     unlisted: ClassVar[str | None] = "in delay levels. Count it with: delayline rabbitmq pending"
     bulk_route = BulkRoute.DELAY_LEVELS
+    longest_delay: ClassVar[timedelta | None] = timedelta(seconds=MAXIMUM_DELAY)
+    grain: ClassVar[timedelta] = timedelta(seconds=1)
 
     def transport(self, url: str, options: BackendOptions) -> Transport:
         """Return a new transport on the virtual host."""
@@ -48,6 +52,10 @@ class RabbitMQBackend(Backend):
         """Return a new delayed delivery in the levels, perhaps with a store in front."""
         del url, options
         return DelayLevelDelivery(stored=stored, stored_below=stored_below)
+
+    def sink(self, url: str, name: str) -> DelayLevelSink:
+        """Return the virtual host's levels, to be published to."""
+        return DelayLevelSink(url, name)
 
     async def examine(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:
         """Return findings about the broker, the queues and the levels."""

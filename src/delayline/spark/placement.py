@@ -18,6 +18,7 @@ import time
 import uuid
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, get_args
@@ -27,6 +28,7 @@ import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.window import Window
 
+from delayline.backends import Backend, backend_of
 from delayline.bulk.cold_catalog import HOUR
 from delayline.bulk.cold_folder import HourWriter
 from delayline.bulk.fingerprint import Fingerprint
@@ -36,7 +38,6 @@ from delayline.bulk.writer import Attempt, blocking, new_area
 from delayline.clock import SystemClock, from_microseconds, to_microseconds
 from delayline.delayed.store import OnConflict
 from delayline.errors import ConfigurationError, DuplicateMessage
-from delayline.spark.broker_sink import ANY_SIZE, BrokerSink
 from delayline.spark.cold_tier import (
     NO_ROWS,
     ColdTier,
@@ -54,19 +55,20 @@ from delayline.sql.databases import database_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-    from datetime import datetime, timedelta
+    from datetime import timedelta
 
     from pyspark.sql import DataFrame
     from sqlalchemy import Connection, Table
 
+    from delayline.backends import MessageSink, MessageWriter
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.bulk.cold_folder import ColdFolder
-    from delayline.spark.broker_writer import BrokerWriter
     from delayline.spark.options import StoreOptions
     from delayline.spark.schedule import JobTarget
     from delayline.spark.sources import Columns
 
 Result = TypeVar("Result")
+LATEST: Final = datetime.max.replace(tzinfo=UTC)
 #: The name of the broker connections.
 CONNECTION_NAME: Final = "delayline schedule"
 #: Partitions of the rows for a broker. One that was confirmed and not yet recorded may be sent twice.
@@ -218,9 +220,11 @@ class _Job:
         self._tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
         self._staging = None if self._store is None else self._store.staging(new_area())
         self._now = SystemClock().now() if self._staging is None else self._staging.now()
-        self._broker = None if target.broker is None else BrokerSink(target.broker, CONNECTION_NAME)
-        if self._broker is not None:
-            self._broker.must_exist()
+        self._backend = None if target.broker is None else backend_of(target.broker, kind="broker")
+        self._broker: MessageSink | None = None
+        if self._backend is not None and target.broker is not None:
+            self._broker = self._backend.sink(target.broker, CONNECTION_NAME)
+            blocking(self._broker.must_exist())
         self._ledger: PartitionLedger | None = None
         if self._store is not None and self._broker is not None:
             # A tab cannot be in the name of a job.
@@ -271,15 +275,14 @@ class _Job:
         Rows for a destination that has no queue are rejected, not published.
         """
         reach = self._settings.hot_horizon
-        if self._broker is not None:
-            from delayline.spark.broker_writer import LONGEST
-
-            reach = LONGEST if self._store is None else min(reach, LONGEST)
+        if self._backend is not None:
+            longest = self._backend.longest_delay or LATEST - self._now
+            reach = longest if self._store is None else min(reach, longest)
         refused: Mapping[str, str] = {}
         if rows is not None and self._broker is not None:
             near = prepared(rows, self._settings.columns, self._now).where(F.col("due") < F.lit(self._now + reach))
             destinations = near.select("destination").distinct().limit(MOST_DESTINATIONS).toArrow()
-            refused = self._broker.refusals([one for one in destinations.column(0).to_pylist() if one])
+            refused = blocking(self._broker.refusals([name for name in destinations.column(0).to_pylist() if name]))
         return JobParameters(to_microseconds(self._now), to_microseconds(self._now + reach), refused)
 
     def _fingerprint(self, rows: DataFrame, parameters: JobParameters) -> Fingerprint:
@@ -296,7 +299,8 @@ class _Job:
         return 0 if self._settings.columns.delay is None else parameters.now
 
     def _validator(self, parameters: JobParameters) -> Validator:
-        largest = (ANY_SIZE if self._staging is None else self._staging.largest_message) - HEADER_ALLOWANCE
+        holder = self._backend or Backend if self._staging is None else self._staging
+        largest = holder.largest_message - HEADER_ALLOWANCE
         if self._broker is None:
             return Validator(largest)
         latest = parameters.far_from if self._store is None else None
@@ -518,7 +522,7 @@ class _Task:
     area: str
     folder: ColdFolder | None
     journaled: bool
-    broker: BrokerSink | None
+    broker: MessageSink | None
     ledger: PartitionLedger | None
     due_since: int | None
     """What due times are counted from in the fingerprint of the input; None to take none."""
@@ -556,7 +560,7 @@ class _Task:
             writer.write(new.filter(far))
             yield new.filter(pc.invert(far))
 
-    async def _publish(self, broker: BrokerSink, batches: Iterable[pa.RecordBatch]) -> PublishReport:
+    async def _publish(self, broker: MessageSink, batches: Iterable[pa.RecordBatch]) -> PublishReport:
         """Publish partition by partition; record each in the ledger once the broker has confirmed all of it."""
         total, writer = PublishReport(), None
         async with AsyncExitStack() as stack:
@@ -640,7 +644,7 @@ def _by_partition(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, list
         yield current, parts
 
 
-async def _publish_batch(writer: BrokerWriter, messages: pa.RecordBatch, report: PublishReport) -> None:
+async def _publish_batch(writer: MessageWriter, messages: pa.RecordBatch, report: PublishReport) -> None:
     refused = await writer.deliver(messages)
     report.sent += messages.num_rows - len(refused)
     report.rejected += len(refused)

@@ -136,7 +136,7 @@ class JobTarget:
     @property
     def _has_levels(self) -> bool:
         kind = "store that jobs can write to"
-        return backend_of(self.store_url, kind=kind).bulk_route is BulkRoute.DELAY_LEVELS
+        return backend_of(self.store_url, kind=kind).native_delays is not None
 
 
 def schedule(
