@@ -32,7 +32,6 @@ from psycopg.types.array import ListBinaryDumper
 from delayline.clock import to_microseconds
 from delayline.errors import NotStarted, TransactionConflict
 from delayline.sql.prepared import StatementResult
-from delayline.sql.statements import INSERTED, PUT
 from delayline.sql.workers import WorkResult
 
 if TYPE_CHECKING:
@@ -50,9 +49,6 @@ if TYPE_CHECKING:
     from delayline.sql.server import ServerSession, ServerSessions
 
 
-#: The header and trailer of binary COPY.
-COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
-COPY_END: Final = b"\xff\xff"
 #: PostgreSQL counts microseconds from here, not from 1970.
 YEAR_2000: Final = 946_684_800_000_000
 
@@ -107,11 +103,16 @@ class BinaryCursor(Cursor[Any]):
 
 
 LEAST: Final = 100  # rows; fewer are inserted as fast in the time that its round trips take
-PART: Final = 64  # rows that are sent at once, so that the server takes some while the next are written
-FIRST: Final = struct.Struct(">hi")
-LENGTH: Final = struct.Struct(">i")
-INSTANT: Final = struct.Struct(">iqi")
-COUNT: Final = struct.Struct(">ii")
+#: The columns of messages that are copied, and their types.
+COPIED: Final = {
+    "id": "varchar",
+    "queue": "varchar",
+    "destination": "varchar",
+    "due": "timestamptz",
+    "headers": "bytea",
+    "body": "bytea",
+    "retry_count": "int4",
+}
 ARRAY: Final = struct.Struct(">iiiii")
 BIGINT: Final = struct.Struct(">iq")
 #: Number of batches written by INSERT after one that repeated an id: a sender that repeats one often repeats more.
@@ -151,53 +152,24 @@ class Copies:
         return True
 
     def _copy(
-        self,
-        driver: psycopg.Connection[Any],
-        statement: bytes,
-        in_binary: Callable[[tuple[Any, ...]], bytes],
-        rows: Sequence[tuple[Any, ...]],
+        self, driver: psycopg.Connection[Any], statement: bytes, types: Sequence[str], rows: Sequence[tuple[Any, ...]]
     ) -> None:
         """Copy the rows, all or none."""
         with psycopg.Cursor(driver).copy(statement) as target:
-            target.write(COPY_HEADER)
-            for first in range(0, len(rows), PART):
-                target.write(b"".join(map(in_binary, rows[first : first + PART])))
-            target.write(COPY_END)
-
-
-def stored(row: tuple[Any, ...]) -> bytes:
-    """Return the row of a stored message as COPY takes it: varchar, varchar, timestamptz, bytea, bytea, int4."""
-    message_id, destination, due, headers, body, retry_count = row
-    key, queue = message_id.encode(), destination.encode()
-    due = INSTANT.pack(8, to_microseconds(due) - YEAR_2000, len(headers))
-    lengths = FIRST.pack(6, len(key)), LENGTH.pack(len(queue)), LENGTH.pack(len(body)), COUNT.pack(4, retry_count)
-    return b"".join((lengths[0], key, lengths[1], queue, due, headers, lengths[2], body, lengths[3]))
-
-
-def queued(row: tuple[Any, ...]) -> bytes:
-    """Return the row of a message in a queue as COPY takes it: varchar, varchar, bytea, bytea."""
-    queue, message_id, headers, body = row
-    name, key = queue.encode(), message_id.encode()
-    lengths = FIRST.pack(4, len(name)), LENGTH.pack(len(key)), LENGTH.pack(len(headers)), LENGTH.pack(len(body))
-    return b"".join((lengths[0], name, lengths[1], key, lengths[2], headers, lengths[3], body))
-
-
-#: How the rows of an INSERT into these columns are copied.
-IN_BINARY: Final[dict[tuple[str, ...], Callable[[tuple[Any, ...]], bytes]]] = {
-    tuple(INSERTED): stored,
-    tuple(PUT): queued,
-}
+            target.set_types(types)
+            for row in rows:
+                target.write_row(row)
 
 
 @lru_cache(maxsize=256)
-def copying(insert: str) -> tuple[bytes, Callable[[tuple[Any, ...]], bytes]] | None:
-    """Return the COPY for psycopg's insert of a message, and how to write a row; None for other inserts."""
+def copying(insert: str) -> tuple[bytes, Sequence[str]] | None:
+    """Return the COPY for psycopg's insert of a message, and the types of its columns; None for other inserts."""
     found = re.match(r"INSERT INTO (.+) \(([^()]+)\) VALUES \(", insert)
-    in_binary = IN_BINARY.get(tuple(found[2].split(", "))) if found else None
-    if found is None or in_binary is None:
+    columns = found[2].split(", ") if found else []
+    if found is None or not COPIED.keys() >= set(columns):
         return None
     table = found[1].replace("%%", "%")
-    return f"COPY {table} ({found[2]}) FROM STDIN (FORMAT BINARY)".encode(), in_binary
+    return f"COPY {table} ({found[2]}) FROM STDIN (FORMAT BINARY)".encode(), [COPIED[name] for name in columns]
 
 
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.delayed.store import OnConflict
-from delayline.sql.postgresql.binary import COPY_END, COPY_HEADER, YEAR_2000
+from delayline.sql.postgresql.binary import YEAR_2000
 from delayline.sql.server import run
 from delayline.sql.staged_table import StagedTable
 from delayline.sql.staging import COLUMNS, KEPT_FIRST
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
+#: The header and trailer of binary COPY.
+COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
+COPY_END: Final = b"\xff\xff"
 #: Offsets of Arrow's binary columns have 32 bits.
 LARGEST_PIECE: Final = 256 * 1024 * 1024
 #: How long a table's removal waits for a task that writes to it.
