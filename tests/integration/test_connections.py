@@ -152,8 +152,8 @@ async def test_the_size_of_the_pool_bounds_the_connections(url: str, size: int |
 
 async def test_an_idle_endpoint_has_few_connections(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given connections that are at rest sooner than usual
-    monkeypatch.setattr("delayline.sql.server_database.PING_AFTER", 0.2)
-    monkeypatch.setattr("delayline.sql.server_database.CLOSE_AFTER", 0.5)
+    monkeypatch.setattr("delayline.sql.sessions.PING_AFTER", 0.2)
+    monkeypatch.setattr("delayline.sql.sessions.CLOSE_AFTER", 0.5)
     product = "postgresql" if url.startswith("postgresql") else "mariadb"
     handled: list[str] = []
     endpoint = Endpoint(

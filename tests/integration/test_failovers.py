@@ -11,7 +11,7 @@ import pytest
 from tests.eventually import PATIENCE, eventually, eventually_async
 
 from delayline import BackendUnavailable, Endpoint, Message, MessageContext, StoredDelivery
-from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit, server_database
+from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit, sessions
 from delayline.testing.conformance.messages import delayed
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 from delayline.transaction import TransactionMode
@@ -209,7 +209,7 @@ async def test_a_connection_that_only_reads_is_replaced_too(
     await store.store(delayed("before"))
     server.fail_over()
     old = server.connections()
-    monkeypatch.setattr(server_database, "PING_EVERY", 0.0)
+    monkeypatch.setattr(sessions, "PING_EVERY", 0.0)
     assert await waiting(store) == ["before"]
     assert len(old & server.connections()) < len(old)
 

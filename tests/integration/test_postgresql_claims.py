@@ -361,7 +361,7 @@ async def test_a_lost_session_is_replaced_while_every_worker_waits_for_it(sales:
     waiting = [asyncio.create_task(database.run(claims.flush)) for _ in range(database.workers)]
     await settle()
     # When a look on the event loop finds the session lost, and has to connect on a worker
-    database.lost(database.generation)
+    database.sessions.lost(database.sessions.generation)
     looking = asyncio.create_task(received(sales.receiver, 1))
     await settle()
     busy.set()

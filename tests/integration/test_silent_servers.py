@@ -33,7 +33,7 @@ from delayline.delayed.delivery import StoredDelivery
 from delayline.endpoint import log_and_stop
 from delayline.errors import DelaylineError
 from delayline.sql.databases import database_at
-from delayline.sql.server_database import PING_AFTER
+from delayline.sql.sessions import PING_AFTER
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:

@@ -54,8 +54,6 @@ class Database(ABC):
         self._users = 0
         self._server_timeouts: list[float] = []
         self._opening = threading.Lock()
-        self.usable_since = 0
-        """The oldest generation of connections that are used; earlier ones are outdated, as by a failover."""
 
     def limit_waits(self, server_timeout: float) -> None:
         """Wait so many seconds for an answer, or the earlier limit if that is shorter."""
@@ -69,6 +67,11 @@ class Database(ABC):
     def connect_with(self, connect: Callable[[], object]) -> None:
         """Make connections by a function of the user's."""
         raise ConfigurationError(f"connect= and Engines are for servers: name {self.dialect} by its URL")
+
+    @property
+    def usable_since(self) -> int:
+        """The oldest generation of connections that are used; earlier ones are outdated, as by a failover."""
+        return 0
 
     @property
     def domain(self) -> Hashable:
@@ -234,9 +237,7 @@ class Database(ABC):
         not a connection.
         """
         limits = external.is_limited and self.locks_rows
-        enlisted = EnlistedTransaction(
-            self.domain, await hold_of(external), self.dialect, self.has_rolled_back, limits=limits
-        )
+        enlisted = EnlistedTransaction(self.domain, await hold_of(external), self.dialect, limits=limits)
         theirs = await enlisted.run(partial(self._theirs, table=table))
         ours = await self.read(partial(self.dialect.catalog.identify, table=table))
         if theirs.database != ours.database:
@@ -259,16 +260,6 @@ class Database(ABC):
                 "begin it with the same search_path, or name the schema to delayline's parts, as in schema='public'"
             )
         return enlisted
-
-    def has_rolled_back(self, error: Exception) -> bool:
-        """Return whether the error has ended the whole transaction, in which later work would start another."""
-        del error
-        return False
-
-    def gave_way(self, error: BaseException) -> bool:
-        """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
-        del error
-        return False
 
     async def notify_on_commit(self, notifications: Mapping[str, int], transaction: Transaction | None = None) -> None:
         """Notify the listeners of each channel of the earliest new due time, after the commit."""

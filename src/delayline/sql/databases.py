@@ -208,7 +208,7 @@ def _watch_over(engine: Engine, database: Database) -> None:
 
     def failed(context: ExceptionContext) -> None:
         error = context.original_exception
-        if isinstance(error, Exception) and database.has_rolled_back(error):
+        if isinstance(error, Exception) and database.dialect.errors.has_rolled_back(error):
             context.is_disconnect, context.invalidate_pool_on_disconnect = True, False
 
     def made(driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's

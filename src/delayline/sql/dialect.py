@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 from sqlalchemy import bindparam, delete
+from sqlalchemy.exc import DBAPIError
 
 from delayline.sql.schema import TO_PUT, timeouts_table
 
@@ -334,6 +335,24 @@ class DriverErrors(ABC):
         del error
         return False
 
+    def has_rolled_back(self, error: Exception) -> bool:
+        """Return whether the whole transaction has been rolled back; later work would be outside it."""
+        del error
+        return False
+
+    def is_deadlock(self, error: Exception) -> bool:
+        """Return whether the transaction was given up in favour of another, so that it can be repeated as a whole."""
+        return self.has_rolled_back(error)
+
+    def gave_way(self, error: BaseException) -> bool:
+        """Return whether the error, or one that it was raised from, gave the transaction up in favour of another."""
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, Exception) and _is_of_driver(cause) and self.is_deadlock(cause):
+                return True
+            cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+        return False
+
 
 class Connections(ABC):
     """The connections to a database."""
@@ -385,3 +404,8 @@ def conflict_columns(table: Table, key: str) -> Sequence[str]:
     """Return the columns that are unique together and include `key`: the primary key, or the column itself."""
     primary = tuple(table.primary_key.columns.keys())
     return primary if key in primary else (key,)
+
+
+def _is_of_driver(error: Exception) -> bool:
+    """Return whether a driver, SQLAlchemy for one, or Django has raised it: PEP 249 names the base class of theirs."""
+    return isinstance(error, DBAPIError) or any(kind.__name__ == "Error" for kind in type(error).__mro__)

@@ -41,7 +41,7 @@ class OnDatabase:
 
     def gave_way(self, error: BaseException) -> bool:
         """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
-        return self._database.gave_way(error)
+        return self._database.dialect.errors.gave_way(error)
 
     @property
     def transaction_domain(self) -> Hashable:

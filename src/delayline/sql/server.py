@@ -104,15 +104,6 @@ class ServerErrors(DriverErrors):
         So after a failover that leaves them open, read-only, and where tables have changed under prepared statements.
         """
 
-    def has_rolled_back(self, error: Exception) -> bool:
-        """Return whether the server has rolled back the whole transaction; later work would be outside it."""
-        del error
-        return False
-
-    def is_deadlock(self, error: Exception) -> bool:
-        """Return whether the transaction was given up in favour of another, so that it can be repeated as a whole."""
-        return self.has_rolled_back(error)
-
 
 class ServerConnections(Connections):
     """The connections to a database of a server, in autocommit, through a SQLAlchemy driver."""

@@ -30,34 +30,30 @@ deadlines of the process, and during a stop one that gives up work whose connect
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
-import os
 import threading
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from sqlalchemy import select
-from sqlalchemy.exc import DBAPIError
 
-from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
+from delayline.errors import BackendUnavailable, NotStarted
 from delayline.sql.database import Database
-from delayline.sql.deadlines import ABANDONED_AFTER, FACTOR, STOPPING, WATCH, StopLimit, long_work, watch_over
+from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING, StopLimit, long_work, watch_over
 from delayline.sql.overdue import OverdueWork
 from delayline.sql.prepared import Prepared
-from delayline.sql.server import IN_SESSION, NOT_COMMITTED
 from delayline.sql.server_clock import ServerClock, steady
+from delayline.sql.sessions import Session, SessionPool, inherited
 from delayline.sql.workers import FairSemaphore, Workers
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sqlalchemy import Connection
 
     from delayline.sql.claims import ServerClaims
     from delayline.sql.database import RowsOf
-    from delayline.sql.deadlines import AnswerDeadline
     from delayline.sql.notifications import ServerNotifications
     from delayline.sql.prepared import StatementResult
     from delayline.sql.server import Server
@@ -66,252 +62,6 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
-UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
-PING_AFTER: Final = 5.0  # idle seconds after which a connection is tested before use
-CLOSE_AFTER: Final = 30.0  # idle seconds after which a connection is closed while others are in use
-CLOSE_EVERY: Final = 0.1  # seconds from one look for such a connection to the next
-PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
-#: Seconds after which one in use is asked too: a server that has become a replica answers, and takes no writes.
-PING_EVERY: Final = 30.0
-
-
-class Session:
-    """One connection, for as long as it lasts, and then another one. Used by one thread at a time."""
-
-    def __init__(self, database: ServerDatabase) -> None:
-        self._database = database
-        dialect = database.dialect
-        self._connections, self._errors, self._transactions = dialect.connections, dialect.errors, dialect.transactions
-        self._connection: Connection | None = None
-        self.driver: Any = None
-        """The driver's connection; None while there is none."""
-        self._watch: AnswerDeadline | None = None
-        self._generation = 0
-        self._used = 0.0
-        self._pinged = 0.0
-        self._process = os.getpid()
-        self._thread: int | None = None
-        """The thread whose work runs on the connection."""
-        self._abandoned = False
-
-    def run(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
-        if self._database.silent:
-            self._database.probe()
-        with self._at_work():
-            try:
-                connection = self._trusted()
-            except self._errors.kinds as error:  # open connections may still work: the server may be full
-                raise self._errors.translated(error) from error
-            return self._run(work, connection, commits=commits)
-
-    def go_on(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` in the transaction that is open; never outside it, on a new connection."""
-        if self._connection is None:
-            raise BackendUnavailable(
-                f"the connection to {self._connections} was lost in the middle of a transaction, which is undone: "
-                "repeat it"
-            )
-        with self._at_work():
-            return self._run(work, self._connection, commits=False)
-
-    def in_transaction(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
-        """Run `work` in a separate transaction; inside `run`, on the session's connection."""
-        self._transactions.begin(connection)
-        try:
-            result = work(connection)
-            self._transactions.commit(connection)
-        except BaseException:
-            try:
-                self._transactions.rollback(connection)
-            except BaseException:
-                self.close()
-                raise
-            raise
-        return result
-
-    @property
-    def is_at_work(self) -> bool:
-        """Whether work of some thread runs on the connection."""
-        return self._thread is not None
-
-    @property
-    def trusted(self) -> bool:
-        """Whether the connection can be used without trying it first."""
-        now = time.monotonic()
-        return (
-            self._connection is not None
-            and self._generation == self._database.generation
-            and now - self._used <= PING_AFTER
-            and now - self._pinged <= PING_EVERY
-            and not self._missed
-        )
-
-    @property
-    def used(self) -> float:
-        """When the server has last answered here."""
-        return self._used
-
-    def waits(self) -> None:
-        """Expect an answer within the limit."""
-        if self._watch is not None:
-            self._watch.begin(self._connections.server_timeout)
-
-    def answered(self) -> None:
-        """Note that the connection was alive a moment ago."""
-        if self._watch is not None:
-            self._watch.deadline = None
-        self._used = time.monotonic()
-        if self._database.silent:
-            self._database.answers()
-
-    def failed(self, error: Exception, *, commits: bool) -> Exception:
-        """Return delayline's error for a driver's, having given the connection up if that was its end."""
-        translated = self._errors.translated(error)
-        connection = self._connection
-        broken = connection is not None and self._errors.is_broken(connection)
-        if connection is not None and not connection.invalidated:  # SQLAlchemy asks one that is for another one
-            commits = connection.info.pop(NOT_COMMITTED, commits)
-        missed = self._missed
-        if missed or broken or self._errors.is_disconnect(error):
-            if missed:
-                translated = self._overdue(self._connections.server_timeout * FACTOR.get())
-            elif not isinstance(translated, DelaylineError):
-                translated = BackendUnavailable(f"the connection to {self._connections} is lost: {error}")
-            if commits:
-                translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
-            self._database.lost(self._generation)
-            self.close()
-        elif self._errors.outdates_sessions(error):  # which has had no effect
-            self.answered()
-            self._database.outdate(self._generation)
-            self.close()
-        else:
-            self.answered()
-            if self._errors.has_rolled_back(error):
-                self.close()
-        return translated
-
-    def give_back(self) -> None:
-        """Let others use the connection."""
-        self._database.give_back(self)
-
-    def close(self) -> None:
-        """Disconnect. Idempotent; leaves a connection that another process has made to that one.
-
-        A connection on which another thread still waits for the server is cut, and that thread disconnects.
-        """
-        if self._thread not in (None, threading.get_ident()):
-            self._abandoned = True
-            if self._watch is not None:
-                self._watch.cut()
-            return
-        connection, self._connection, self.driver = self._connection, None, None
-        watch, self._watch = self._watch, None
-        if connection is None:
-            return
-        if self._process != os.getpid():
-            _inherited.append(connection)
-            return
-        if watch is not None:
-            if self._database.silent:
-                watch.cut()  # ending a connection in order asks the server too
-            else:
-                watch.begin(min(self._connections.server_timeout, PING_TIMEOUT))
-        began = time.monotonic()
-        with contextlib.suppress(*self._errors.kinds):
-            connection.close()
-        if watch is not None and watch.missed and not self._database.silent:
-            self._database.missed(self, began)
-
-    def _run(self, work: Callable[[Connection], Result], connection: Connection, *, commits: bool) -> Result:
-        watch = self._watch
-        if watch is not None:
-            watch.begin(self._connections.server_timeout * FACTOR.get())
-        try:
-            result = work(connection)
-        except self._errors.kinds as error:
-            raise self.failed(error, commits=commits) from error
-        except BaseException:
-            if watch is not None:
-                watch.end()
-            raise
-        self.answered()
-        return result
-
-    @contextlib.contextmanager
-    def _at_work(self) -> Iterator[None]:
-        thread, this = self._thread, threading.get_ident()
-        if thread not in (None, this):
-            raise BackendUnavailable(f"{self._connections} has not answered an earlier request on this connection")
-        self._thread = this
-        try:
-            yield
-        finally:
-            self._thread = thread
-            if self._abandoned and thread is None:
-                self.close()
-
-    @property
-    def _missed(self) -> bool:
-        return self._watch is not None and self._watch.missed
-
-    def _overdue(self, seconds: float) -> BackendUnavailable:
-        seconds = min(seconds, self._connections.server_timeout * FACTOR.get())
-        if self._watch is not None and self._connections.stops.at is not None:
-            seconds = min(seconds, round(time.monotonic() - self._watch.since, 1))
-        self._database.missed(self, time.monotonic() - seconds)
-        return BackendUnavailable(
-            f"no answer from {self._connections} within {seconds:g} s: check that the server and the network are "
-            "alive, or raise server_timeout"
-        )
-
-    def _trusted(self) -> Connection:
-        generation = self._database.generation
-        if self._connection is not None and self._generation < self._database.usable_since:
-            self.close()
-        if self._connection is not None and not self.trusted:
-            if self._watch is not None:
-                self._watch.begin(min(self._connections.server_timeout, PING_TIMEOUT))
-            try:
-                if self._missed:
-                    self.close()
-                else:
-                    writes = self._connections.ping(self._connection)
-                    self.answered()
-                    self._pinged = self._used
-                    if not writes:
-                        self._database.outdate(self._generation)
-                        generation = self._database.generation
-                        self.close()
-            except self._errors.kinds:
-                if self._missed:
-                    overdue = self._overdue(PING_TIMEOUT)
-                    self.close()
-                    raise overdue from None
-                self._database.lost(self._generation)
-                generation = self._database.generation
-                self.close()
-        if self._connection is None:
-            self._connection = self._connect()
-            self._pinged = time.monotonic()
-            self.driver = self._connection.connection.driver_connection
-            self._watch = self._connection.info[WATCH]
-            self._connection.info[IN_SESSION] = True
-        if self._abandoned:
-            raise BackendUnavailable(f"{self._connections} was closed before the server had answered")
-        self._generation = generation
-        return self._connection
-
-    def _connect(self) -> Connection:
-        began, limit = time.monotonic(), self._connections.connect_timeout
-        try:
-            return self._connections.connect()
-        except self._errors.kinds:
-            if time.monotonic() - began >= 0.9 * limit:
-                self._database.missed(self, began)
-            elif self._database.silent:  # a refusal is an answer
-                self._database.answers()
-            raise
 
 
 class SessionCheckout:
@@ -319,7 +69,7 @@ class SessionCheckout:
 
     def __init__(self, database: ServerDatabase) -> None:
         self._database = database
-        self._semaphore = database.semaphore
+        self._semaphore, self._sessions = database.semaphore, database.sessions
         self._session: Session | None = None
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
@@ -331,13 +81,13 @@ class SessionCheckout:
     def leave(self) -> None:
         """Let the next transaction have it."""
         if self._session is not None:
-            self._database.give_back(self._session)
+            self._sessions.give_back(self._session)
         self._leave()
 
     def discard(self) -> None:
         """Withdraw the connection: its state is unknown."""
         if self._session is not None:
-            self._database.discard(self._session)
+            self._sessions.discard(self._session)
         self._leave()
 
     def _leave(self) -> None:
@@ -347,14 +97,12 @@ class SessionCheckout:
     def _run(self, work: Callable[[Connection], Result]) -> Result:
         if self._session is not None:
             return self._session.go_on(work)
-        self._session = self._database.session()
+        self._session = self._sessions.session()
         return self._session.run(work)
 
 
 POOL_SIZE: Final = 4
-PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
 LARGE_INSERT: Final = 8_000_000  # bytes of headers and bodies from which on the answer may take longer
-DEADLOCKS: Final = 5  # in a row; after that the caller decides
 
 
 def workers_of(pool_size: int) -> int:
@@ -405,17 +153,10 @@ class ServerDatabase(Database):
 
     def _begin_anew(self) -> None:
         self.semaphore = FairSemaphore(self.transactions)
-        self._probing = threading.Lock()
+        self.sessions = SessionPool(self.dialect, close_soon=self._close_soon, outdated=self._outdated, rest=self._rest)
         self._workers: Workers | None = None
         self._transacting: Workers | None = None
         self._stop_watching: Callable[[], None] = _nothing
-        self._all: set[Session] = set()
-        self._idle: list[Session] = []
-        self._closes_at = 0.0
-        self._generation = 0
-        self.usable_since = 0
-        self.silent = False
-        self._silent_until = 0.0
         self._notifications: ServerNotifications | None = None
         self._claims: dict[str, ServerClaims] = {}
         self._loop_statements = self.dialect.loop_statements(self)
@@ -518,149 +259,54 @@ class ServerDatabase(Database):
             raise NotStarted(f"{self.dialect} is not open: start the endpoint first")
         return await self._transacting.run(work)
 
+    async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
+        return await self.run(partial(self._write_in_session, work, one_statement=one_statement))
+
+    def _write_in_session(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
+        with self.sessions.idle_session() as session:
+            whole = work if one_statement else partial(session.in_transaction, work)
+            return session.run_despite_deadlocks(whole, commits=one_statement)
+
+    def _insert_many(self, statement: Prepared, rows_of: RowsOf) -> None:
+        with self.sessions.idle_session() as session:
+            rows = session.run(rows_of)
+            if not rows:
+                return
+            at_once = partial(self.dialect.bulk.inserts_at_once, insert=statement, rows=rows)
+            if not session.run_despite_deadlocks(at_once, commits=True):
+                each = partial(self.dialect.bulk.insert_rows, insert=statement, rows=rows)
+                session.run_despite_deadlocks(partial(session.in_transaction, each))
+
+    @property
+    def usable_since(self) -> int:
+        """The oldest generation of connections that are used; earlier ones are outdated, as by a failover."""
+        return self.sessions.usable_since
+
     def session(self) -> Session:
         """Return the idle connection that was used last, or a new one; on a worker thread."""
-        with contextlib.suppress(IndexError):
-            return self._idle.pop()
-        return self._new_session()
+        return self.sessions.session()
 
-    def use_session(self, work: Callable[[Connection], Result], *, commits: bool = False) -> Result:
+    def use_session(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on an idle connection, or on a new one; on a worker thread."""
-        with self._idle_session() as session:
-            return session.run(work, commits=commits)
-
-    @contextlib.contextmanager
-    def _idle_session(self) -> Iterator[Session]:
-        session = self.session()
-        try:
-            yield session
-        finally:
-            self.give_back(session)
-
-    def give_back(self, session: Session) -> None:
-        """Keep the connection for the next work."""
-        self.close_unused()  # before, as it may give back another one, which is not as good
-        if session in self._all and not session.is_at_work:
-            self._idle.append(session)
-        else:  # closed meanwhile, and perhaps opened again
-            session.close()
+        return self.sessions.use_session(work)
 
     def close_unused(self) -> None:
         """Close the connection that was used longest ago, if that is a while ago. Never blocks."""
-        now = time.monotonic()
-        if now < self._closes_at:
-            return
-        self._closes_at = now + CLOSE_EVERY
-        if self._loop_statements is not None:
-            self._loop_statements.rest()
-        with contextlib.suppress(IndexError):  # taken meanwhile
-            if now - self._idle[0].used > CLOSE_AFTER:
-                self.discard(self._idle.pop(0))
+        self.sessions.close_unused()
 
-    def discard(self, session: Session) -> None:
-        """Close a connection whose state is unknown."""
-        self._all.discard(session)
+    def _close_soon(self, session: Session) -> None:
         if self._workers is None:
             session.close()
         else:
             self._workers.spawn(session.close)
 
-    def lost(self, generation: int) -> None:
-        """Try every connection of this generation before it is used again: one of them has found the server gone."""
-        if generation == self._generation:  # otherwise another one has found it before
-            self._generation += 1
+    def _outdated(self) -> None:
+        if self._notifications is not None:
+            self._notifications.renew()
 
-    def outdate(self, generation: int) -> None:
-        """Replace every connection of this generation: one of them has answered, and is of no use any more."""
-        self.lost(generation)
-        if generation >= self.usable_since:
-            self.usable_since = self._generation
-            while self._idle:
-                with contextlib.suppress(IndexError):  # taken meanwhile
-                    self.discard(self._idle.pop())
-            if self._notifications is not None:
-                self._notifications.renew()
-
-    def missed(self, session: Session, since: float) -> None:
-        """Note that an answer is overdue since then; unless others have come meanwhile the server is silent.
-
-        During a stop it is silent in any case.
-        """
-        if self.dialect.connections.stops.at is None and any(
-            other is not session and other.used > since for other in list(self._all)
-        ):
-            return
-        self._silent_until = time.monotonic() + min(PROBE_AFTER, self.dialect.connections.server_timeout / 3)
-        self.silent = True
-
-    def answers(self) -> None:
-        """Note that the server is not silent any more."""
-        self.silent = False
-
-    def probe(self) -> None:
-        """Return when it is time to ask a silent server again, for one caller; else raise BackendUnavailable.
-
-        During a stop it is not asked again: every further wait would be one more that the stop takes.
-        """
-        with self._probing:
-            now = time.monotonic()
-            if self.silent and (now < self._silent_until or self.dialect.connections.stops.at is not None):
-                raise BackendUnavailable(
-                    f"{self.dialect} has left a request without an answer, and is asked again in a moment: "
-                    "check that the server and the network are alive"
-                )
-            self._silent_until = now + self.dialect.connections.server_timeout
-
-    @property
-    def generation(self) -> int:
-        """Counts how often the server was found gone."""
-        return self._generation
-
-    async def _write_alone(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
-        return await self.run(partial(self._write_in_session, work, one_statement=one_statement))
-
-    def _write_in_session(self, work: Callable[[Connection], Result], *, one_statement: bool) -> Result:
-        with self._idle_session() as session:
-            whole = work if one_statement else partial(session.in_transaction, work)
-            return session.run(partial(self._again_after_deadlocks, whole), commits=one_statement)
-
-    def _insert_many(self, statement: Prepared, rows_of: RowsOf) -> None:
-        with self._idle_session() as session:
-            rows = session.run(rows_of)
-            if not rows:
-                return
-            at_once = partial(self.dialect.bulk.inserts_at_once, insert=statement, rows=rows)
-            if not session.run(partial(self._again_after_deadlocks, at_once), commits=True):
-                each = partial(self.dialect.bulk.insert_rows, insert=statement, rows=rows)
-                session.run(partial(self._again_after_deadlocks, partial(session.in_transaction, each)))
-
-    def has_rolled_back(self, error: Exception) -> bool:
-        """Ask the dialect."""
-        return self.dialect.errors.has_rolled_back(error)
-
-    def gave_way(self, error: BaseException) -> bool:
-        """Ask the dialect about the error, and those that it was raised from."""
-        cause: BaseException | None = error
-        while cause is not None:
-            if isinstance(cause, Exception) and _is_of_driver(cause) and self.dialect.errors.is_deadlock(cause):
-                return True
-            cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
-        return False
-
-    def _again_after_deadlocks(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
-        """Run work in its own transaction; retried if a deadlock has rolled it back as a whole."""
-        for _ in range(DEADLOCKS):
-            try:
-                return work(connection)
-            except self.dialect.errors.kinds as error:
-                if not self.dialect.errors.is_deadlock(error):
-                    raise
-        return work(connection)
-
-    def _new_session(self) -> Session:
-        session = Session(self)
-        self._all.add(session)
-        return session
+    def _rest(self) -> None:
+        if self._loop_statements is not None:
+            self._loop_statements.rest()
 
     def _ask_the_time(self) -> None:
         self.use_session(self._read_the_time)
@@ -737,14 +383,13 @@ class ServerDatabase(Database):
             self._loop_statements.close()
         if self._notifications is not None:
             self._notifications.close()
-        if not self.silent:
+        if not self.sessions.silent:
             for claims in self._claims.values():
                 claims.close()
         for workers in (self._transacting, self._workers):
             if workers is not None:
                 workers.stop(left)
-        for session in self._all:
-            session.close()
+        self.sessions.close()
 
     def before_fork(self) -> None:
         """Exclude concurrent opens and closes."""
@@ -756,7 +401,7 @@ class ServerDatabase(Database):
 
     def after_fork_in_child(self) -> None:
         """Be as new; the parent's connections are kept for ever, as ending them would end the parent's."""
-        _inherited.append(self.__dict__.copy())
+        inherited.append(self.__dict__.copy())
         self._begin_anew()
         self._users = 0
         self._opening = threading.Lock()
@@ -768,12 +413,3 @@ class ServerDatabase(Database):
 
 def _nothing() -> None:
     """Watch nothing, as there is nothing open."""
-
-
-#: Kept for ever: closing inherited connections would end those of the parent process.
-_inherited: Final[list[object]] = []
-
-
-def _is_of_driver(error: Exception) -> bool:
-    """Return whether a driver, SQLAlchemy for one, or Django has raised it: PEP 249 names the base class of theirs."""
-    return isinstance(error, DBAPIError) or any(kind.__name__ == "Error" for kind in type(error).__mro__)

@@ -66,7 +66,6 @@ class EnlistedTransaction(Transaction):
         domain: Hashable,
         hold: ConnectionAdapter,
         dialect: Dialect,
-        has_rolled_back: Callable[[Exception], bool],
         *,
         limits: bool = False,
     ) -> None:
@@ -74,7 +73,6 @@ class EnlistedTransaction(Transaction):
         self._limits = limits
         self._hold = hold
         self._errors, self._connections = dialect.errors, dialect.connections
-        self._has_rolled_back = has_rolled_back
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in the transaction; of the connection it may use cursors only."""
@@ -96,7 +94,7 @@ class EnlistedTransaction(Transaction):
             with limit:
                 return work(connection)
         except Exception as error:
-            if self._has_rolled_back(error):
+            if self._errors.has_rolled_back(error):
                 cast("BorrowedConnection", connection).abort()
             raise
 
