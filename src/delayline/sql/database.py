@@ -66,7 +66,7 @@ class Database(ABC):
 
     def connect_with(self, connect: Callable[[], object]) -> None:
         """Make connections by a function of the user's."""
-        raise ConfigurationError(f"connect= and Engines are for servers: name {self.dialect} by its URL")
+        self.dialect.connections.connect_with(connect)
 
     @property
     def usable_since(self) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 from sqlalchemy import bindparam, delete
 from sqlalchemy.exc import DBAPIError
 
+from delayline.errors import ConfigurationError
 from delayline.sql.schema import TO_PUT, timeouts_table
 
 if TYPE_CHECKING:
@@ -363,6 +364,10 @@ class Connections(ABC):
     """The limit of waits while an endpoint stops."""
     server_timeout: float
     """Seconds to wait for an answer of the server."""
+
+    def connect_with(self, connect: Callable[[], object]) -> None:
+        """Make connections by a function of the user's. Raises ConfigurationError for a file."""
+        raise ConfigurationError(f"connect= and Engines are for servers: name {self} by its URL")
 
     @property
     def server_address(self) -> tuple[str, int | None] | None:

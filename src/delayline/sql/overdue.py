@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import math
+import threading
+import time
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.errors import BackendUnavailable
 from delayline.events import Event, emit
+from delayline.sql.deadlines import ABANDONED_AFTER
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from delayline.sql.dialect import Connections
     from delayline.sql.workers import Workers, WorkItem
@@ -66,3 +70,54 @@ class OverdueWork:
                     "effect: check whether the data was written before repeating it"
                 )
             )
+
+
+class Stops:
+    """Limits the waits for a server while endpoints stop, and fails work that cannot be cut short.
+
+    Resolving a name and connecting are such waits, and drivers without a socket that can be reached.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._abandoning: threading.Thread | None = None
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+
+    def begin(self, pools: Callable[[], Sequence[Workers]]) -> None:
+        """Limit the waits from now on; needs an `end`.
+
+        Args:
+            pools: Returns the threads whose work is failed.
+        """
+        with self._lock:
+            self._connections.stops.begin()
+            if self._abandoning is None:
+                self._over.clear()
+                self._abandoning = threading.Thread(
+                    target=self._abandon, args=[pools], name="delayline stop", daemon=True
+                )
+                self._abandoning.start()
+
+    def end(self) -> None:
+        """Go back to the usual limits, unless another stop is under way."""
+        with self._lock:
+            self._connections.stops.end()
+            if self._connections.stops.at is None and self._abandoning is not None:
+                self._over.set()
+                self._abandoning.join()
+                self._abandoning = None
+
+    def _abandon(self, pools: Callable[[], Sequence[Workers]]) -> None:
+        stops = self._connections.stops
+        error = BackendUnavailable(
+            f"{self._connections} has not answered before its endpoint stopped. The statement may have taken effect: "
+            "check whether the data was written before repeating it"
+        )
+
+        def is_overdue(given: float) -> bool:
+            return stops.end_of(math.inf, given) < time.monotonic() - ABANDONED_AFTER
+
+        while not self._over.wait(ABANDONED_AFTER / 8):
+            for workers in pools():
+                workers.abandon(is_overdue, error)

@@ -41,7 +41,7 @@ from sqlalchemy import select
 from delayline.errors import BackendUnavailable, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING, StopLimit, long_work, watch_over
-from delayline.sql.overdue import OverdueWork
+from delayline.sql.overdue import OverdueWork, Stops
 from delayline.sql.prepared import Prepared
 from delayline.sql.server_clock import ServerClock, steady
 from delayline.sql.sessions import Session, SessionPool, inherited
@@ -125,9 +125,7 @@ class ServerDatabase(Database):
         self.dialect = dialect
         self._clock = ServerClock(lambda: self.spawn(self._ask_the_time), dialect.values.clock_tick)
         self._now = Prepared(select(dialect.values.in_seconds(0)), dialect.sql, [])
-        self._abandoning: threading.Thread | None = None
-        self._stops_over = threading.Event()
-        self._limiting = threading.Lock()
+        self._stops = Stops(dialect.connections)
         self._pool_sizes: list[int] = []
         self._begin_anew()
 
@@ -146,10 +144,6 @@ class ServerDatabase(Database):
         self._pool_sizes.append(size)
         if self._workers is None:
             self.semaphore = FairSemaphore(self.transactions)
-
-    def connect_with(self, connect: Callable[[], object]) -> None:
-        """Make connections by a function of the user's."""
-        self.dialect.connections.connect_with(connect)
 
     def _begin_anew(self) -> None:
         self.semaphore = FairSemaphore(self.transactions)
@@ -325,40 +319,11 @@ class ServerDatabase(Database):
 
     def begin_stop(self) -> None:
         """Limit the waits."""
-        with self._limiting:
-            self.dialect.connections.stops.begin()
-            if self._abandoning is None:
-                self._stops_over.clear()
-                self._abandoning = threading.Thread(target=self._abandon, name="delayline stop", daemon=True)
-                self._abandoning.start()
+        self._stops.begin(lambda: [workers for workers in (self._transacting, self._workers) if workers is not None])
 
     def end_stop(self) -> None:
         """Go back to the usual limits, unless another stop is under way."""
-        with self._limiting:
-            self.dialect.connections.stops.end()
-            if self.dialect.connections.stops.at is None and self._abandoning is not None:
-                self._stops_over.set()
-                self._abandoning.join()
-                self._abandoning = None
-
-    def _abandon(self) -> None:
-        """Fail, during stops, the work whose driver did not raise when its connection was cut, or cannot be cut.
-
-        Resolving a name and connecting are such waits, and drivers without a socket that can be reached.
-        """
-        stops = self.dialect.connections.stops
-        error = BackendUnavailable(
-            f"{self.dialect} has not answered before its endpoint stopped. The statement may have taken effect: "
-            "check whether the data was written before repeating it"
-        )
-
-        def is_overdue(given: float) -> bool:
-            return stops.end_of(math.inf, given) < time.monotonic() - ABANDONED_AFTER
-
-        while not self._stops_over.wait(ABANDONED_AFTER / 8):
-            for workers in (self._transacting, self._workers):
-                if workers is not None:
-                    workers.abandon(is_overdue, error)
+        self._stops.end()
 
     @property
     def _closing_patience(self) -> float:
@@ -406,9 +371,7 @@ class ServerDatabase(Database):
         self._users = 0
         self._opening = threading.Lock()
         self.dialect.connections.stops = StopLimit()
-        self._abandoning = None
-        self._stops_over = threading.Event()
-        self._limiting = threading.Lock()
+        self._stops = Stops(self.dialect.connections)
 
 
 def _nothing() -> None:
