@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
     from delayline.sql.databases import SqlDatabase
+    from delayline.sql.dialect import Dialect
     from delayline.sql.row_claims import RowClaims
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
@@ -53,6 +54,45 @@ if TYPE_CHECKING:
 MICROSECOND: Final = timedelta(microseconds=1)
 BY_DUE: Final = attrgetter("due")
 ATTEMPTS: Final = 10  # to replace a message that others store and remove meanwhile
+
+
+class StoreSetup:
+    """Set-up and check of the tables that a store needs.
+
+    Args:
+        dialect: The database.
+        schema: Schema of the tables; None for the connection's own.
+        table: The store's table.
+        keeps_journal: Whether a journal is kept from now on; None to leave that as it is.
+    """
+
+    def __init__(self, dialect: Dialect, schema: str | None, table: Table, *, keeps_journal: bool | None) -> None:
+        self._catalog = dialect.catalog
+        self._keeps_journal = keeps_journal
+        self._checked = RequiredTables(dialect, schema, QUEUES, others=[table])
+        self.required = (
+            RequiredTables(dialect, schema, QUEUES, JOURNAL, others=[table]) if keeps_journal else self._checked
+        )
+        self.journal = Journal(table, dialect)
+
+    def plan(self, connection: Connection) -> list[Executable]:
+        """Return the statements of what is missing."""
+        return self.required.plan(connection) + self._journal_plan(connection)
+
+    def set_up(self, connection: Connection) -> None:
+        """Create and upgrade the tables, begin or end the journal."""
+        self.required.set_up(connection)
+        with self._catalog.setting_up(connection):
+            for step in self._journal_plan(connection):
+                self._catalog.make(connection, step)
+
+    def check(self, connection: Connection) -> None:
+        """Raise BackendUnusable unless the tables are there; note whether a journal is kept."""
+        self._checked.check(connection)
+        self.journal.look(connection)
+
+    def _journal_plan(self, connection: Connection) -> list[Executable]:
+        return [] if self._keeps_journal is None else self.journal.plan(connection, kept=self._keeps_journal)
 
 
 class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
@@ -107,21 +147,17 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     @long_work
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create the endpoint's table. Raises NewerSchema, BackendUnusable or BackendUnavailable."""
-        table = self._table(endpoint_name)
+        setup = self._setup_of(self._table(endpoint_name))
         await self._open_database()
         try:
-            await self._database.set_up(
-                lambda connection: self._planned(connection, table), lambda connection: self._set_up(connection, table)
-            )
+            await self._database.set_up(setup.plan, setup.set_up)
         finally:
             await self._close_database()
 
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; without running it. Raises the same errors."""
-        table = self._table(endpoint_name)
-        return await self._database.plan(
-            lambda connection: self._planned(connection, table), self._required(table).script
-        )
+        setup = self._setup_of(self._table(endpoint_name))
+        return await self._database.plan(setup.plan, setup.required.script)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
         """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
@@ -142,8 +178,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         table = self._table(endpoint_name)
         await self._open_database()
         try:
-            journal = Journal(table, self._database.dialect)
-            await self._database.read(lambda connection: self._check(connection, table, journal))
+            setup = self._setup_of(table)
+            await self._database.read(setup.check)
             if self._two_phase is not None:
                 await self._two_phase.start()
         except BaseException:
@@ -151,7 +187,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             raise
         self._open = store_statements(table, self._database.dialect)
         self._channel = store_channel(table)
-        self._journal = journal
+        self._journal = setup.journal
         self._rows = row_claims(self._database, self._open, self._tables)
 
     async def close(self) -> None:
@@ -421,28 +457,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         assert self._journal is not None  # noqa: S101 - opened together
         return self._journal
 
-    def _planned(self, connection: Connection, table: Table) -> list[Executable]:
-        return self._required(table).plan(connection) + self._journal_plan(connection, table)
-
-    def _set_up(self, connection: Connection, table: Table) -> None:
-        dialect = self._database.dialect
-        self._required(table).set_up(connection)
-        with dialect.catalog.setting_up(connection):
-            for step in self._journal_plan(connection, table):
-                dialect.catalog.make(connection, step)
-
-    def _required(self, table: Table) -> RequiredTables:
-        groups = [QUEUES, JOURNAL] if self._keeps_journal else [QUEUES]
-        return RequiredTables(self._database.dialect, self._schema, *groups, others=[table])
-
-    def _journal_plan(self, connection: Connection, table: Table) -> list[Executable]:
-        if self._keeps_journal is None:
-            return []
-        return Journal(table, self._database.dialect).plan(connection, kept=self._keeps_journal)
-
-    def _check(self, connection: Connection, table: Table, journal: Journal) -> None:
-        RequiredTables(self._database.dialect, self._schema, QUEUES, others=[table]).check(connection)
-        journal.look(connection)
+    def _setup_of(self, table: Table) -> StoreSetup:
+        return StoreSetup(self._database.dialect, self._schema, table, keeps_journal=self._keeps_journal)
 
     def _table(self, endpoint_name: str) -> Table:
         name = self._table_name or f"{endpoint_name}.timeouts"
