@@ -20,9 +20,9 @@ from delayline.composition import (
 from delayline.delayed.store import DueBucket, SupportsDueForecast, SupportsRightsCheck
 from delayline.error_queue import managed_queues
 from delayline.errors import DelaylineError, QueueNotFound
+from delayline.masking import masked
 from delayline.opening import open_transport, open_waiting
 from delayline.readable import duration, local, relative
-from delayline.setting_values import masked
 from delayline.timeouts.draining import remaining_timeouts
 from delayline.timeouts.persister import TO_GIVE_A_TIME
 from delayline.transport import SupportsQueueComparison
@@ -174,16 +174,16 @@ async def _counts(store: SupportsManagement, now: datetime) -> Sequence[DueBucke
     """Return how many messages are overdue, and how many are due later."""
     if isinstance(store, SupportsDueForecast):
         return (await store.due_forecast([now])).buckets
-    waiting = sum(one.count for one in await store.count_by_due(ALL_TIME))
-    overdue = sum(one.count for one in await store.count_by_due(ONE_SECOND) if one.start <= now)
+    waiting = sum(bucket.count for bucket in await store.count_by_due(ALL_TIME))
+    overdue = sum(bucket.count for bucket in await store.count_by_due(ONE_SECOND) if bucket.start <= now)
     return DueBucket(None, now, overdue), DueBucket(now, None, waiting - overdue)
 
 
 def _about(*buckets: DueBucket) -> str:
-    number = sum(one.count for one in buckets)
-    if any(one.at_least for one in buckets):
+    number = sum(bucket.count for bucket in buckets)
+    if any(bucket.at_least for bucket in buckets):
         return f"at least {number}"
-    return f"{number}" if all(one.exact for one in buckets) else f"about {number}"
+    return f"{number}" if all(bucket.exact for bucket in buckets) else f"about {number}"
 
 
 async def _overdue(store: SupportsManagement, now: datetime, overdue: DueBucket, limit: timedelta) -> Finding:

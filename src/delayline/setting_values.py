@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError
-from delayline.masking import masked as masked
 from delayline.message import UNUSABLE_IN_IDS
 from delayline.outgoing import check_endpoint_name
 from delayline.transaction import TransactionMode

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Final
 from delayline import setting_values
 from delayline.endpoint import DEFAULT_CONCURRENCY
 from delayline.errors import ConfigurationError
-from delayline.setting_values import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags, masked
+from delayline.masking import masked
+from delayline.setting_values import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -117,13 +118,14 @@ class Settings:
     )
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if value is not None or one.default is not None:
-                object.__setattr__(self, one.name, _checked(one.name, value, Source("argument", "{name}={example!r}")))
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value is not None or setting.default is not None:
+                checked = _checked(setting.name, value, Source("argument", "{name}={example!r}"))
+                object.__setattr__(self, setting.name, checked)
 
     def __repr__(self) -> str:
-        shown = ", ".join(f"{one.name}={_shown(getattr(self, one.name))!r}" for one in fields(self))
+        shown = ", ".join(f"{setting.name}={_shown(getattr(self, setting.name))!r}" for setting in fields(self))
         return f"Settings({shown})"
 
     @property
@@ -147,7 +149,7 @@ class Settings:
         return self.endpoint
 
 
-_KNOWN: Final = {one.name: one.metadata for one in fields(Settings)}
+_KNOWN: Final = {setting.name: setting.metadata for setting in fields(Settings)}
 
 
 def setting_names() -> tuple[str, ...]:

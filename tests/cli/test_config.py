@@ -8,8 +8,8 @@ import pytest
 
 from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, StoredDelivery, TransactionMode
 from delayline.composition import endpoint_from, store_of, transport_of
+from delayline.masking import masked
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
-from delayline.setting_values import masked
 from delayline.settings import Settings, load_settings, setting_names
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 

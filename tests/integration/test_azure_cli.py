@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from delayline.cli import main
 from delayline.composition import endpoint_from
-from delayline.setting_values import masked
+from delayline.masking import masked
 from delayline.settings import Settings, load_settings
 
 if TYPE_CHECKING:

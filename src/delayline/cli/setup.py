@@ -28,8 +28,8 @@ from delayline.composition import (
     set_up_queues,
     set_up_warnings,
 )
+from delayline.masking import masked
 from delayline.opening import refuse_memory
-from delayline.setting_values import masked
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -14,8 +14,8 @@ import click
 
 from delayline.cli.due import delay_given
 from delayline.cli.options import FAILED, PLACES, Commands, examples, json_option, settings_options
+from delayline.masking import masked
 from delayline.readable import DELAYS
-from delayline.setting_values import masked
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence

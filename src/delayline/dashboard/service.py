@@ -83,9 +83,9 @@ from delayline.doctor import check_urls, examine_endpoint
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, NotStarted
 from delayline.events import Event, emit
 from delayline.failures import FAILURE_HEADERS
+from delayline.masking import masked
 from delayline.message import Headers, Message, in_utc
 from delayline.opening import open_pending, open_transport
-from delayline.setting_values import masked
 from delayline.settings import Settings
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
 from delayline.transport import (

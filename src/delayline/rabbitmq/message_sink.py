@@ -98,7 +98,8 @@ class DelayLevelWriter:
         refused: dict[int, str] = {}
         positions: list[int] = []
         publications: list[Publication] = []
-        nowhere = {one: await refusal(self._reach, one) for one in messages.column("destination").unique().to_pylist()}
+        destinations = messages.column("destination").unique().to_pylist()
+        nowhere = {name: await refusal(self._reach, name) for name in destinations}
         for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
             reason = nowhere[row[1]]
             if reason is not None:

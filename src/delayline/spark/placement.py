@@ -347,31 +347,31 @@ class _Job:
     def _commit(self, results: list[_TaskResult], parameters: JobParameters) -> Placed:
         """Commit the results of the tasks in one transaction of the store, if there is one."""
         published = PublishReport()
-        for report in [one.published for one in results] if self._ledger is None else self._ledger.reports():
+        for report in [result.published for result in results] if self._ledger is None else self._ledger.reports():
             published.add(report)
-        duplicate = next((one.duplicate_id for one in results if one.duplicate_id is not None), None)
+        duplicate = next((result.duplicate_id for result in results if result.duplicate_id is not None), None)
         if duplicate is not None and self._settings.on_conflict == "raise":
             raise DuplicateMessage(duplicate)
-        published.duplicates += sum(one.duplicates for one in results)
-        files, committed = [file for one in results for file in one.files], Committed(0)
+        published.duplicates += sum(result.duplicates for result in results)
+        files, committed = [file for result in results for file in result.files], Committed(0)
         fingerprint = self._of_tasks(results, parameters) if self._takes_fingerprint else None
         if self._staging is not None:
             committed = self._staging.commit(
-                [one.staged for one in results],
+                [result.staged for result in results],
                 on_conflict=self._settings.on_conflict,
                 run=self._run,
                 batch=self._batch,
                 kind=self._kind,
                 fingerprint=fingerprint,
                 pre_commit=partial(self._register, files, published, parameters),
-                journal_only=[one.journal for one in results if one.journal.rows],
+                journal_only=[result.journal for result in results if result.journal.rows],
             )
             if committed.repeated:  # another driver has run the same job at the same time
                 return self._repeated(committed, parameters)
         return Placed(
             self._run,
             committed.stored,
-            sum(one.messages for one in files),
+            sum(file.messages for file in files),
             published.sent,
             committed.duplicates + published.duplicates,
             committed.rejected + published.rejected,
@@ -384,7 +384,7 @@ class _Job:
     def _of_tasks(results: Sequence[_TaskResult], parameters: JobParameters) -> Fingerprint:
         """Return the fingerprint of the input: taken by the tasks, or before them."""
         total = Fingerprint() if parameters.fingerprint is None else Fingerprint.parse(parameters.fingerprint)
-        for text in [one.fingerprint for one in results if one.fingerprint is not None]:
+        for text in [result.fingerprint for result in results if result.fingerprint is not None]:
             total = total.plus(Fingerprint.parse(text))
         return total
 
@@ -402,7 +402,7 @@ class _Job:
             check_job_duration(self._began)
             self._tier.catalog.register(connection, files)
             duplicates = 0 if self._broker is not None else published.duplicates
-            self._record(connection, Sink.COLD, Committed(sum(one.messages for one in files), duplicates))
+            self._record(connection, Sink.COLD, Committed(sum(file.messages for file in files), duplicates))
         if self._ledger is not None:
             self._record(connection, Sink.LEVELS, Committed(published.sent, published.duplicates, published.rejected))
             partitions = self._ledger.partitions(self._database)
@@ -481,7 +481,7 @@ class _TaskResult(NamedTuple):
     """Of the task's input; None where it is not taken."""
 
     def to_json(self) -> str:
-        files = [file_to_json(one) for one in self.files]
+        files = [file_to_json(file) for file in self.files]
         return json.dumps({**self._asdict(), "files": files, "published": asdict(self.published)})
 
     @classmethod
@@ -490,7 +490,7 @@ class _TaskResult(NamedTuple):
         return cls(
             Attempt(*fields["staged"]),
             Attempt(*fields["journal"]),
-            [file_from_json(one) for one in fields["files"]],
+            [file_from_json(file) for file in fields["files"]],
             fields["duplicates"],
             fields["duplicate_id"],
             PublishReport(**fields["published"]),
@@ -571,7 +571,7 @@ class _Task:
                 if partition in done:
                     continue
                 counts, report = _Counts(), PublishReport()
-                new = [one for one in (self._accepted(part, counts) for part in parts) if one.num_rows]
+                new = [rows for rows in (self._accepted(part, counts) for part in parts) if rows.num_rows]
                 for messages in pa.Table.from_batches(new).combine_chunks().to_batches() if new else ():
                     writer = writer or await broker.writer(stack)
                     await _publish_batch(writer, messages, report)

@@ -121,7 +121,9 @@ class JobTarget:
             )
         names = {"store_url": "url", "password_env": "passwordEnv", "password_file": "passwordFile"}
         given = {
-            names.get(one.name, one.name): getattr(self, one.name) for one in fields(self) if one.name not in NO_OPTIONS
+            names.get(option.name, option.name): getattr(self, option.name)
+            for option in fields(self)
+            if option.name not in NO_OPTIONS
         }
         return {name: value for name, value in given.items() if value is not None}
 
