@@ -14,7 +14,7 @@ from delayline.receiving.context import MessageContext
 from delayline.receiving.handling import Stopping
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 
     from delayline.outgoing import Composer, Outgoing
     from delayline.receiving.completion import Completion, RetryNotices
@@ -74,20 +74,20 @@ class HandlerAttempt:
         """What the handlers have sent."""
         return self._context.outgoing
 
-    async def run(self) -> None:
+    def run(self) -> Coroutine[object, object, None]:
         """Run the handlers, once the limit of their type admits the message."""
-        if not self._attempts.limits:
-            await self._run()
-            return
+        return self._run_within_limit() if self._attempts.limits else self._run()
+
+    async def _run_within_limit(self) -> None:
         async with self._attempts.limits.admission(self._received, self._calls[0].type_name):
             await self._run()
 
-    async def complete(self) -> None:
+    def complete(self) -> Coroutine[object, object, None]:
         """Complete the message with the sends; one that ServicePulse has sent to be retried with a notice to it."""
         context, attempts = self._context, self._attempts
         is_retry = Headers.RETRY_ID in self._received.message.headers
         complete = attempts.notices.complete if is_retry else attempts.completion.complete
-        await complete(self._received, context.outgoing, context.own)
+        return complete(self._received, context.outgoing, context.own)
 
     def gave_way(self, error: Exception) -> bool:
         """Return whether the handlers' own transaction has ended in favour of another."""

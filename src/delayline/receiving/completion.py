@@ -6,6 +6,7 @@ mode has both in one transaction, their sends. Each message waits for the commit
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
     from delayline.transport import ReceivedMessage
 
+UNTRACED: Final = contextlib.nullcontext()
 #: Messages that are completed together.
 MAXIMUM_COMPLETED: Final = 500
 
@@ -118,11 +120,26 @@ class Completion:
             AlreadyHandled: It has left its queue meanwhile.
             DelaylineError: A send failed; the message is where it was.
         """
-        if self._traces is None:
-            await self._complete(received, outgoing, own)
-            return
-        with self._traces.settling(self._queue):
-            await self._complete(received, outgoing, own)
+        with UNTRACED if self._traces is None else self._traces.settling(self._queue):
+            if own is not None and own.connection is not None:
+                await self._complete_in(own, received, outgoing)
+                return
+            if outgoing:
+                await self._check(outgoing)
+            match self._mode:
+                case TransactionMode.NONE:
+                    await self._send(outgoing, None)
+                    return
+                case TransactionMode.RECEIVE_ONLY:
+                    await self._send(outgoing, None)
+                    completion = _Completion(received)
+                case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
+                    await self._send([send for send in outgoing if send.due is not None], None)
+                    completion = _Completion(received, [send for send in outgoing if send.due is None])
+                case TransactionMode.TRANSACTION_SCOPE:
+                    completion = _Completion(received, outgoing)
+            if not await self._completions.run_to_end(completion):
+                raise self._already_handled(received)
 
     async def complete_work(
         self, received: ReceivedMessage, work: Callable[[Transaction | None], Awaitable[None]]
@@ -133,31 +150,12 @@ class Completion:
             await work(None)
         if mode is not TransactionMode.NONE:
             shared = work if mode is TransactionMode.TRANSACTION_SCOPE else None
-            await self._remove_with(_Completion(received, work=shared))
+            if not await self._completions.run_to_end(_Completion(received, work=shared)):
+                raise self._already_handled(received)
 
     def outage(self, own: HandlerTransaction | None, error: BaseException) -> TransactionLost | None:
         """Return the outage that has ended a handler's transaction, if that is what the error says."""
         return None if self._transactions is None else self._transactions.outage(own, error)
-
-    async def _complete(
-        self, received: ReceivedMessage, outgoing: Sequence[Outgoing], own: HandlerTransaction | None
-    ) -> None:
-        if own is not None and own.connection is not None:
-            await self._complete_in(own, received, outgoing)
-            return
-        if outgoing:
-            await self._check(outgoing)
-        match self._mode:
-            case TransactionMode.NONE:
-                await self._send(outgoing, None)
-            case TransactionMode.RECEIVE_ONLY:
-                await self._send(outgoing, None)
-                await self._remove_with(_Completion(received))
-            case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
-                await self._send([send for send in outgoing if send.due is not None], None)
-                await self._remove_with(_Completion(received, [send for send in outgoing if send.due is None]))
-            case TransactionMode.TRANSACTION_SCOPE:
-                await self._remove_with(_Completion(received, outgoing))
 
     async def _complete_in(
         self, own: HandlerTransaction, received: ReceivedMessage, outgoing: Sequence[Outgoing]
@@ -196,10 +194,6 @@ class Completion:
         for send in outgoing:
             if send.due is not None and send.check and self._destinations is not None:
                 await self._destinations.check(send.operation.destination)
-
-    async def _remove_with(self, completion: _Completion) -> None:
-        if not await self._completions.run_to_end(completion):
-            raise self._already_handled(completion.received)
 
     def _already_handled(self, received: ReceivedMessage) -> AlreadyHandled:
         return AlreadyHandled(

@@ -34,12 +34,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.errors import CorruptHeaders, InvalidPayload, TooManyCrashes, UnknownMessageType
-from delayline.receiving.completion import AlreadyHandled
+from delayline.receiving.completion import UNTRACED, AlreadyHandled
 from delayline.receiving.transactions import TransactionLost
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from delayline.observer import SupportsTraces
     from delayline.outgoing import Outgoing
@@ -73,11 +73,11 @@ class Attempt(Protocol):
         """What the handlers have sent."""
         ...
 
-    async def run(self) -> None:
+    def run(self) -> Awaitable[None]:
         """Run the handlers. Raises Stopping if the endpoint stops before they begin."""
         ...
 
-    async def complete(self) -> None:
+    def complete(self) -> Awaitable[None]:
         """Remove the message, with what has to be done together with that."""
         ...
 
@@ -100,39 +100,33 @@ class Handling:
 
     async def handle(self, received: ReceivedMessage) -> None:
         """Handle the message until it has left its queue or is given back."""
-        if self.traces is None:
-            await self._handle(received)
-            return
-        with self.traces.processing(self.intake.queue, received.message):
-            await self._handle(received)
-
-    async def _handle(self, received: ReceivedMessage) -> None:
-        try:
-            if await self._may_begin(received):
-                await self._attempt(received)
-        except AlreadyHandled as error:
-            self.intake.reports.lost(received.message, error)
-            await self.intake.receiver.release(received)
-        except (Exception, asyncio.CancelledError) as caught:
-            failure = self.intake.tasks.failure(caught)
-            if failure is None:
+        with UNTRACED if self.traces is None else self.traces.processing(self.intake.queue, received.message):
+            try:
+                is_first = not received.earlier_deliveries and self.intake.host.mode is not TransactionMode.NONE
+                if is_first or await self._may_begin(received):
+                    await self._attempt(received)
+            except AlreadyHandled as error:
+                self.intake.reports.lost(received.message, error)
+                await self.intake.receiver.release(received)
+            except (Exception, asyncio.CancelledError) as caught:
+                failure = self.intake.tasks.failure(caught)
+                if failure is None:
+                    await self.intake.receiver.release(received)
+                    raise
+                await self.recovery.give_back(received, failure)
+            except BaseException:
                 await self.intake.receiver.release(received)
                 raise
-            await self.recovery.give_back(received, failure)
-        except BaseException:
-            await self.intake.receiver.release(received)
-            raise
 
     async def _may_begin(self, received: ReceivedMessage) -> bool:
         """Return whether to handle the message; it is elsewhere if not."""
         if self.intake.host.mode is TransactionMode.NONE:
             return await self.completion.remove(received)
-        if received.earlier_deliveries:
-            try:
-                await self.suspects.begin(received)
-            except TooManyCrashes as error:
-                await self.recovery.move_to_errors(received, error)
-                return False
+        try:
+            await self.suspects.begin(received)
+        except TooManyCrashes as error:
+            await self.recovery.move_to_errors(received, error)
+            return False
         return True
 
     async def _attempt(self, received: ReceivedMessage) -> None:

@@ -52,6 +52,8 @@ class MessageTasks:
         """The task that receives the messages."""
         self.on_room: Callable[[], None] = _nothing
         """Called when a task begins to wait outside of the limit."""
+        self.on_end: Callable[[], None] = _nothing
+        """Called when a task has ended."""
         self._gives_up = False
         """Whether the handlers that still run at a stop are cancelled."""
 
@@ -63,24 +65,22 @@ class MessageTasks:
     @property
     def free(self) -> int:
         """How many further messages may be handled; below 0 when some have come back from outside of the limit."""
-        return self.limit - self.running
+        return self.limit - len(self._tasks) + len(self._outside)
 
     def __contains__(self, task: object) -> bool:
         return task in self._tasks
 
-    def start(self, work: Coroutine[object, object, None], done: Callable[[], None]) -> None:
-        """Run the work of one message in a task of its own; `done` is called when it has ended."""
-
-        def ended(task: asyncio.Task[None]) -> None:
-            self._tasks.discard(task)
-            done()
-            if not task.cancelled() and (error := task.exception()) is not None:
-                text = "a receive task failed"
-                emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, text, exception=error)
-
+    def start(self, work: Coroutine[object, object, None]) -> None:
+        """Run the work of one message in a task of its own."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(ended)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self.on_end()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, "a receive task failed", exception=error)
 
     async def others_end(self, seconds: float) -> None:
         """Wait until the tasks of other messages have ended, but those outside of the limit; at most so long."""

@@ -107,7 +107,7 @@ class Pipeline:
         self._ahead: asyncio.Future[Sequence[ReceivedMessage]] | None = None
         self._returning: asyncio.Task[None] | None = None
         self._room = asyncio.Event()
-        intake.tasks.on_room = self._make_room
+        intake.tasks.on_room, intake.tasks.on_end = self._make_room, self._handled
 
     @property
     def running(self) -> int:
@@ -235,9 +235,9 @@ class Pipeline:
                 continue
             if received.earlier_deliveries and self._counts_crashes and self._suspects.must_be_alone(received):
                 self._is_alone = True
-                self.intake.tasks.start(self._handle_alone(received), self._handled)
+                self.intake.tasks.start(self._handle_alone(received))
             else:
-                self.intake.tasks.start(self._handling.handle(received), self._handled)
+                self.intake.tasks.start(self._handling.handle(received))
             free -= 1
 
     def _handled(self) -> None:
