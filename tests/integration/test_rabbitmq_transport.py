@@ -30,6 +30,7 @@ from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.publisher import Publication
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.receiver import RabbitMQReceiver
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
@@ -104,15 +105,18 @@ async def test_a_cut_connection_is_reported_once_and_then_replaced(
     await counted(transport, "billing", 0)
 
 
-@pytest.mark.parametrize(("queue_type", "counted_to"), [("quorum", [0, 1, 2, 3]), ("classic", [0, 1, 1, 1])])
-async def test_a_received_message_knows_its_earlier_deliveries(
-    rabbitmq_url: str, queue_type: str, counted_to: list[int]
-) -> None:
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+async def test_a_received_message_knows_its_earlier_deliveries(rabbitmq_url: str, queue_type: str) -> None:
     # Given a message whose sender claims that it was delivered before
     transport = RabbitMQTransport(rabbitmq_url, queue_type=queue_type)
     await transport.start()
+    counted_to = [0, 1, 1, 1]
+    if queue_type == "quorum":
+        counted_to = [0, 1, 2, 3] if await transport.connection.version() < NACK_IS_NOT_COUNTED else [0, 0, 0, 0]
     await transport.setup_infrastructure(["billing"])
-    forged = commands.Basic.Properties(message_id="m1", headers={"x-delivery-count": 77, "kept": "yes"})
+    forged = commands.Basic.Properties(
+        message_id="m1", headers={"x-delivery-count": 77, "x-acquired-count": 99, "kept": "yes"}
+    )
     await publish_raw(transport, forged)
     receiver = await transport.receiver("billing")
     # When it is given back by releases and by stops

@@ -20,6 +20,7 @@ from delayline.message import Headers, to_wire_time
 from delayline.rabbitmq.amqp.channel import retrieve_exception
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.properties import message_from
+from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.overlapping_copies import OverlappingCopies, meant_for_another
 from delayline.rabbitmq.read_ahead import ReadAhead
 from delayline.transport import ReceivedMessage
@@ -30,7 +31,8 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.rabbitmq.connection import BrokerConnection
-    from delayline.rabbitmq.overlapping_copies import DeliveryBindings
+    from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
+from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,7 @@ class RabbitMQReceiver:
         self._copy = copy
         self._is_dropped_next = is_dropped_next
         self._counted = counted
+        self._nack_is_counted = True
         self._one_by_one = True
         self._alone: int | None = None
         """The tag of the only message that may be held."""
@@ -351,7 +354,9 @@ class RabbitMQReceiver:
 
     def _earlier(self, delivered: Delivery) -> int:
         """Return how many deliveries of it have ended without an outcome; of a queue that counts none, up to 1."""
-        return delivered.crashes + delivered.returns if self._counted else int(delivered.redelivered)
+        if not self._counted:
+            return int(delivered.redelivered)
+        return delivered.crashes + (delivered.returns if self._nack_is_counted else delivered.failures)
 
     def _drop_copy(self, copy: Delivery, other: str) -> None:
         """Drop a delayed message that the other endpoint has got as well."""
@@ -497,6 +502,7 @@ class RabbitMQReceiver:
 
     async def _open(self) -> Channel:
         channel = await self._connection.channel()
+        self._nack_is_counted = await self._connection.version() < NACK_IS_NOT_COUNTED
         self._number += 1
         self._channel = channel
         channel.on_end = partial(self._channel_ended, self._number)

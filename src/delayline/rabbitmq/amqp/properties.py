@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_CONTENT_TYPE: Final = "application/octet-stream"
 """The content type of messages that have none."""
 DELIVERY_COUNT: Final = "x-delivery-count"
+ACQUIRED_COUNT: Final = "x-acquired-count"
 """The header in which a quorum queue counts how often a message was returned to it."""
 CALLBACK_QUEUE: Final = "NServiceBus.RabbitMQ.CallbackQueue"
 PERSISTENT: Final = b"\x02"
@@ -130,6 +131,18 @@ class Delivery(NamedTuple):
             return 0
         count = self.properties.headers.get(DELIVERY_COUNT)
         return count if isinstance(count, int) and count > 0 else 1
+
+    @property
+    def failures(self) -> int:
+        """How many deliveries of it have ended otherwise than by a nack, as quorum queues count from version 4.3 on.
+
+        They count all deliveries too, this one included: a number that is not below that one is the sender's.
+        """
+        headers = self.properties.headers
+        failures, deliveries = headers.get(DELIVERY_COUNT), headers.get(ACQUIRED_COUNT)
+        if not self.redelivered or not isinstance(failures, int) or not isinstance(deliveries, int):
+            return 0
+        return failures if 0 < failures < deliveries else 0
 
     @property
     def crashes(self) -> int:
