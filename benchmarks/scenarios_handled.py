@@ -33,7 +33,7 @@ from benchmarks.servers import FLUSH_MICROSECONDS, mariadb_server, postgresql_se
 from benchmarks.servers_rabbitmq import rabbitmq_server
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
     from pathlib import Path
 
@@ -142,13 +142,28 @@ async def pg_pressure(folder: Path) -> Figures:
     ]
     if peer_installs.node_modules():
         contenders.append(Contender("graphile-worker", "graphile-worker", {"concurrentJobs": 24, "localQueue": 500}))
-    figures: Figures = {}
     with on_postgresql() as server:
-        three, single = partial(snapshots, number=3, seconds=120 * SCALE), partial(snapshots, number=1)
-        for contender in contenders:
-            for name, rate, minutes, beside in (("three", 800, 15, three), ("one", 1000, 60, single)):
-                found = await _steady(folder, server, contender, rate, 2.0, seconds=minutes * 60, beside=beside)
-                figures |= {f"{name}, {figure}": value for figure, value in found.items() if "ms" in figure}
+        return await _under_pressure(folder, server, contenders)
+
+
+async def maria_pressure(folder: Path) -> Figures:
+    """The same on MariaDB, where an open transaction keeps the undo history."""
+    with mariadb_server() as server:
+        contender = Contender("at least once", "delayline", _with(AT_LEAST_ONCE))
+        return await _under_pressure(folder, Server(server.new_database, server.pid), [contender])
+
+
+async def _under_pressure(folder: Path, server: Server, contenders: Sequence[Contender]) -> Figures:
+    figures: Figures = {}
+    three, single = partial(snapshots, number=3, seconds=120 * SCALE), partial(snapshots, number=1)
+    for contender in contenders:
+        for name, rate, minutes, beside in (
+            ("none", 1000, 5, None),
+            ("three", 800, 15, three),
+            ("one", 1000, 60, single),
+        ):
+            steady = await _steady(folder, server, contender, rate, 2.0, seconds=minutes * 60, beside=beside)
+            figures |= {f"{name}, {figure}": value for figure, value in steady.items() if "ms" in figure}
     return figures
 
 
@@ -156,6 +171,11 @@ async def pg_pressure(folder: Path) -> Figures:
 def snapshots(url: str, number: int, seconds: float = math.inf) -> Iterator[None]:
     """Keep so many transactions open that only read, each for so long, begun one after another."""
     ended = threading.Event()
+    begin = (
+        "BEGIN ISOLATION LEVEL REPEATABLE READ"
+        if url.startswith("postgresql")
+        else "START TRANSACTION WITH CONSISTENT SNAPSHOT"
+    )
 
     def hold() -> None:
         with contextlib.ExitStack() as all_of_them:
@@ -163,8 +183,8 @@ def snapshots(url: str, number: int, seconds: float = math.inf) -> Iterator[None
             while True:
                 transaction = all_of_them.enter_context(contextlib.ExitStack())
                 connection = transaction.enter_context(connected(url))
-                connection.exec_driver_sql("BEGIN ISOLATION LEVEL REPEATABLE READ")
-                connection.exec_driver_sql("SELECT count(*) FROM pg_class")  # which takes the snapshot
+                connection.exec_driver_sql(begin)
+                connection.exec_driver_sql("SELECT count(*) FROM information_schema.tables")  # which takes the snapshot
                 transactions.append(transaction)
                 if ended.wait(min(seconds / number, threading.TIMEOUT_MAX)):
                     return
