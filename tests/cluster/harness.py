@@ -130,7 +130,7 @@ class Cluster:
         return self.databases[-1] if self.databases else f"sqlite:///{self.store_file}"
 
     def start(self, role: str, **settings: object) -> Worker:
-        """Start a process; roles: sender, poller, receiver."""
+        """Start a process; roles: sender, poller, receiver, and both of these."""
         common = {
             "role": role,
             "transport": self.queues_url,
@@ -199,6 +199,17 @@ class Cluster:
         """How often each message has taken effect: what its handler's transaction has sent."""
         query = "SELECT body FROM delayline_messages WHERE queue = 'results'"
         return Counter(bytes(row[0]).decode() for row in self._rows(self.queues_url, query))
+
+    def make_effects(self) -> None:
+        """Create the table of the handlers' own rows."""
+        url = self.queues_url
+        with contextlib.closing(mariadb_at(url) if url.startswith("mariadb") else psycopg.connect(url)) as connection:
+            connection.cursor().execute("CREATE TABLE effects (id VARCHAR(20))")
+            connection.commit()
+
+    def effects(self) -> list[str]:
+        """The ids of which a handler has written a row in a transaction of its own."""
+        return [row[0] for row in self._rows(self.queues_url, "SELECT id FROM effects")]
 
     def arrived(self) -> Counter[str]:
         """How often each message has come to its queue, whether it has taken effect since or not."""

@@ -19,6 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sqlalchemy import text
+
 from delayline import Endpoint, Event, StoredDelivery, TransactionMode
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
@@ -120,7 +122,7 @@ def die_in_move(store: DelayedMessageStore, step: str) -> None:
 def delivery_of(settings: Settings) -> DelayedDelivery | None:
     if settings["store"] is None:
         return None
-    polling = settings["role"] == "poller"
+    polling = settings["role"] in {"poller", "both"}
     if settings["delivery"] == "timeouts":
         timeouts = FaultyTimeoutPersister(SqlTimeoutPersister(settings["store"]), *faults_of(settings, "store"))
         return TimeoutManagerDelivery(timeouts, batch_size=settings["batch_size"], polling=polling)
@@ -172,8 +174,8 @@ def endpoint_of(settings: Settings, journal: Journal) -> Endpoint:
         transaction_mode=TransactionMode[settings["mode"]],
         concurrency=settings.get("concurrency", 4),
     )
-    if settings["role"] == "receiver":
-        endpoint.handler(handler(journal, settings))
+    if settings["role"] in {"receiver", "both"}:
+        endpoint.handler((writing_handler if settings.get("writes") else handler)(journal, settings))
     return endpoint
 
 
@@ -189,6 +191,18 @@ def handler(journal: Journal, settings: Settings) -> Handler:
         await context.send("results", message.id)
         if handled == settings.get("die_in_handler"):
             die()
+        await asyncio.sleep(settings.get("work", 0))
+
+    return handle
+
+
+def writing_handler(journal: Journal, settings: Settings) -> Handler:
+    """Return a handler that writes a row in a transaction of its own."""
+
+    async def handle(message: Message, context: MessageContext) -> None:
+        journal.note("handled", message.id, 0, time.time_ns() // 1000)
+        connection = await context.transaction()
+        await connection.execute(text("INSERT INTO effects VALUES (:id)"), {"id": message.id})
         await asyncio.sleep(settings.get("work", 0))
 
     return handle
