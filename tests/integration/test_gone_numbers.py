@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import re
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -15,6 +17,8 @@ from delayline.testing.conformance.transport import ids, received
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+    from sqlalchemy import Connection
 
     from delayline.sql.receiver import SqlReceiver
 
@@ -155,3 +159,71 @@ async def test_a_receiver_gets_past_the_claims_of_another_process_in_few_looks(
     assert ids(await received(greedy, 1)) == ["next"]
     await greedy.stop()
     await other.stop()
+
+
+@pytest.mark.parametrize("live", [0, 5, 500])
+async def test_messages_are_read_and_removed_by_number_beside_an_old_snapshot(
+    postgresql_url: str, transport: SqlTransport, live: int
+) -> None:
+    statements = transport._statements
+    with psycopg.connect(postgresql_url) as report, psycopg.connect(postgresql_url, autocommit=True) as connection:
+        # Given many index entries of handled messages beside few live ones, as the planner knows
+        report.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        report.execute("SELECT count(*) FROM delayline_messages")
+        connection.execute(
+            "INSERT INTO delayline_messages (queue, id, headers, body) "
+            "SELECT 'sales', 'm' || n, '{}', repeat('x', 500)::bytea FROM generate_series(1, 20000) AS n"
+        )
+        connection.execute("DELETE FROM delayline_messages WHERE seq <= %s", [last_number(connection) - live])
+        connection.execute("ANALYZE delayline_messages")
+        for statement in (statements.claimed, statements.delete, statements.delete_returning):
+            assert statement is not None
+
+            def pages(session: Connection, sql: str = statement.sql) -> int:
+                """Return how many pages the statement reads in one of the transport's sessions, planned before."""
+                cursor = session.connection.cursor()
+                cursor.execute(f"PREPARE asked AS {sql.replace('%s', '$1', 1).replace('%s', '$2', 1)}")
+                cursor.execute("EXECUTE asked ('sales', '{}')")
+                # When live ones are read and removed by their numbers
+                numbers = []
+                for number in range(5):
+                    connection.execute(PUT, [f"live{number}"])
+                    numbers.append(last_number(connection))
+                cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE asked ('sales', ARRAY{numbers})")
+                [[[plan]]] = cursor.fetchall()
+                cursor.execute("DEALLOCATE asked")
+                return int(plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"])
+
+            # Then each takes a few steps down an index, and does not read one from end to end
+            assert await transport._database.read(pages) < 80, statement.sql
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [("numbers", ("sales", 0, 100)), ("copies", ("sales", "m1")), ("page", ("sales", 100, 0))],
+    ids=["numbers", "copies", "page"],
+)
+async def test_looks_into_one_queue_read_no_other(
+    postgresql_url: str, transport: SqlTransport, name: str, values: tuple[object, ...]
+) -> None:
+    # Given a queue with all messages, as the planner knows, and another with a few
+    with psycopg.connect(postgresql_url, autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO delayline_messages (queue, id, headers, body) "
+            "SELECT 'error', 'm' || n, '{}', '' FROM generate_series(1, 20000) AS n"
+        )
+        connection.execute("ANALYZE delayline_messages")
+        for number in range(3):
+            connection.execute(PUT, [f"m{number}"])
+    statement = getattr(transport._statements, name)
+
+    def pages(session: Connection) -> int:
+        cursor, places = session.connection.cursor(), itertools.count(1)
+        cursor.execute(f"PREPARE asked AS {re.sub('%s', lambda _: f'${next(places)}', statement.sql)}")
+        given = ", ".join(map(repr, statement.in_order(values)))
+        cursor.execute(f"EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) EXECUTE asked ({given})")
+        [[[plan]]] = cursor.fetchall()
+        return int(plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"])
+
+    # When the other one is looked through, then nothing of the first is read
+    assert await transport._database.read(pages) < 20, statement.sql

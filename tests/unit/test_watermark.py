@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 from delayline.errors import BackendUnavailable
-from delayline.sql.watermark import FULL_LOOK_EVERY, FULL_LOOK_SHARE, FULL_LOOK_WITHIN, FullLooks, Watermark
+from delayline.sql.watermark import (
+    BEGINNING_EVERY,
+    FULL_LOOK_EVERY,
+    FULL_LOOK_SHARE,
+    FULL_LOOK_WITHIN,
+    OVERDUE_WITHIN,
+    FullLooks,
+    Seen,
+    Watermark,
+)
 
 DUE = datetime(2030, 1, 1, tzinfo=UTC)
 HOUR = timedelta(hours=1)
+NOW = DUE - 2 * HOUR
 
 
 @pytest.fixture
@@ -88,6 +102,49 @@ def test_full_looks_pause_longer_the_more_they_cost_but_never_without_a_bound(
     before, after = steady[0] + pause - 0.01, steady[0] + pause + 0.01
     assert [is_unchecked(watermark, steady, at) for at in (before, after)] == [False, True]
     assert watermark.begin().since == DUE, "a full look from the side does not move the watermark"
+
+
+def looked(watermark: Watermark, earliest: datetime | None, *, oldest: int, following: int) -> datetime | None:
+    """Take a full look at `NOW` and return where it began."""
+    look = watermark.begin(full=True)
+    watermark.end(look, None, Seen(earliest, NOW, oldest, following))
+    return look.since
+
+
+def test_full_looks_begin_where_no_transaction_in_progress_can_store(steady: list[float]) -> None:
+    # Given a full look beside a transaction in progress, and nothing due before DUE
+    watermark, settled = Watermark(), NOW - OVERDUE_WITHIN
+    assert looked(watermark, DUE, oldest=7, following=9) is None
+    # When further ones see that transaction still, then they begin at the beginning
+    assert looked(watermark, DUE, oldest=7, following=10) is None
+    # And when it has ended, the one after that begins behind what is settled
+    assert looked(watermark, DUE, oldest=9, following=11) is None
+    assert looked(watermark, DUE, oldest=11, following=12) == settled
+    # But now and then one looks from the beginning
+    steady[0] += BEGINNING_EVERY
+    assert looked(watermark, DUE, oldest=12, following=12) is None
+
+
+def test_full_looks_pass_over_no_message_that_was_there() -> None:
+    # Given full looks that see a message which stays, as one that is claimed for long
+    watermark, due = Watermark(), NOW - HOUR
+    for transaction in range(3):
+        looked(watermark, due, oldest=transaction, following=transaction)
+    # Then they begin at it
+    assert looked(watermark, due, oldest=3, following=3) == due
+
+
+@pytest.mark.parametrize("stored", [lambda watermark: watermark.lower(NOW - HOUR), Watermark.forget])
+def test_full_looks_begin_no_later_than_a_message_stored_since(stored: Callable[[Watermark], object]) -> None:
+    # Given full looks that begin behind what is settled
+    watermark = Watermark()
+    for transaction in range(3):
+        looked(watermark, None, oldest=transaction, following=transaction)
+    # When an earlier message is stored
+    stored(watermark)
+    # Then the next full look sees it
+    began = looked(watermark, NOW - HOUR, oldest=3, following=3)
+    assert began is None or began <= NOW - HOUR
 
 
 async def test_full_looks_report_messages_and_survive_an_outage() -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from sqlalchemy import bindparam, delete
+from sqlalchemy import and_, bindparam, delete
 from sqlalchemy.exc import DBAPIError
 
 from delayline.errors import ConfigurationError
@@ -127,10 +127,25 @@ class StatementWords(ABC):
     """Whether a delete of a list of keys locks no other rows."""
     returns_deleted: ClassVar[bool] = False
     """Whether a delete returns the rows that it has deleted."""
+    transactions_in_progress: ClassVar[Sequence[ColumnElement[int]]] = ()
+    """The columns that show the oldest transaction in progress and the number of the next; none where nothing does."""
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition that the column is one of the list bound as `name`."""
         return column.in_(bindparam(name, expanding=True))
+
+    def by_key(
+        self, column: ColumnElement[Any], name: str, within: ColumnElement[bool] | None = None
+    ) -> ColumnElement[bool]:
+        """Return the condition that the unique column is one of the list, of the rows within a condition.
+
+        No transaction changes such a row and leaves it meanwhile.
+        """
+        return self.one_of(column, name) if within is None else and_(within, self.one_of(column, name))
+
+    def queued_after(self, queued: Table, after: ColumnElement[int]) -> ColumnElement[bool]:
+        """Return the condition that a message is in the queue bound as `name`, and after a number in its order."""
+        return and_(queued.c.queue == bindparam("name"), queued.c.seq > after)
 
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return a destination's column such that it equals a text only character for character."""

@@ -36,6 +36,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
@@ -270,10 +271,10 @@ class SqlReceiver:
         returning = self._statements.delete_returning
         one_statement = self._statements.removes_at_once(len(numbers))
         if transaction is None and returning is not None and one_statement:
-            deleted = await self._database.run_statement(returning, numbers)
+            deleted = await self._database.run_statement(returning, self.queue, numbers)
             removed = {number for (number,) in deleted.rows}
         else:
-            remove = partial(self._statements.remove, numbers=numbers)
+            remove = partial(self._statements.remove, queue=self.queue, numbers=numbers)
             removed = await self._database.write(remove, transaction, one_statement=one_statement)
         forget = partial(self._forget, numbers)
         forget() if transaction is None else transaction.after_commit(forget)
@@ -392,7 +393,7 @@ class SqlReceiver:
         claimed = self._claims.take(numbers, limit)
         if claimed:
             try:
-                rows = self._statements.claimed.rows(connection, claimed)
+                rows = self._statements.claimed.rows(connection, self.queue, claimed)
             except BaseException:
                 self._claims.release(claimed)
                 raise
@@ -406,7 +407,7 @@ class SqlReceiver:
     ) -> None:
         if claimed:
             try:
-                rows = (await self._database.run_statement(self._statements.claimed, claimed)).rows
+                rows = (await self._database.run_statement(self._statements.claimed, self.queue, claimed)).rows
             except BaseException:
                 self._claims.release(claimed)
                 raise
@@ -421,7 +422,7 @@ class SqlReceiver:
     ) -> None:
         """Add messages that are still there; the others were handled before they were claimed."""
         self._claims.forget(set(claimed) - {row[0] for row in rows})
-        for number, message_id, headers, body, is_expired in rows:
+        for number, message_id, headers, body, is_expired in sorted(rows, key=itemgetter(0)):
             received = ReceivedMessage(Message.from_encoded(message_id, headers, body), number)
             self._gone.reach(number)
             (expired if is_expired else batch).append(received)
@@ -430,7 +431,10 @@ class SqlReceiver:
         """Delete expired messages."""
         if expired:
             numbers = [_number(received) for received in expired]
-            await self._database.write(partial(self._statements.delete.change_each, keys=numbers), one_statement=True)
+            delete = self._statements.delete.change_each
+            await self._database.write(
+                lambda connection: delete(connection, self.queue, keys=numbers), one_statement=True
+            )
             self._claims.forget(numbers)
             for received in expired:
                 text = "Deleted expired message %s"

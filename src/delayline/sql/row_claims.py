@@ -23,7 +23,7 @@ from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.statements import DIRTY, WAITING, store_channel
-from delayline.sql.watermark import FullLooks, Watermark
+from delayline.sql.watermark import FullLooks, Seen, Watermark
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -108,7 +108,7 @@ class LockStatements:
 
     def __init__(self, statements: StoreStatements, dialect: Server, leases: Leases) -> None:
         table, sql = statements.table, dialect.sql
-        columns, by_ids, by_id = table.c, dialect.words.one_of(table.c.id, "keys"), table.c.id == bindparam("key")
+        columns, by_ids, by_id = table.c, dialect.words.by_key(table.c.id, "keys"), table.c.id == bindparam("key")
         size = func.length(columns.headers) + func.length(columns.body)
         is_due, since = columns.due <= bindparam("until"), columns.due >= bindparam("since")
         due = (
@@ -120,11 +120,14 @@ class LockStatements:
         due = due.with_for_update(skip_locked=True)
         next_due = select(func.min(columns.due), dialect.values.in_seconds(0)).with_hint(table, *DIRTY)
         one = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
-        read = statements.waiting.where(by_ids).order_by(*in_order(table))
+        read = statements.waiting.where(by_ids)  # in no order: it may bring a scan of that order's index
         self.due = Prepared(due, sql, ["until", "number"])
         self.due_since = Prepared(due.where(since), sql, ["until", "since", "number"])
         self.next_due = Prepared(next_due, sql, [])
         self.next_due_since = Prepared(next_due.where(since), sql, ["since"])
+        full = next_due.add_columns(*dialect.words.transactions_in_progress)
+        self.full = Prepared(full, sql, [])
+        self.full_since = Prepared(full.where(since), sql, ["since"])
         self.one = Prepared(one, sql, ["key"])
         exists = select(columns.id).where(by_id).with_hint(table, *WAITING)
         self.exists = Prepared(exists, sql, ["key"])
@@ -255,7 +258,8 @@ class ServerRowClaims:
             chosen.append(message_id)
         if not chosen:
             return []
-        rows = self._locks.read.rows_each(connection, keys=chosen)
+        read = {row[0]: row for row in self._locks.read.rows_each(connection, keys=chosen)}
+        rows = [read[message_id] for message_id in chosen if message_id in read]
         if leasing:
             leased = set(self._leases.take(connection, [row[0] for row in rows]))
             rows = [row for row in rows if row[0] in leased]
@@ -322,14 +326,22 @@ class ServerRowClaims:
 
     async def _overlooked(self) -> datetime | None:
         """Return the earliest due time of all messages if it is below the watermark, which is then lowered to it."""
-
-        def look(connection: Connection) -> datetime | None:
-            look = partial(self._earliest, connection)
-            due = self._from_watermark(lambda since: (look(since), None), full=True)
-            return None if due is None else self._from_due(due)
-
-        due = await self._database.read(look)
+        due = await self._database.read(self._look_fully)
         return due if due is not None and self._watermark.lower(due) else None
+
+    def _look_fully(self, connection: Connection) -> datetime | None:
+        locks, requested = self._locks, steady()
+        query, since = self._begin(full=True)
+        try:
+            rows = locks.full.rows(connection) if since is None else locks.full_since.rows(connection, since)
+        except BaseException:
+            self._watermark.abandon(query)
+            raise
+        ((due, now, *in_progress),) = rows
+        earliest, now = None if due is None else self._from_due(due), self._from_due(now)
+        self._database.clock.answered(now, requested)
+        self._watermark.end(query, None, Seen(earliest, now, *in_progress) if in_progress else None)
+        return earliest
 
     def _next_due(self, connection: Connection) -> Any:  # noqa: ANN401
         """Look; register the sleep where it is not, and look again: messages may have been stored between."""
@@ -350,11 +362,9 @@ class ServerRowClaims:
         self._database.clock.answered(self._from_due(now), requested)
         return due
 
-    def _from_watermark(
-        self, run: Callable[[object | None], tuple[Result, datetime | None]], *, full: bool = False
-    ) -> Result:
-        """Run a query from the watermark on, or a full one; it returns its findings and how far it looked."""
-        query, since = self._begin(full=full)
+    def _from_watermark(self, run: Callable[[object | None], tuple[Result, datetime | None]]) -> Result:
+        """Run a query from the watermark on; it returns its findings and how far it looked."""
+        query, since = self._begin()
         try:
             found, reached = run(since)
         except BaseException:

@@ -173,11 +173,13 @@ class QueueStatements:
         queued, queues = tables.queued, tables.queues
         self.queued = queued
         columns, sql, of_queue = queued.c, dialect.sql, queued.c.queue == bindparam("name")
-        numbers = select(columns.seq).where(of_queue, columns.seq > bindparam("after")).order_by(columns.seq)
-        copies = select(columns.seq).where(of_queue, columns.id == bindparam("key")).order_by(columns.seq)
-        by_numbers = dialect.words.one_of(columns.seq, "numbers")
-        kept = select(columns.seq, columns.id, columns.headers, columns.body).order_by(columns.seq)
-        page = kept.where(of_queue).limit(bindparam("number")).offset(bindparam("skip"))
+        in_order, all_of_queue = (columns.queue, columns.seq), dialect.words.queued_after(queued, literal_column("0"))
+        after = bindparam("after", type_=columns.seq.type)
+        numbers = select(columns.seq).where(dialect.words.queued_after(queued, after)).order_by(*in_order)
+        copies = select(columns.seq).where(all_of_queue, columns.id == bindparam("key")).order_by(*in_order)
+        by_numbers = dialect.words.by_key(columns.seq, "numbers", of_queue)
+        kept = select(columns.seq, columns.id, columns.headers, columns.body)
+        page = kept.where(all_of_queue).order_by(*in_order).limit(bindparam("number")).offset(bindparam("skip"))
         self.known = Prepared(select(queues.c.name).where(dialect.words.one_of(queues.c.name, "names")), sql, ["names"])
         filled = exists().where(columns.queue == queues.c.name)
         self.filled = Prepared(
@@ -200,28 +202,29 @@ class QueueStatements:
         self.put_expiring = Prepared(insert(queued), sql, [*PUT, "expires"])
         self.now = Prepared(select(dialect.values.in_seconds(0)), sql, [])
         self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
-        self.claimed = Prepared(kept.add_columns(expired).where(by_numbers), sql, ["numbers"])
-        self.delete = Prepared(delete(queued).where(by_numbers), sql, ["numbers"])
+        self.claimed = Prepared(kept.add_columns(expired).where(by_numbers), sql, ["name", "numbers"])
+        """In no order: it might bring a scan of an index in that order."""
+        self.delete = Prepared(delete(queued).where(by_numbers), sql, ["name", "numbers"])
         self.delete_returning = (
-            Prepared(delete(queued).where(by_numbers).returning(columns.seq), sql, ["numbers"])
+            Prepared(delete(queued).where(by_numbers).returning(columns.seq), sql, ["name", "numbers"])
             if dialect.words.returns_deleted
             else None
         )
-        self._lock = Prepared(select(columns.seq).where(by_numbers).with_for_update(), sql, ["numbers"])
+        self._lock = Prepared(select(columns.seq).where(by_numbers).with_for_update(), sql, ["name", "numbers"])
         self.count = Prepared(select(func.count()).where(of_queue), sql, ["name"])
         self.copies = Prepared(copies, sql, ["name", "key"])
         self.page = Prepared(page, sql, ["name", "number", "skip"])
 
-    def remove(self, connection: Connection, numbers: Sequence[int]) -> set[int]:
-        """Delete the messages with these numbers and return the numbers that there were.
+    def remove(self, connection: Connection, queue: str, numbers: Sequence[int]) -> set[int]:
+        """Delete the queue's messages with these numbers and return the numbers that there were.
 
         One statement for up to 500 numbers; two, for several numbers, where a delete does not return rows.
         """
         if self.delete_returning is not None:
-            return {number for (number,) in self.delete_returning.rows_each(connection, keys=numbers)}
+            return {number for (number,) in self.delete_returning.rows_each(connection, queue, keys=numbers)}
         if len(numbers) > 1:
-            numbers = [number for (number,) in self._lock.rows_each(connection, keys=numbers)]
-        deleted = self.delete.change_each(connection, keys=numbers)
+            numbers = [number for (number,) in self._lock.rows_each(connection, queue, keys=numbers)]
+        deleted = self.delete.change_each(connection, queue, keys=numbers)
         return set(numbers) if deleted else set()
 
     def removes_at_once(self, number: int) -> bool:

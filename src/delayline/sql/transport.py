@@ -287,7 +287,7 @@ class SqlTransport(OnDatabase):
         def delete(connection: Connection) -> bool:
             copies = self._statements.copies.rows(connection, queue, message_id)
             free.extend(self._claims.take((number for (number,) in copies), 1))
-            return self._statements.delete.change_each(connection, keys=free) == 1
+            return self._statements.delete.change_each(connection, queue, keys=free) == 1
 
         release = partial(self._claims.release, free)
         if transaction is not None:
@@ -318,7 +318,7 @@ class SqlTransport(OnDatabase):
         rows = self._statements.numbers.rows(connection, queue, after, PURGED_AT_ONCE)
         page = [number for (number,) in rows]
         free.extend(self._claims.take(page, len(page)))
-        return page, self._statements.delete.change_each(connection, keys=free)
+        return page, self._statements.delete.change_each(connection, queue, keys=free)
 
     @property
     def _claims(self) -> Claims:

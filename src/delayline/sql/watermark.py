@@ -4,8 +4,14 @@ It lets queries for due messages skip index entries of messages that were dispat
 the index entries of deleted rows only when no older transaction is open. Until then every query at the head of the
 index reads them all (50 000 of them cost 25 ms). Therefore queries start at a watermark. A message can be committed
 below the watermark, if its transaction took longer than its delay, or if another process released its claim. Full
-queries from the beginning find such messages. They run beside the poller, on a separate connection, at most
-`FULL_LOOK_WITHIN` seconds apart.
+looks find such messages. They run beside the poller, on a separate connection, at most `FULL_LOOK_WITHIN` seconds
+apart.
+
+While an old transaction stays open for an hour, a full look from the beginning would read millions of entries. Where
+the server tells which transactions are in progress, full looks therefore begin at the settled due time: no message was
+below it when they looked, and every transaction that was in progress then has ended since. A later one can store a
+message below it only if that is overdue by more than `OVERDUE_WITHIN` already and its notification is lost; a look from
+the beginning, which is repeated the later the longer it takes, finds that one too.
 """
 
 from __future__ import annotations
@@ -14,7 +20,8 @@ import asyncio
 import contextlib
 import threading
 import time
-from typing import TYPE_CHECKING, Final
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import DelaylineError, NotStarted
 
@@ -25,20 +32,77 @@ if TYPE_CHECKING:
 FULL_LOOK_EVERY: Final = 1.0  # seconds between full looks that cost little
 FULL_LOOK_SHARE: Final = 20  # costlier ones pause for so many times as long as they take ...
 FULL_LOOK_WITHIN: Final = 5.0  # ... but never longer: this bounds how late a message below the watermark is found
+OVERDUE_WITHIN: Final = timedelta(seconds=15)
+BEGINNING_EVERY: Final = 10.0  # seconds between full looks from the beginning; costly ones pause ...
+BEGINNING_SHARE: Final = 50  # ... for so many times as long as they take
 
 
 class DueQuery:
-    """One look in progress, from `since` on; a full look has None there."""
+    """One look in progress, from `since` on; from the beginning, which is a full look too, if that is None."""
 
-    __slots__ = ("began", "lowest", "since", "stale")
+    __slots__ = ("began", "full", "lowest", "since", "stale")
 
-    def __init__(self, since: datetime | None, began: float) -> None:
+    def __init__(self, since: datetime | None, began: float, *, full: bool) -> None:
         self.since = since
         self.began = began
+        self.full = full or since is None
         self.lowest: datetime | None = None
         """The earliest message stored meanwhile: the look may have missed it."""
         self.stale = False
         """Whether a message with an unknown due time was stored meanwhile."""
+
+
+class Seen(NamedTuple):
+    """What a full look has seen, on a server that tells which transactions are in progress."""
+
+    earliest: datetime | None
+    """The earliest due time from the look's beginning on, of messages that are claimed too; None without a message."""
+    now: datetime
+    oldest: int
+    """The oldest transaction in progress."""
+    following: int
+    """The number that the next transaction gets."""
+
+
+class SettledDue:
+    """The due time below which no message is, nor is stored by a transaction that was in progress when it was looked.
+
+    Not safe to call from several threads.
+    """
+
+    def __init__(self) -> None:
+        self._due: datetime | None = None
+        self._next: tuple[datetime, int] | None = None
+        """A due time that is settled once all transactions before this number have ended, and no message is below."""
+        self._beginning_at = 0.0
+
+    def since(self) -> datetime | None:
+        """Return where the next full look begins: None for the beginning."""
+        return self._due if time.monotonic() < self._beginning_at else None
+
+    def looked(self, look: DueQuery, seen: Seen) -> None:
+        """Note what a full look has seen."""
+        if look.since is None:
+            ended = time.monotonic()
+            self._beginning_at = ended + max(BEGINNING_EVERY, BEGINNING_SHARE * (ended - look.began))
+        waiting = [due for due in (seen.earliest, look.lowest) if due is not None]
+        if self._next is not None:
+            due, before = self._next
+            if seen.oldest < before:
+                return
+            self._due = min([due, *waiting])
+        self._next = min([seen.now - OVERDUE_WITHIN, *waiting]), seen.following
+
+    def lower(self, due: datetime) -> None:
+        """Lower it to a message stored with that due time."""
+        if self._due is not None:
+            self._due = min(self._due, due)
+        if self._next is not None:
+            self._next = min(self._next[0], due), self._next[1]
+
+    def forget(self) -> None:
+        """Begin anew: a message was stored, and its due time is unknown."""
+        self._due = self._next = None
 
 
 class Watermark:
@@ -47,6 +111,7 @@ class Watermark:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since: datetime | None = None
+        self._settled = SettledDue()
         self._looks: set[DueQuery] = set()
         self._looked_at = 0.0
         self._pause = FULL_LOOK_EVERY
@@ -64,17 +129,19 @@ class Watermark:
     def begin(self, *, full: bool = False) -> DueQuery:
         """Begin a look, which must be ended or abandoned. Without a watermark it is a full one, too."""
         with self._lock:
-            look = DueQuery(None if full else self._since, time.monotonic())
+            look = DueQuery(self._settled.since() if full else self._since, time.monotonic(), full=full)
             self._looks.add(look)
             return look
 
-    def end(self, look: DueQuery, reached: datetime | None = None) -> None:
+    def end(self, look: DueQuery, reached: datetime | None = None, seen: Seen | None = None) -> None:
         """End a look; `reached` is the due time before which it left nothing that is not claimed by others."""
         with self._lock:
             self._looks.discard(look)
             if look.stale:
                 return
-            if look.since is None:
+            if seen is not None:
+                self._settled.looked(look, seen)
+            if look.full:
                 self._looked_at = time.monotonic()
                 cost = FULL_LOOK_SHARE * (self._looked_at - look.began)
                 self._pause = min(FULL_LOOK_WITHIN, max(FULL_LOOK_EVERY, cost))
@@ -91,6 +158,7 @@ class Watermark:
         with self._lock:
             for look in self._looks:
                 look.lowest = due if look.lowest is None else min(due, look.lowest)
+            self._settled.lower(due)
             if self._since is None or due >= self._since:
                 return False
             self._since = due
@@ -100,6 +168,7 @@ class Watermark:
         """Make the next look a full one: a message was stored, and its due time is unknown."""
         with self._lock:
             self._since = None
+            self._settled.forget()
             for look in self._looks:
                 look.stale = True
 

@@ -40,17 +40,19 @@ SELECT pg_advisory_unlock(key) FROM (
   WHERE locktype = 'advisory' AND objsubid = 1 AND pid = pg_backend_pid()
 ) AS locked WHERE key <> ALL (ARRAY(SELECT %s + k FROM unnest(%s::bigint[]) AS k))
 """
+#: Only the index of the queues' order has this order: by the primary key other queues' messages would be read too.
+AFTER: Final = "(queue, seq) > (%s, %s) AND queue <= %s"
 #: The first part returns no rows. The limit is inside, so that no further rows are locked.
 ADVISORY_TAKE_NEXT: Final = """
 SELECT k, false FROM unnest(%s::bigint[]) AS k WHERE pg_advisory_unlock(%s + k) IS NULL
 UNION ALL SELECT seq, pg_try_advisory_lock(%s + seq) FROM (
-  SELECT seq FROM {queued} WHERE queue = %s AND seq > %s AND seq <> ALL (%s::bigint[]) ORDER BY seq LIMIT %s
+  SELECT seq FROM {queued} WHERE {after} AND seq <> ALL (%s::bigint[]) ORDER BY queue, seq LIMIT %s
 ) AS page
 """
 #: The same for a page that is longer than what is wanted: no more is locked. Its last row is that of the page.
 ADVISORY_TAKE_AMONG: Final = """
 WITH page AS MATERIALIZED (
-  SELECT seq FROM {queued} WHERE queue = %s AND seq > %s AND seq <> ALL (%s::bigint[]) ORDER BY seq LIMIT %s
+  SELECT seq FROM {queued} WHERE {after} AND seq <> ALL (%s::bigint[]) ORDER BY queue, seq LIMIT %s
 ), locked AS MATERIALIZED (
   SELECT seq FROM page WHERE pg_try_advisory_lock(%s + seq) LIMIT %s
 )
@@ -60,7 +62,7 @@ UNION ALL SELECT max(seq), false, count(*) FROM page
 """
 IN_PROGRESS: Final = """
 SELECT pg_snapshot_xmin(taken)::text::bigint, pg_snapshot_xmax(taken)::text::bigint,
-  (SELECT seq FROM {queued} WHERE queue = %s AND seq > %s ORDER BY seq LIMIT 1)
+  (SELECT seq FROM {queued} WHERE {after} ORDER BY queue, seq LIMIT 1)
 FROM pg_current_snapshot() AS taken
 """
 ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigint[]) AS k"
@@ -122,7 +124,9 @@ class AdvisoryLockClaims(SessionClaims):
 
     def in_progress(self, connection: Connection, queued: Table, queue: str, after: int) -> TransactionsInProgress:
         """Return which transactions are in progress, and the queue's first message after the number `after`."""
-        return TransactionsInProgress(*_written(IN_PROGRESS, queued, self._dialect).rows(connection, queue, after)[0])
+        return TransactionsInProgress(
+            *_written(IN_PROGRESS, queued, self._dialect).rows(connection, queue, after, queue)[0]
+        )
 
     async def take_next(self, queued: Table, queue: str, after: int, limit: int, among: int = 0) -> Page:
         """Claim up to `limit` messages of a queue after the number `after`; skips messages with other claims.
@@ -133,10 +137,10 @@ class AdvisoryLockClaims(SessionClaims):
         with self._lock:
             own = [row for row in self._claimed if row > after]
         among = max(among, limit)
-        values: tuple[Any, ...] = (released, self._base, self._base, queue, after, own, limit)
+        values: tuple[Any, ...] = (released, self._base, self._base, queue, after, queue, own, limit)
         if among > limit:
             statement = _written(ADVISORY_TAKE_AMONG, queued, self._dialect)
-            values = (queue, after, own, among, self._base, limit, released, self._base)
+            values = (queue, after, queue, own, among, self._base, limit, released, self._base)
 
         def read(result: StatementResult) -> tuple[Page, list[int]]:
             locked = [number for number, is_locked, *_ in result.rows if is_locked]
@@ -227,4 +231,5 @@ class AdvisoryLockClaims(SessionClaims):
 
 @lru_cache(maxsize=64)
 def _written(text: str, queued: Table, dialect: Postgresql) -> Prepared:
-    return Prepared.of_text(text.format(queued=dialect.sql.identifier_preparer.format_table(queued)))
+    table = dialect.sql.identifier_preparer.format_table(queued)
+    return Prepared.of_text(text.format(queued=table, after=AFTER))

@@ -9,10 +9,11 @@ from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, String, Text, Uuid, cast, extract, literal_column
+from sqlalchemy import BigInteger, String, Text, Uuid, and_, cast, extract, func, literal_column, select, tuple_
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.expression import any_, bindparam
+from sqlalchemy.sql.util import ClauseAdapter
 
 from delayline.errors import ConfigurationError, TransactionAborted
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
@@ -34,7 +35,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Insert, Select, Table
 
     from delayline.sql.postgresql.binary import LoopStatements
     from delayline.sql.schema import QueueTables
@@ -84,9 +85,38 @@ class PostgresqlWords(StatementWords):
     deletes_by_list = True
     returns_deleted = True
 
+    transactions_in_progress = tuple(
+        cast(cast(function(func.pg_current_snapshot()), Text), BigInteger)
+        for function in (func.pg_snapshot_xmin, func.pg_snapshot_xmax)
+    )
+
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition with an array: one statement, and one plan, for lists of any length."""
         return column == any_(bindparam(name, type_=postgresql.ARRAY(column.type)))
+
+    def by_key(
+        self, column: ColumnElement[Any], name: str, within: ColumnElement[bool] | None = None
+    ) -> ColumnElement[bool]:
+        """Return the condition that looks the rows up one by one.
+
+        Where statistics tell of few live rows in many pages, as beside an old snapshot, each index seems to cost the
+        same. For a list of keys, or for one of its columns, the planner then reads an index from end to end.
+        """
+        rows, keys = column.table.alias("keyed"), bindparam(name, type_=postgresql.ARRAY(column.type))
+        each = func.unnest(keys).table_valued("key").render_derived()
+        row: Select[Any] = select(literal_column("keyed.ctid")).where(rows.c[column.key] == each.c.key)
+        if within is not None:
+            row = row.where(ClauseAdapter(rows).traverse(within))
+        keyed = select(row.correlate(each).scalar_subquery()).select_from(each).scalar_subquery()
+        return literal_column("ctid") == any_(func.array(keyed))
+
+    def queued_after(self, queued: Table, after: ColumnElement[int]) -> ColumnElement[bool]:
+        """Return the condition that only the index of the queues' order fulfils, in that order.
+
+        By the queue's name and numbers alone the planner may read the primary key: other queues' messages too.
+        """
+        columns, name = queued.c, bindparam("name", type_=queued.c.queue.type)
+        return and_(tuple_(columns.queue, columns.seq) > tuple_(name, after), columns.queue <= name)
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
