@@ -10,13 +10,13 @@ import pyarrow as pa
 
 from delayline.backends import backend_of
 from delayline.bulk.writer import blocking
-from delayline.composition import endpoint_from
-from delayline.errors import BackendUnusable, InvalidMessage, QueueNotFound
+from delayline.composition import endpoint_from, transport_of
+from delayline.errors import ConfigurationError, InvalidMessage, QueueNotFound
 from delayline.masking import masked
 from delayline.message import DelayedMessage, Message
 from delayline.migration.rows import WAITING, WAITING_SCHEMA
 from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
-from delayline.opening import open_store, open_transport, open_waiting
+from delayline.opening import open_pending, open_store, open_waiting
 from delayline.settings import Settings
 from delayline.transport import SupportsQueueLookup, TransportOperation
 
@@ -69,19 +69,31 @@ class MessagesTarget(WithoutLedger):
         return self.backend.largest_message
 
     def endpoint_named(self, name: str) -> str:
-        """Return the name. Raises BackendUnusable without a queue of that name."""
-        if self.refusals([name]):
-            raise BackendUnusable(f"{self} has no endpoint {name!r}. Make it with: delayline setup --endpoint {name}")
+        """Return the name. Raises BackendUnusable if the endpoint's messages cannot wait there yet."""
+
+        async def look() -> None:
+            if self.backend.unlisted is None:
+                async with open_pending(Settings(endpoint=name, url=self.url)):
+                    pass
+
+        blocking(look())
         return name
 
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
-        """Return the destinations that have no queue."""
+        """Return the destinations that have no queue; none where the queues are elsewhere, or cannot be looked up."""
+        try:
+            transport = transport_of(Settings(url=self.url))
+        except ConfigurationError:
+            return {}
 
         async def look() -> Mapping[str, str]:
-            async with open_transport(Settings(url=self.url)) as transport:
+            await transport.start()
+            try:
                 if not isinstance(transport, SupportsQueueLookup):
                     return {}
                 return {name: UNKNOWN.format(name) for name in destinations if not await transport.has_queue(name)}
+            finally:
+                await transport.stop()
 
         return blocking(look())
 
