@@ -543,7 +543,7 @@ class Endpoint:
         """Bind the delayed deliveries of this endpoint, and return them."""
         if self.draining is not None and self.draining is self.delayed_delivery:
             raise ConfigurationError("draining= is the delayed_delivery itself: leave it out, or name the new one")
-        deliveries = [one for one in (self.delayed_delivery, draining) if one is not None]
+        deliveries = [delivery for delivery in (self.delayed_delivery, draining) if delivery is not None]
         for delivery in deliveries:
             delivery.bind(self._host)
         return deliveries

@@ -88,7 +88,7 @@ def is_outage(error: Exception) -> bool:
 def may_fit_smaller(error: Exception) -> bool:
     """Return whether a message that was not sent because of `error` may be taken in a smaller form."""
     if isinstance(error, DispatchFailed):
-        return all(may_fit_smaller(one) for one in error.failures.values())
+        return all(map(may_fit_smaller, error.failures.values()))
     elsewhere = (
         BackendUnavailable,
         BackendUnusable,

@@ -51,7 +51,7 @@ class Handlers:
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """The registered functions: those for types first, then those for other messages, in the order they run."""
-        return tuple(one.function for one in (*self._typed.values(), *self._plain))
+        return tuple(registered.function for registered in (*self._typed.values(), *self._plain))
 
     def add(
         self,
@@ -105,7 +105,7 @@ class Handlers:
             raise UnknownMessageType(
                 f"message {message.id!r} {what}, and no handler takes that. Handlers are registered for {known}"
             )
-        return [one.call(message) for one in self._plain]
+        return [registered.call(message) for registered in self._plain]
 
     def close(self) -> None:
         """End the threads of handlers that are functions; those at work end later."""

@@ -267,7 +267,7 @@ class SqlReceiver:
         self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
     ) -> Sequence[bool]:
         """Delete the messages, now or at the commit."""
-        numbers = [_number(one) for one in received]
+        numbers = list(map(_number, received))
         returning = self._statements.delete_returning
         one_statement = self._statements.removes_at_once(len(numbers))
         if transaction is None and returning is not None and one_statement:
@@ -286,7 +286,7 @@ class SqlReceiver:
 
     async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
         """Give up the claims and wake receivers."""
-        numbers = [_number(one) for one in received]
+        numbers = list(map(_number, received))
         with contextlib.suppress(DelaylineError):  # then they are counted once more
             await self._crashes.released(numbers)
         self._claims.release(numbers)
