@@ -122,11 +122,6 @@ class EndpointPreview:
     unseen: int = 0
     """Number of rows that were only counted; not included in the other figures."""
 
-    @property
-    def left_behind(self) -> int:
-        """How many rows could not move, at least."""
-        return self.rows if self.problems else min(self.rows, sum(count for _, count, _ in self.unmovable))
-
 
 def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[EndpointPreview]:
     """Return the movable and unmovable messages of each endpoint; changes nothing.
