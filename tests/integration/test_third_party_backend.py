@@ -71,6 +71,7 @@ def delayline(installed: Path, url: str, tmp_path: Path) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.slow
 def test_every_command_works_on_such_a_back_end(delayline: Callable[..., Any], url: str, tmp_path: Path) -> None:
     # Given a back end that is not set up: commands say so
     code, text = delayline("pending")

@@ -299,3 +299,12 @@ def test_the_password_is_nowhere() -> None:
     one = dialect("mssql://sa:s3cret@host/db")
     assert str(one) == "SQL Server database sa@host:1433/db"
     assert "s3cret" not in f"{one.connections.identity}"
+
+
+def test_a_search_reads_the_beginning_of_a_body_and_counts_its_bytes() -> None:
+    made = Statements()
+    found = plain(str(made.store.found(100).compile(dialect=made.dialect.sql)))
+    assert found.startswith(
+        "SELECT Id, Destination, Time, Headers, SUBSTRING(State, 1, 100) AS body, RetryCount, "
+        "COALESCE(DATALENGTH(State), 0) AS size FROM {0}"
+    )

@@ -71,7 +71,6 @@ class Throughput:
     handled_a_second: float
     failed_a_second: float
     dispatched_a_second: float
-    sent_a_second: float
     lateness_p50: float | None
     """Seconds; None if nothing was dispatched."""
     lateness_p99: float | None

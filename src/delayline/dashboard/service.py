@@ -1224,7 +1224,6 @@ def _throughput(now: datetime, rows: Sequence[MinuteRow]) -> Throughput | Unavai
         sum(row.handled for row in rows) / seconds,
         sum(row.failed for row in rows) / seconds,
         sum(row.dispatched for row in rows) / seconds,
-        sum(row.sent for row in rows) / seconds,
         late.quantile(0.5),
         late.quantile(0.99),
     )

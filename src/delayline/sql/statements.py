@@ -6,7 +6,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
-    Integer,
     LargeBinary,
     bindparam,
     case,
@@ -19,8 +18,6 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.sql.functions import FunctionElement
 
 from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Headers, Message
@@ -31,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from sqlalchemy import Connection, Select, Table
-    from sqlalchemy.sql.compiler import SQLCompiler
 
     from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
@@ -47,31 +43,6 @@ INSERTED: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
 #: Headers with one of these in them need more than a move from the store to their queue.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
 EXPIRY_MARKER: Final = Headers.TIME_TO_BE_RECEIVED.encode()
-
-
-class NumberOfBytes(FunctionElement[int]):
-    """The length of a binary column."""
-
-    type = Integer()
-    inherit_cache = True
-
-
-class FirstBytes(FunctionElement[bytes]):
-    """The first bytes of a binary column."""
-
-    type = LargeBinary()
-    inherit_cache = True
-
-
-@compiles(NumberOfBytes)
-def _number_of_bytes(element: NumberOfBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
-    return f"length({compiler.process(element.clauses, **options)})"
-
-
-@compiles(FirstBytes)
-def _first_bytes(element: FirstBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
-    column, number = (compiler.process(one, **options) for one in element.clauses)
-    return f"substr({column}, 1, {number})"
 
 
 class StoreStatements:
@@ -120,8 +91,8 @@ class StoreStatements:
     def found(self, body_limit: int) -> Select[Any]:
         """Return the query of `waiting` with the first bytes of the bodies, and the bodies' sizes."""
         columns = self.table.c
-        body = FirstBytes(columns.body, literal_column(str(body_limit)))
-        size = NumberOfBytes(columns.body)
+        body = func.substr(columns.body, literal_column("1"), literal_column(str(body_limit)), type_=LargeBinary())
+        size = func.length(columns.body)
         kept = (columns.id, columns.destination, columns.due, columns.headers)
         return select(*kept, body.label("body"), columns.retry_count, size.label("size"))
 

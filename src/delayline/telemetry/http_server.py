@@ -29,7 +29,6 @@ MOST_REQUESTS: Final = 16
 LONGEST_REQUEST: Final = 10.0
 #: Seconds to wait for the next bytes of a client.
 PATIENCE: Final = 5.0
-LARGEST_PORT: Final = 65535
 TEXT: Final = "text/plain; charset=utf-8"
 EXAMPLE: Final = "write HOST:PORT, as in 127.0.0.1:9464 or [::1]:9464"
 

@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import SelectBase, String, Table, TypeDecorator, cast
 from sqlalchemy.dialects import mssql
 from sqlalchemy.dialects.mssql.base import MSDDLCompiler, MSSQLCompiler
-from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 
 from delayline.errors import InvalidDueTime
 from delayline.sql.schema import BINARY, HOLDS_MESSAGES
-from delayline.sql.statements import FirstBytes, NumberOfBytes
 
 if TYPE_CHECKING:
     from sqlalchemy import BindParameter, Column, ColumnElement, FromClause, Index, Insert, Select
@@ -68,17 +66,6 @@ class DueTime(TypeDecorator[datetime]):
     def bind_expression(self, bindvalue: BindParameter[datetime]) -> ColumnElement[datetime]:
         """Return the parameter as the column's own type."""
         return cast(bindvalue, mssql.DATETIME())
-
-
-@compiles(NumberOfBytes, "mssql")
-def _number_of_bytes(element: NumberOfBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
-    return f"DATALENGTH({compiler.process(element.clauses, **options)})"
-
-
-@compiles(FirstBytes, "mssql")
-def _first_bytes(element: FirstBytes, compiler: SQLCompiler, **options: Any) -> str:  # noqa: ANN401
-    column, number = (compiler.process(part, **options) for part in element.clauses)
-    return f"SUBSTRING({column}, 1, {number})"
 
 
 class HintedSql(MSSQLCompiler):
@@ -136,6 +123,10 @@ class HintedSql(MSSQLCompiler):
     def visit_length_func(self, fn: Any, **kw: Any) -> str:  # noqa: ANN401
         """Count bytes; LEN would count characters, and leave out those at the end. NULL has none."""
         return f"COALESCE(DATALENGTH({self.process(next(iter(fn.clauses)), **kw)}), 0)"
+
+    def visit_substr_func(self, fn: Any, **kw: Any) -> str:  # noqa: ANN401
+        """Use its other name."""
+        return f"SUBSTRING{self.function_argspec(fn, **kw)}"
 
     def _use_top(self, select: GenerativeSelect) -> bool:
         return select._limit_clause is not None and select._offset_clause is None
