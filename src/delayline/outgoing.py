@@ -109,11 +109,21 @@ async def hand_over(
         await delivery.defer(*later[0], transaction)
     elif isinstance(delivery, SupportsDeferMany):
         await delivery.defer_many(later, transaction)
-    elif transaction is None:
-        await asyncio.gather(*(delivery.defer(operation, due) for operation, due in later))
     else:
+        await _defer_each(delivery, later, transaction)
+
+
+async def _defer_each(
+    delivery: DelayedDelivery, later: Sequence[tuple[TransportOperation, datetime]], transaction: Transaction | None
+) -> None:
+    if transaction is not None:
         for operation, due in later:
             await delivery.defer(operation, due, transaction)
+        return
+    deferring = [delivery.defer(operation, due) for operation, due in later]
+    for error in await asyncio.gather(*deferring, return_exceptions=True):  # none goes on after an error is raised
+        if error is not None:
+            raise error
 
 
 class Send(NamedTuple):
