@@ -116,10 +116,9 @@ def delays_url(settings: Settings) -> str | None:
 
 def uses_of(settings: Settings, queues: Sequence[str], delays_at: Collection[str | None]) -> Mapping[str, BackendUse]:
     """Return what the endpoint has at each URL of its settings: these queues, and delayed messages at some URLs."""
-    places = dict.fromkeys([settings.resolved_store_url, settings.resolved_transport_url])
-    return {
-        url: BackendUse(queues if url == settings.resolved_transport_url else None, url in delays_at) for url in places
-    }
+    queues_url = settings.resolved_transport_url
+    urls = dict.fromkeys([settings.resolved_store_url, queues_url])
+    return {url: BackendUse(queues if url == queues_url else None, url in delays_at) for url in urls}
 
 
 async def set_up_features(settings: Settings, groups: Sequence[TableGroup]) -> None:
@@ -174,8 +173,9 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
         names = [settings.endpoint, settings.error_queue, *names, *satellites_of(settings)]
     stored = settings.endpoint is not None and not settings.timeout_manager
     uses = uses_of(settings, names, [store_url] if stored else [])
-    plans = {url: await backend_of(url).planned_setup(url, options, uses[url]) for url in reversed(list(uses))}
-    planned = {url: list(plans[url]) for url in uses}
+    urls = [settings.resolved_transport_url] if settings.endpoint is None else list(uses)
+    plans = {url: await backend_of(url).planned_setup(url, options, uses[url]) for url in reversed(urls)}
+    planned = {url: list(plans[url]) for url in urls}
     if settings.endpoint is not None:
         timeouts = {store_url: persister_of(settings)} if settings.timeout_manager else {}
         if settings.timeouts_url is not None and not settings.disable_timeout_manager:

@@ -6,7 +6,7 @@ import pytest
 
 from delayline import ConfigurationError, MemoryDelayedMessageStore, MemoryTransport, StoredDelivery
 from delayline.backends import BackendUse, backend_of, schemes_with
-from delayline.composition import endpoint_from, options_of, store_of, transport_of
+from delayline.composition import endpoint_from, options_of, planned_setup, store_of, transport_of
 from delayline.settings import Settings
 
 if TYPE_CHECKING:
@@ -72,6 +72,14 @@ async def test_what_a_back_end_cannot_do_is_said_with_its_scheme() -> None:
         backend.sink(settings.url, "a job")
     with pytest.raises(ConfigurationError, match="acme: cannot list, cancel or reschedule"):
         backend.pending(settings.url, options)
+
+
+async def test_a_dry_run_of_queues_alone_shows_their_database_alone(tmp_path: Path) -> None:
+    store, queues = (f"sqlite:///{tmp_path / name}.db" for name in ("store", "queues"))
+    assert list(await planned_setup(Settings(store_url=store, transport_url=queues), ["billing"])) == [queues]
+    both = await planned_setup(Settings(endpoint="sales", store_url=store, transport_url=queues), [])
+    assert list(both) == [store, queues]
+    assert all(both.values())
 
 
 @pytest.mark.usefixtures("distribution")
