@@ -237,7 +237,8 @@ def test_statements_return_no_unread_rows(url: str) -> None:
 
 def test_a_page_begins_where_the_last_one_ended() -> None:
     page = plain(Statements().queues.page.sql)
-    assert page.endswith("ORDER BY dbo.delayline_messages.seq OFFSET ? ROWS FETCH FIRST ? ROWS ONLY")
+    in_order = "ORDER BY dbo.delayline_messages.queue, dbo.delayline_messages.seq"
+    assert page.endswith(f"{in_order} OFFSET ? ROWS FETCH FIRST ? ROWS ONLY")
 
 
 def test_the_full_query_does_not_block_the_poller() -> None:
