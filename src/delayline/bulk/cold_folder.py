@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from delayline.bulk.cold_catalog import HOUR, ColdFile, hour_of
 from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
 from delayline.masking import masked
+from delayline.sql.schema import MESSAGE_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-COLUMNS: Final = ("id", "destination", "due", "headers", "body")
 ROWS_AT_ONCE: Final = 10_000
 #: A file's rows at most: a task takes a file, so an hour of many messages is several.
 ROWS_A_FILE: Final = 250_000
@@ -104,7 +104,7 @@ class ColdFolder:
                     os.close(descriptor)
 
     def batches(
-        self, file: ColdFile, dead: Sequence[str] = (), *, columns: Sequence[str] = COLUMNS
+        self, file: ColdFile, dead: Sequence[str] = (), *, columns: Sequence[str] = MESSAGE_COLUMNS
     ) -> Iterator[pa.RecordBatch]:
         """Yield a file's rows, without those with dead ids, earliest due first."""
         import pyarrow as pa
@@ -149,8 +149,9 @@ class ColdFolder:
         open_them = partial(ds.dataset, schema=schema(), format="parquet", filesystem=system)
         with self._plainly(f"look through {self.path}"):
             names = open_them(list(by_address)).to_table(columns=["__filename"], filter=asked).column(0)
+            columns = list(MESSAGE_COLUMNS)
             return {
-                by_address[address].name: _as_rows(open_them([address]).to_table(list(COLUMNS), filter=asked))[0]
+                by_address[address].name: _as_rows(open_them([address]).to_table(columns, filter=asked))[0]
                 for address in names.unique().to_pylist()
             }
 
@@ -232,7 +233,7 @@ class HourWriter:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Write the rows: columns id, destination, due, headers, body."""
-        batch = batch.select(list(COLUMNS)).cast(schema())
+        batch = batch.select(list(MESSAGE_COLUMNS)).cast(schema())
         hours = _due(batch) // HOUR
         changes = (hours[1:] != hours[:-1]).nonzero()[0] + 1
         for start, end in pairwise([0, *changes.tolist(), batch.num_rows]):
@@ -287,7 +288,7 @@ def schema() -> pa.Schema:
     import pyarrow as pa
 
     kinds = (pa.string(), pa.string(), pa.timestamp("us", "UTC"), pa.string(), pa.binary())
-    return pa.schema(list(zip(COLUMNS, kinds, strict=True)))
+    return pa.schema(list(zip(MESSAGE_COLUMNS, kinds, strict=True)))
 
 
 def _due(batch: pa.RecordBatch) -> Any:  # noqa: ANN401 - NumPy's array

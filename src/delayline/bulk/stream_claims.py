@@ -17,7 +17,7 @@ from delayline.errors import BackendUnavailable
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import TableGroup, message_columns, register, text
+from delayline.sql.schema import MESSAGE_COLUMNS, TableGroup, message_columns, register, text
 from delayline.sql.setup import RequiredTables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KEY_LENGTH: Final = 64
 AT_ONCE: Final = 1000
 BYTES_AT_ONCE: Final = 64 * 1024 * 1024
-NAMES: Final = ("reader", "claim", "id", "destination", "due", "headers", "body")
+NAMES: Final = ("reader", "claim", *MESSAGE_COLUMNS)
 
 
 @lru_cache(maxsize=64)

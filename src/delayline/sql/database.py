@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect, TableIdentity
     from delayline.sql.notifications import Notifications
     from delayline.sql.prepared import Prepared, StatementResult
+    from delayline.sql.schema import StoredRow
     from delayline.sql.transactions import Checkout
     from delayline.transaction import Transaction
 
@@ -201,7 +202,7 @@ class Database(ABC):
         raise TypeError(f"a transaction on {transaction.domain} cannot span {self.dialect}")
 
     async def insert(
-        self, statement: Prepared, rows: Sequence[tuple[Any, ...]], transaction: Transaction | None = None
+        self, statement: Prepared, rows: Sequence[StoredRow], transaction: Transaction | None = None
     ) -> None:
         """Insert rows of delayed messages, as `write` does: all of them or none."""
         insert = partial(self.dialect.bulk.insert_rows, insert=statement, rows=rows)

@@ -22,7 +22,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import in_order
+from delayline.sql.schema import StoredRow, in_order
 from delayline.sql.sqlite.commit_watch import CommitWatch
 from delayline.sql.sqlite.dialect import Sqlite
 from delayline.sql.sqlite.moves import FileForwarding
@@ -479,13 +479,14 @@ class FileRowClaims:
                 if len(batch) == limit or size >= max_bytes:
                     break
                 if self._claims.take([number], 1):
-                    row = self._numbers.claimed_row.run(connection, number, until).fetchone()
-                    if row is None or (batch and size + len(row[3]) + len(row[4]) > max_bytes):
+                    kept = self._numbers.claimed_row.run(connection, number, until).fetchone()
+                    row = None if kept is None else StoredRow._make(kept)
+                    if row is None or (batch and size + row.size > max_bytes):
                         self._claims.release([number])
                         size = size if row is None else max_bytes
                         continue
-                    size += len(row[3]) + len(row[4])
-                    claimed[row[0]] = number
+                    size += row.size
+                    claimed[row.id] = number
                     batch.append(statements.message_of(row))
             if len(page) < limit:
                 break

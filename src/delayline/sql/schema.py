@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from sqlalchemy import (
     BigInteger,
@@ -237,14 +237,38 @@ CRASHES: Final = register(
 DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tables(schema).decisions]))
 
 
+class StoredRow(NamedTuple):
+    """A stored message as the row of its store's table: the names and the order of its columns everywhere."""
+
+    id: str
+    destination: str
+    due: Any
+    """As the column keeps it."""
+    headers: bytes
+    body: bytes
+    retry_count: int
+
+    @property
+    def size(self) -> int:
+        """How many bytes its headers and its body have."""
+        return len(self.headers) + len(self.body or b"")
+
+
+#: The columns of a message itself, without what its store notes of it.
+MESSAGE_COLUMNS: Final = StoredRow._fields[:-1]
+
+
 def message_columns(*, unique: bool = False) -> list[Column[Any]]:
     """Return the columns of a delayed message, in the order of its fields; unique: no two rows have one id."""
+    types: dict[str, TypeEngine[Any]] = {
+        "id": text(MAXIMUM_ID_LENGTH),
+        "destination": text(MAXIMUM_DESTINATION_LENGTH),
+        "due": DUE,
+        "headers": CONTENT,
+        "body": CONTENT,
+    }
     return [
-        Column("id", text(MAXIMUM_ID_LENGTH), nullable=False, unique=unique or None),
-        Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-        Column("due", DUE, nullable=False),
-        Column("headers", CONTENT, nullable=False),
-        Column("body", CONTENT, nullable=False),
+        Column(name, types[name], nullable=False, unique=(unique and name == "id") or None) for name in MESSAGE_COLUMNS
     ]
 
 

@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from delayline.sql.database import RowsOf
     from delayline.sql.notifications import ServerNotifications
     from delayline.sql.prepared import StatementResult
+    from delayline.sql.schema import StoredRow
     from delayline.sql.server import Server
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction
@@ -186,7 +187,7 @@ class ServerDatabase(Database):
         return await self.run(partial(self.use_session, work))
 
     async def insert(
-        self, statement: Prepared, rows: Sequence[tuple[Any, ...]], transaction: Transaction | None = None
+        self, statement: Prepared, rows: Sequence[StoredRow], transaction: Transaction | None = None
     ) -> None:
         """Insert the rows."""
         if transaction is not None:
@@ -197,7 +198,7 @@ class ServerDatabase(Database):
                 await super().insert(statement, rows)
         else:
             insert = partial(self.insert_from, statement, lambda _: rows)
-            is_large = sum(len(row[3]) + len(row[4]) for row in rows) > LARGE_INSERT
+            is_large = sum(row.size for row in rows) > LARGE_INSERT
             await (long_work(insert) if is_large else insert)()
 
     async def insert_one(

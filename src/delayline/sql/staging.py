@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 from sqlalchemy import BigInteger, Column, MetaData, Table, func, select
 
 from delayline.errors import MissingExtra
-from delayline.sql.schema import message_columns
+from delayline.sql.schema import MESSAGE_COLUMNS, message_columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from delayline.delayed.store import OnConflict
 
 
-COLUMNS: Final = "id, destination, due, headers, body"
+COLUMNS: Final = ", ".join(MESSAGE_COLUMNS)
+#: What replaces a stored message of the same id, where the new row is called `excluded`.
+REPLACED: Final = ", ".join(f"{name} = excluded.{name}" for name in MESSAGE_COLUMNS[1:])
 #: Of rows with one id the first in this order is kept: the one that is due first, whatever task has staged it.
 KEPT_FIRST: Final = "PARTITION BY id ORDER BY due, destination, headers, body"
 PREFIX: Final = "delayline_stage_"

@@ -22,7 +22,7 @@ from sqlalchemy import (
 from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.sql.prepared import LONGEST_LIST, Prepared
-from delayline.sql.schema import in_order
+from delayline.sql.schema import StoredRow, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -37,9 +37,7 @@ WAITING: Final = ("WITH (READCOMMITTEDLOCK)", "mssql")
 #: ... or count them as they are: the next due time needs no certainty, and must not wait for a user's transaction.
 DIRTY: Final = ("WITH (NOLOCK)", "mssql")
 
-Values = tuple[Any, ...]
 PUT: Final = ["queue", "id", "headers", "body"]
-INSERTED: Final = ["id", "destination", "due", "headers", "body", "retry_count"]
 #: Headers with one of these in them need more than a move from the store to their queue.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
 EXPIRY_MARKER: Final = Headers.TIME_TO_BE_RECEIVED.encode()
@@ -53,15 +51,13 @@ class StoreStatements:
         self._dialect = dialect
         columns, sql = table.c, dialect.sql
         by_ids, is_due = dialect.words.one_of(columns.id, "keys"), columns.due <= bindparam("until")
-        self.waiting = select(
-            columns.id, columns.destination, columns.due, columns.headers, columns.body, columns.retry_count
-        )
+        self.waiting = select(*(columns[name] for name in StoredRow._fields))
         unleased = {"leased_until": null()} if "leased_until" in columns else {}
         failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"), **unleased)
-        self.insert = Prepared(dialect.words.insert_new(table, "id"), sql, INSERTED)
-        self.insert_strictly = Prepared(insert(table), sql, INSERTED)
+        self.insert = Prepared(dialect.words.insert_new(table, "id"), sql, StoredRow._fields)
+        self.insert_strictly = Prepared(insert(table), sql, StoredRow._fields)
         """Fails for an id that there is already."""
-        replaced = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in INSERTED[1:]}
+        replaced = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in StoredRow._fields[1:]}
         self.replace = Prepared(
             update(table).where(by_ids).values(**replaced), sql, [*(f"new_{name}" for name in replaced), "keys"]
         )
@@ -93,8 +89,8 @@ class StoreStatements:
         columns = self.table.c
         body = func.substr(columns.body, literal_column("1"), literal_column(str(body_limit)), type_=LargeBinary())
         size = func.length(columns.body)
-        kept = (columns.id, columns.destination, columns.due, columns.headers)
-        return select(*kept, body.label("body"), columns.retry_count, size.label("size"))
+        kept = [body.label(name) if name == "body" else columns[name] for name in StoredRow._fields]
+        return select(*kept, size.label("size"))
 
     def earliest(self, seconds: int) -> Prepared:
         """Return the query for the earliest due time of all, and for the earliest of the last `seconds`.
@@ -106,12 +102,12 @@ class StoreStatements:
         recent = select(func.min(due)).where(due >= self._dialect.values.in_seconds(-seconds)).scalar_subquery()
         return Prepared(select(of_all, recent), self._dialect.sql, [])
 
-    def row_of(self, message: DelayedMessage) -> Values:
+    def row_of(self, message: DelayedMessage) -> StoredRow:
         """Return the parameters of the insert statement."""
         kept = message.message
         due = self._dialect.values.to_due(message.due)
         headers = self._dialect.values.headers_of(kept)
-        return kept.id, message.destination, due, headers, kept.body, message.number_of_retries
+        return StoredRow(kept.id, message.destination, due, headers, kept.body, message.number_of_retries)
 
     def message_of(self, row: Sequence[Any]) -> DelayedMessage:
         """Return the message of a row of `waiting`."""
@@ -123,8 +119,8 @@ class StoreStatements:
         """Read due messages one by one until their bytes are too many; at least one when one is due."""
         batch: list[DelayedMessage] = []
         size = 0
-        for row in self.due.stream(connection, until, limit):
-            size += len(row[3]) + len(row[4])
+        for row in map(StoredRow._make, self.due.stream(connection, until, limit)):
+            size += row.size
             if batch and size > max_bytes:
                 break
             batch.append(self.message_of(row))

@@ -221,7 +221,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
 
         def of_pending(connection: Connection) -> None:
             if replace:
-                statements.replace.change(connection, *row[1:], [row[0]])
+                statements.replace.change(connection, *row[1:], [row.id])
 
         for _ in range(ATTEMPTS):
             outcome = await self._locking.manage(message.id, of_pending)
@@ -423,8 +423,9 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         return [self._found(row) for row in rows]
 
     def _found(self, row: Sequence[Any]) -> FoundMessage:
-        message = self._statements.message_of(row[:6])
-        return FoundMessage(message, len(message.message.encoded_headers) + int(row[6] or 0))
+        *kept, body_size = row
+        message = self._statements.message_of(kept)
+        return FoundMessage(message, len(message.message.encoded_headers) + int(body_size or 0))
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count pending messages between the edges in bounded time; see `SupportsDueForecast`."""

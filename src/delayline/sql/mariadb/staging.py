@@ -11,6 +11,7 @@ from sqlalchemy import insert
 from delayline.clock import from_microseconds
 from delayline.delayed.store import OnConflict
 from delayline.sql.prepared import Prepared
+from delayline.sql.schema import MESSAGE_COLUMNS
 from delayline.sql.server import run
 from delayline.sql.staged_table import StagedTable
 from delayline.sql.staging import COLUMNS, KEPT_FIRST
@@ -36,10 +37,9 @@ KEEP_ONE_EACH: Final = (
 COUNT: Final = "@delayline_left := @delayline_left + 1"
 IGNORE: Final = f" ON DUPLICATE KEY UPDATE {{store}}.id = IF({COUNT}, {{store}}.id, {{store}}.id)"
 FREE: Final = "({store}.leased_until IS NULL OR {store}.leased_until < UTC_TIMESTAMP(6))"
-REPLACED: Final = ("destination", "headers", "body", "due")
 REPLACE: Final = (
     f" ON DUPLICATE KEY UPDATE {{store}}.id = IF({FREE}, {{store}}.id, IF({COUNT}, {{store}}.id, {{store}}.id)), "
-    + ", ".join(f"{{store}}.{name} = IF({FREE}, VALUES({name}), {{store}}.{name})" for name in REPLACED)
+    + ", ".join(f"{{store}}.{name} = IF({FREE}, VALUES({name}), {{store}}.{name})" for name in MESSAGE_COLUMNS[1:])
     + f", {{store}}.retry_count = IF({FREE}, 0, {{store}}.retry_count)"
 )
 

@@ -13,7 +13,7 @@ from delayline.delayed.store import OnConflict
 from delayline.sql.postgresql.binary import YEAR_2000
 from delayline.sql.server import run
 from delayline.sql.staged_table import StagedTable
-from delayline.sql.staging import COLUMNS, KEPT_FIRST
+from delayline.sql.staging import COLUMNS, KEPT_FIRST, REPLACED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -40,8 +40,7 @@ KEEP_ONE_EACH: Final = (
     "(SELECT id FROM {stage} WHERE attempt = ANY (%s) GROUP BY id HAVING count(*) > 1)) AS ranked WHERE nth > 1)"
 )
 REPLACE: Final = (
-    " ON CONFLICT (id) DO UPDATE SET destination = EXCLUDED.destination, due = EXCLUDED.due, "
-    "headers = EXCLUDED.headers, body = EXCLUDED.body, retry_count = 0, leased_until = NULL "
+    f" ON CONFLICT (id) DO UPDATE SET {REPLACED}, retry_count = 0, leased_until = NULL "
     "WHERE {store}.leased_until IS NULL OR {store}.leased_until < clock_timestamp()"
 )
 

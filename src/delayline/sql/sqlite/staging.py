@@ -14,7 +14,8 @@ from sqlalchemy.schema import CreateTable, DropTable
 from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnusable
 from delayline.sql.prepared import Prepared
-from delayline.sql.staging import KEPT_FIRST, PREFIX, stage_table
+from delayline.sql.schema import MESSAGE_COLUMNS
+from delayline.sql.staging import COLUMNS, KEPT_FIRST, PREFIX, REPLACED, stage_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -24,17 +25,13 @@ if TYPE_CHECKING:
     from delayline.sql.sqlite.dialect import Sqlite
 
 GATHERED: Final = "delayline_stage"
-COLUMNS: Final = "id, destination, due, headers, body"
 MOVE: Final = "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} WHERE true{conflict}"
 KEEP_ONE_EACH: Final = (
     "DELETE FROM {stage} WHERE rowid IN "
     "(SELECT place FROM (SELECT rowid AS place, row_number() OVER ({kept_first}) AS nth "
     "FROM {stage} WHERE id IN (SELECT id FROM {stage} GROUP BY id HAVING count(*) > 1)) WHERE nth > 1)"
 )
-REPLACE: Final = (
-    " ON CONFLICT (id) DO UPDATE SET destination = excluded.destination, due = excluded.due, "
-    "headers = excluded.headers, body = excluded.body, retry_count = 0"
-)
+REPLACE: Final = f" ON CONFLICT (id) DO UPDATE SET {REPLACED}, retry_count = 0"
 CONFLICTS: Final = {
     "raise": "",
     "keep": " ON CONFLICT (id) DO NOTHING",
@@ -103,7 +100,7 @@ class SqliteStage:
 
     def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
         """Insert rows into the store; raises the driver's IntegrityError for ids that are there."""
-        names = ["retry_count", *COLUMNS.split(", ")]
+        names = ["retry_count", *MESSAGE_COLUMNS]
         Prepared(insert(self.store), self.dialect.sql, names).change_many(connection, _rows(0, batch))
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
