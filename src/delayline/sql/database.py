@@ -97,7 +97,7 @@ class Database(ABC):
         except asyncio.CancelledError:
             wanted.clear()
             done, _ = await asyncio.wait([opening], timeout=self._closing_patience)
-            if any(one.exception() is None and one.result() for one in done):
+            if any(task.exception() is None and task.result() for task in done):
                 await self.close()
             raise
         finally:

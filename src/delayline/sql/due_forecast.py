@@ -106,7 +106,7 @@ def explanation(table: Table, dialect: sqlalchemy.Dialect, edges: int, words: st
     parameters = edge_parameters(table, edges)
     conditions = in_buckets(table.c.due, parameters)
     query: CompoundSelect[Any] = union_all(
-        *(select(literal_column("1")).select_from(table).where(one) for one in conditions)
+        *(select(literal_column("1")).select_from(table).where(condition) for condition in conditions)
     )
     return Prepared(query, dialect, [edge.key for edge in parameters], prefix=words)
 

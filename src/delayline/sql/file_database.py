@@ -140,7 +140,7 @@ class FileDatabase(Database):
         try:
             if not write.finished:
                 group = self._group.take()
-                self.dialect.transactions.asked_at = max((one.asked_at for one in group), default=write.asked_at)
+                self.dialect.transactions.asked_at = max((member.asked_at for member in group), default=write.asked_at)
                 await self.on_writer(lambda connection: self._group.run(group, connection))
         finally:
             self.semaphore.leave()

@@ -643,7 +643,7 @@ class LockedForwarding:
     def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
         """Return the condition for messages that only need moving; `known`: their queue exists."""
         markers: list[ColumnElement[bytes]] = [bindparam("marker", MARKER), bindparam("expiry", EXPIRY_MARKER)]
-        return and_(*(func.instr(columns.headers, one) == literal_column("0") for one in markers), known)
+        return and_(*(func.instr(columns.headers, marker) == literal_column("0") for marker in markers), known)
 
     def body(self, columns: Columns) -> ColumnElement[bytes]:
         """Return the body, as the queue takes it."""

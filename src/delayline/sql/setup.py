@@ -267,7 +267,7 @@ def _has_table(inspector: Inspector, table: Table) -> bool:
 
 
 def _has_features(inspector: Inspector, versions: Table) -> bool:
-    return any(one["name"] == "feature" for one in inspector.get_columns(versions.name, schema=versions.schema))
+    return any(column["name"] == "feature" for column in inspector.get_columns(versions.name, schema=versions.schema))
 
 
 def _version_row(versions: Table, feature: str, usable_from: int, revision: int) -> Executable:
@@ -282,7 +282,7 @@ def texts(steps: list[Executable], dialect: Dialect) -> list[str]:
     """Return the SQL of the steps, for people."""
     compiled = [step.compile(dialect=dialect.sql, compile_kwargs={"literal_binds": True}) for step in steps]  # type: ignore[attr-defined]
     doubled = "%%" if dialect.sql.paramstyle in {"format", "pyformat"} else "%"  # drivers double it
-    written = [str(one).replace(doubled, "%").strip().splitlines() for one in compiled]
+    written = [str(statement).replace(doubled, "%").strip().splitlines() for statement in compiled]
     return ["\n".join(line.rstrip() for line in lines).expandtabs(4) for lines in written]
 
 

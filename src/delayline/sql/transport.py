@@ -191,7 +191,9 @@ class SqlTransport(OnDatabase):
         if not missing:
             return [None] * len(groups)
         return [
-            _dispatch_failed(operations, missing) if any(one.destination in missing for one in operations) else None
+            _dispatch_failed(operations, missing)
+            if any(operation.destination in missing for operation in operations)
+            else None
             for operations in groups
         ]
 
@@ -382,11 +384,12 @@ class SqlTransport(OnDatabase):
             missing = self._statements.missing(connection, (operation.destination for operation in operations))
             existing = [operation for operation in operations if operation.destination not in missing]
             rows: list[tuple[Any, ...]] = [
-                (one.destination, one.message.id, one.message.encoded_headers, one.message.body) for one in existing
+                (operation.destination, operation.message.id, operation.message.encoded_headers, operation.message.body)
+                for operation in existing
             ]
             if not expire:
                 return rows
-            expiry = self._expiry(connection, [one.message.time_to_be_received for one in existing])
+            expiry = self._expiry(connection, [operation.message.time_to_be_received for operation in existing])
             return [(*row, at) for row, at in zip(rows, expiry, strict=True)]
 
         statement = self._statements.put_expiring if expire else self._statements.put

@@ -415,7 +415,7 @@ class TwoPhaseTransaction(CompositeTransaction):
     async def _commit_in_two_phases(self, begun: Sequence[Database]) -> None:
         coordinator = self._coordinator
         deciding = self.branch(coordinator.deciding)
-        names = {one: coordinator.new_name(one) for one in begun if one is not coordinator.deciding}
+        names = {database: coordinator.new_name(database) for database in begun if database is not coordinator.deciding}
         try:
             await deciding.run(partial(coordinator.decide, names=names.values()))
             for database, name in names.items():

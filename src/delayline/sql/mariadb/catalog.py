@@ -55,7 +55,7 @@ class MariadbCatalog(Catalog):
             kept = (
                 f"{kept[: LONGEST_NAME - 9]}~{hashlib.sha256(table.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
             )
-        bytes_of_file = sum(1 if one.isascii() and (one.isalnum() or one == "_") else 5 for one in kept)
+        bytes_of_file = sum(1 if letter.isascii() and (letter.isalnum() or letter == "_") else 5 for letter in kept)
         must_fit(table, bytes_of_file, LONGEST_FILE_NAME, "bytes of a file's name", self._dialect)
         return kept
 

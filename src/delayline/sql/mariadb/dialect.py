@@ -227,9 +227,9 @@ def _adding_up(estimates: list[float], total: float) -> list[float]:
     doubled: set[int] = set()
     for position in sorted(range(len(estimates)), key=estimates.__getitem__, reverse=True):
         doubled.add(position)
-        among = sum(estimates[one] for one in doubled)
+        among = sum(estimates[bucket] for bucket in doubled)
         if among and (factor := 1 - excess / among) >= ABOUT_HALF:
-            return [about * factor if one in doubled else about for one, about in enumerate(estimates)]
+            return [about * factor if bucket in doubled else about for bucket, about in enumerate(estimates)]
     return estimates
 
 
@@ -313,13 +313,13 @@ class IndexedSql(MySQLCompiler):
         """
         name = super().delete_table_clause(delete_stmt, from_table, extra_froms, **options)
         key = list(from_table.primary_key) if isinstance(from_table, Table) else []
-        if delete_stmt.whereclause is None or any(one in key for one in iterate(delete_stmt.whereclause)):
+        if delete_stmt.whereclause is None or any(element in key for element in iterate(delete_stmt.whereclause)):
             return name
         return f"{name} USING {name}{self._by_index(from_table)}"
 
     def _by_index(self, table: object) -> str:
         if not isinstance(table, Table):
             return ""
-        unique = [next(iter(one.columns)).name for one in table.constraints if isinstance(one, UniqueConstraint)]
+        unique = [next(iter(key.columns)).name for key in table.constraints if isinstance(key, UniqueConstraint)]
         names = ["PRIMARY", *sorted(unique), *sorted(str(index.name) for index in table.indexes)]
         return f" FORCE INDEX ({', '.join(map(self.preparer.quote, names))})"

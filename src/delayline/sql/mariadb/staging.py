@@ -76,7 +76,7 @@ class MariadbStage(StagedTable):
             **first,
             "id": batch.column("id").to_pylist(),
             "destination": batch.column("destination").to_pylist(),
-            "due": [self.dialect.values.to_due(from_microseconds(one)) for one in due],
+            "due": [self.dialect.values.to_due(from_microseconds(microseconds)) for microseconds in due],
             "headers": pc.fill_null(batch.column("headers").cast(pa.binary()), b"").to_pylist(),
             "body": pc.fill_null(batch.column("body").cast(pa.binary()), b"").to_pylist(),
         }

@@ -159,7 +159,7 @@ class PostgresqlMove(NamedTuple):
             *groups, put, _, _, _, _ = groups
             claimed = [row[-4:] for row in rows if row[-4] is not None]
             if put == len(claimed):  # there is nothing for others to look for
-                queues = [one for one in queues if one != self.queue]
+                queues = [queue for queue in queues if queue != self.queue]
         if left:
             next_due = last = None
         if due == self.limit or moved + left < due:

@@ -133,7 +133,7 @@ class SqliteStage:
     def found(self, connection: Connection) -> Sequence[str]:
         """Return the names of all folders."""
         del connection
-        return [one.name for one in self.folder.parent.glob(f"{PREFIX}*")]
+        return [folder.name for folder in self.folder.parent.glob(f"{PREFIX}*")]
 
     def _file(self, attempt: int) -> Path:
         return self.folder / f"{attempt}.arrow"

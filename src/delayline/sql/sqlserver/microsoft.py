@@ -109,7 +109,7 @@ class DeclaringCursor(Cursor):
 
     def _number(self, error: Exception) -> None:
         found = (NUMBER.search(str(record[0])) for record in (*self.messages, *self._diagnostics))
-        error.sqlserver_number = next((int(one[1]) for one in found if one and one[1] != "0"), 0)  # type: ignore[attr-defined]
+        error.sqlserver_number = next((int(number[1]) for number in found if number and number[1] != "0"), 0)  # type: ignore[attr-defined]
 
     def _records(self) -> Sequence[Any]:
         records_of: Any = ddbc_bindings.DDBCSQLGetAllDiagRecords  # type: ignore[attr-defined]

@@ -116,7 +116,7 @@ class HintedSql(MSSQLCompiler):
         end = text.index(") VALUES (", start)
         columns, values = text[start + 1 : end], text[end + len(") ") :]
         columns_of_key = [insert_stmt.table.c[key] for key in keys]
-        same = " AND ".join(_same(self.preparer.quote(one.name), one) for one in columns_of_key)
+        same = " AND ".join(_same(self.preparer.quote(column.name), column) for column in columns_of_key)
         there = f"SELECT * FROM {table} AS old WHERE {same}"  # noqa: S608 - quoted names
         return f"{text[:start]}({columns}) SELECT * FROM ({values}) AS new ({columns}) WHERE NOT EXISTS ({there})"  # noqa: S608
 
