@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    import asyncio
+    from collections.abc import Callable, Iterable, Sequence
 
     from sqlalchemy import Connection, Table
-
-    from delayline.sql.moves import ClaimingMove, Moved, WaitingReceiver
 
 
 class Claims(Protocol):
@@ -69,6 +68,23 @@ class TransactionsInProgress(NamedTuple):
     """The number of the first message that was looked for, in the same snapshot; None for none."""
 
 
+class WaitingReceiver(Protocol):
+    """A receiver of one queue for which a move may claim messages, which saves the receiver's own look."""
+
+    queue: str
+    wanted: int
+    """How many messages the move may claim; 0 while the receiver does not wait for any."""
+    loop: asyncio.AbstractEventLoop
+
+    def moved(self, rows: Sequence[tuple[Any, ...]]) -> None:
+        """Receive the messages, or give their claims up; on the receiver's event loop.
+
+        Args:
+            rows: Number, id, headers and body of each message that a move has claimed, in the order of their numbers.
+        """
+        ...
+
+
 @runtime_checkable
 class ClaimsInStatements(ServerClaims, Protocol):
     """Claims that are made in the statement that moves the messages to their queue, or that looks into the queue."""
@@ -79,10 +95,6 @@ class ClaimsInStatements(ServerClaims, Protocol):
 
     def waiting_receiver(self) -> WaitingReceiver | None:
         """Return a receiver that waits for messages, if there is one."""
-        ...
-
-    async def move(self, move: ClaimingMove) -> Moved:
-        """Run the move on the claims' connection, and claim the rows that it has locked."""
         ...
 
     async def take_next(self, queued: Table, queue: str, after: int, limit: int, among: int = 0) -> Page:

@@ -1,8 +1,10 @@
 """Moves of due messages from a store to their queues inside one database.
 
 A move may claim messages for a receiver of this process that waits for some, which saves the receiver's own look:
-`ServerRowClaims.forward` asks the claims on the queues' rows for a `WaitingReceiver`, a `ClaimingForwarding` makes the
-move, whose statement locks rows as well, and `WaitingReceiver.moved` gets them.
+
+    poller -> ServerRowClaims.forward -> ClaimingForwarding.run_for -> WaitingReceiver.moved, on the receiver's loop
+                     |                     one statement moves the messages to their queues, and locks some
+                     +- ClaimsInStatements.waiting_receiver: who waits, and for how many
 """
 
 from __future__ import annotations
@@ -11,12 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    import asyncio
     from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection
 
-    from delayline.sql.prepared import Prepared
+    from delayline.sql.claims import ClaimsInStatements, WaitingReceiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,75 +63,30 @@ class Forwarding(Protocol):
         ...
 
 
-class ClaimingMove(Protocol):
-    """One move of due messages that locks some of them for a `WaitingReceiver`."""
-
-    def moved(self, rows: Sequence[tuple[Any, ...]]) -> Moved | None:
-        """Read the result of `statement` from its rows; None if it has moved nothing and `run` must be called."""
-        ...
-
-    def statement(self, key: int) -> tuple[Prepared, tuple[Any, ...]]:
-        """Return the statement that moves and locks, and its parameters.
-
-        Args:
-            key: The lock of row 0.
-        """
-        ...
-
-    def run(self, connection: Connection, key: int) -> Moved:
-        """Move and lock on the connection of the claims.
-
-        Args:
-            connection: The connection.
-            key: The lock of row 0.
-        """
-        ...
-
-
 @runtime_checkable
 class ClaimingForwarding(Forwarding, Protocol):
-    """Forwarding whose moves can lock messages for a receiver."""
+    """Forwarding whose moves can claim messages for a receiver, in the statement that moves them."""
 
-    can_claim: bool
-    """False behind a pooler whose clients share sessions, which hold the locks."""
-
-    def claiming(
+    async def run_for(
         self,
+        receiver: WaitingReceiver,
+        claims: ClaimsInStatements,
         until: object,
         *,
         limit: int,
         max_bytes: int,
         counted: bool,
         since: object | None,
-        queue: str,
-        wanted: int,
-    ) -> ClaimingMove:
-        """Return a move like that of `run`.
+    ) -> Moved:
+        """Move messages as `run` does, on the connection of the claims, and return those that are `claimed` too.
 
         Args:
+            receiver: The receiver, which may get messages of its queue.
+            claims: This process's claims on the rows of the queues.
             until: The latest due time.
             limit: The most messages to move.
             max_bytes: The most bytes to move, if it is more than one message.
             counted: Whether the result has `counts`.
             since: The earliest due time, None for any.
-            queue: The queue in which moved messages are locked.
-            wanted: The most messages to lock.
-        """
-        ...
-
-
-class WaitingReceiver(Protocol):
-    """A receiver of one queue for which a move may claim messages, which saves the receiver's own look."""
-
-    queue: str
-    wanted: int
-    """How many messages the move may claim; 0 while the receiver does not wait for any."""
-    loop: asyncio.AbstractEventLoop
-
-    def moved(self, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Receive the messages, or give their claims up; on the receiver's event loop.
-
-        Args:
-            rows: Number, id, headers and body of each message that a move has claimed, in the order of their numbers.
         """
         ...

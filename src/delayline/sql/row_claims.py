@@ -143,8 +143,7 @@ class ServerRowClaims:
         self._leases = database.dialect.leases(statements.table, tables)
         self._locks = LockStatements(statements, database.dialect, self._leases)
         self._forwarding = forwarding = database.dialect.forwarding(statements.table, tables)
-        can_claim = isinstance(forwarding, ClaimingForwarding) and forwarding.can_claim
-        self._claiming = cast("ClaimingForwarding", forwarding) if can_claim else None
+        self._claiming = forwarding if isinstance(forwarding, ClaimingForwarding) else None
         self._queued = tables.queued.fullname
         self._last_moved = 0
         self._from_due = database.dialect.values.from_due
@@ -311,8 +310,7 @@ class ServerRowClaims:
             return None
         query, since = self._begin()
         try:
-            move = forwarding.claiming(**settings, since=since, queue=receiver.queue, wanted=receiver.wanted)
-            moved = await claims.move(move)
+            moved = await forwarding.run_for(receiver, claims, **settings, since=since)
         except BaseException:
             self._watermark.abandon(query)
             raise

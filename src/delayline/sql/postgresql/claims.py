@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.moves import ClaimingMove, WaitingReceiver
+    from delayline.sql.claims import WaitingReceiver
     from delayline.sql.postgresql.dialect import Postgresql
+    from delayline.sql.postgresql.moves import PostgresqlMove
     from delayline.sql.prepared import StatementResult
     from delayline.sql.server import ServerSessions
 
@@ -109,7 +110,7 @@ class AdvisoryLockClaims(SessionClaims):
         """Return a receiver that waits for messages, if there is one."""
         return next((receiver for receiver in list(self._receivers) if receiver.wanted), None)
 
-    async def move(self, move: ClaimingMove) -> Moved:
+    async def move(self, move: PostgresqlMove) -> Moved:
         """Run the move on the claims' connection, and claim the rows that it has locked."""
 
         def claimed(moved: Moved) -> tuple[Moved, list[int]]:

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.sql.moves import Moved
+from delayline.sql.postgresql.claims import AdvisoryLockClaims
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
+    from delayline.sql.claims import ClaimsInStatements, WaitingReceiver
     from delayline.sql.postgresql.dialect import Postgresql
     from delayline.sql.schema import QueueTables
 
@@ -70,7 +72,6 @@ class PostgresqlForwarding:
     one_statement = True
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Postgresql) -> None:
-        self.can_claim = not dialect.connections.pgbouncer
         quote = dialect.sql.identifier_preparer.format_table
         tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}
@@ -107,24 +108,29 @@ class PostgresqlForwarding:
         statements = self._statements[counted, False]
         return PostgresqlMove(statements, until, limit, max_bytes, counted, since).run(connection)
 
-    def claiming(
+
+class PostgresqlClaimingForwarding(PostgresqlForwarding):
+    """Moves that claim messages too: by locks of a session, which clients of a pooler would share."""
+
+    async def run_for(
         self,
+        receiver: WaitingReceiver,
+        claims: ClaimsInStatements,
         until: object,
         *,
         limit: int,
         max_bytes: int,
         counted: bool,
         since: object | None,
-        queue: str,
-        wanted: int,
-    ) -> PostgresqlMove:
-        """Return a move that locks up to `wanted` messages of the queue."""
-        statements = self._statements[counted, True]
-        return PostgresqlMove(statements, until, limit, max_bytes, counted, since, queue, wanted)
+    ) -> Moved:
+        """Move messages, and lock up to as many of the receiver's queue as it waits for."""
+        assert isinstance(claims, AdvisoryLockClaims)  # noqa: S101 - there are no others on PostgreSQL
+        statements, queue, wanted = self._statements[counted, True], receiver.queue, receiver.wanted
+        return await claims.move(PostgresqlMove(statements, until, limit, max_bytes, counted, since, queue, wanted))
 
 
 class PostgresqlMove(NamedTuple):
-    """One move of due messages; see `ClaimingForwarding.claiming`."""
+    """One move of due messages; see `ClaimingForwarding.run_for`."""
 
     statements: Sequence[Prepared]
     """One that moves all due messages if they fit in `max_bytes`, and one that moves those that fit."""
