@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from delayline.errors import ConfigurationError
 from delayline.external import UNSET
@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from delayline.external import Unset
     from delayline.message import Message
     from delayline.transaction import Transaction, TransactionMode
+
+
+SUSPECT_FROM: Final = 2
+"""From so many deliveries on that have ended without an outcome a message is handled beside no others."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from delayline.rabbitmq.amqp.properties import message_from
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.overlapping_copies import OverlappingCopies, meant_for_another
 from delayline.rabbitmq.read_ahead import ReadAhead
-from delayline.transport import ReceivedMessage
+from delayline.transport import SUSPECT_FROM, ReceivedMessage
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -53,8 +53,6 @@ LEFT_TO: Final = (
     "%r is sent the delayed messages for %r too, whose name ends in it. They are dropped here while the broker shows "
     "that the other endpoint gets them, else they go to the error queue. Rename one of the endpoints (logged once)"
 )
-SUSPICIOUS: Final = 2
-"""After so many returns a message is received without others."""
 NOT_COPIED: Final = "A message of %s that the broker drops at its next return cannot be copied: %s"
 NO_TAG: Final = 2**64
 """Above all delivery tags."""
@@ -515,7 +513,7 @@ class RabbitMQReceiver:
         As long as they were returned twice and more, perhaps by crashes of their handlers, each `receive` has the
         broker send one: those that it sends ahead would be returned with it.
         """
-        if self._one_by_one and self._earlier(delivered) < SUSPICIOUS:
+        if self._one_by_one and self._earlier(delivered) < SUSPECT_FROM:
             self._one_by_one = False
         self._newest = delivered.tag
         self._watch_buffer()

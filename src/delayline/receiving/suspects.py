@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import TooManyCrashes
-from delayline.transport import SupportsDeliveryNotes, SupportsHoldingOne, SupportsSureCounts
+from delayline.transport import SUSPECT_FROM, SupportsDeliveryNotes, SupportsHoldingOne, SupportsSureCounts
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -47,7 +47,7 @@ class Suspects:
         # A queue that counts for us counts messages too that only waited when others ended the process: one crash of a
         # message that is handled alone is not enough.
         self._maximum = max(recoverability.maximum_crashes, 2 if self._sure is None else 4)
-        self._alone_from = min(2, self._maximum - 1)
+        self._alone_from = min(SUSPECT_FROM, self._maximum - 1)
         self._holds_one = receiver if isinstance(receiver, SupportsHoldingOne) else None
 
     def must_be_alone(self, received: ReceivedMessage) -> bool:
