@@ -68,6 +68,7 @@ class Outages:
 
     def __init__(self, cluster: Cluster, server: PostgresqlServer | MariadbServer, chance: random.Random) -> None:
         self._cluster, self._server, self._chance = cluster, server, chance
+        self._started = 0
         self._workers = [self._start() for _ in range(PROCESSES)]
 
     def bring(self) -> None:
@@ -76,8 +77,12 @@ class Outages:
         self._chance.choice(kinds)()
 
     def _start(self) -> Worker:
+        """Start a process, and wait until it has: it would end if the server crashed meanwhile."""
         url = f"{self._cluster.queues_url}?server_timeout={SERVER_TIMEOUT}"
-        return self._cluster.start("both", transport=url, store=url, writes=True, concurrency=32, work=0.05)
+        worker = self._cluster.start("both", transport=url, store=url, writes=True, concurrency=32, work=0.05)
+        self._started += 1
+        self._cluster.running(self._started)
+        return worker
 
     def _kill(self) -> None:
         number = self._chance.randrange(PROCESSES)
@@ -126,7 +131,6 @@ def test_no_process_stands_still_after_outages(
     cluster.make_effects()
     chance = random.Random(new_seed())  # noqa: S311 - repeatable
     outages = Outages(cluster, server, chance)
-    cluster.running(PROCESSES)
     for number in range(ROUNDS):
         # When connections, processes and the server end and fall silent while messages fall due
         sender = cluster.send(MESSAGES_A_ROUND, first=number * MESSAGES_A_ROUND, delays=(0.2, 4))

@@ -92,7 +92,7 @@ class RabbitMQReceiver:
         restore: declares this process's own queue again after its deletion; returns False for other queues.
         move_aside: moves a message that cannot be handled, with these headers added, before it is acknowledged.
         bindings: shows which destinations due messages get to.
-        copy: sends a message to the queue again, with the number of its crashes, None for as many as it says.
+        copy: sends a message to the queue again, with the number of its crashes.
         is_dropped_next: whether the queue would drop a message that was returned so often at its next return.
         counted: whether the queue counts how often it gets a message back, as quorum queues do.
     """
@@ -105,7 +105,7 @@ class RabbitMQReceiver:
         restore: Callable[[str], Awaitable[bool]],
         move_aside: Callable[[Delivery, Mapping[str, str]], Awaitable[None]],
         bindings: DeliveryBindings,
-        copy: Callable[[Delivery, int | None], Awaitable[None]],
+        copy: Callable[[Delivery, int], Awaitable[None]],
         is_dropped_next: Callable[[int], Awaitable[bool]],
         counted: bool = True,
     ) -> None:
@@ -601,7 +601,7 @@ class RabbitMQReceiver:
         """Return a message to the queue, as a copy if the queue would drop it."""
         if delivered.crashes or await self._must_not_return(delivered):
             try:
-                await self._copy(delivered, None)
+                await self._copy(delivered, delivered.crashes and self._earlier(delivered))
             except Exception as error:
                 emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_COPIED, self._queue, error)
             else:

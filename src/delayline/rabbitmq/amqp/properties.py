@@ -126,23 +126,27 @@ class Delivery(NamedTuple):
 
     @property
     def returns(self) -> int:
-        """How often a quorum queue has got the message back. Of a classic queue only 0 is right: it does not count."""
+        """How often a quorum queue has got the message back. Of a classic queue only 0 is right: it does not count.
+
+        From version 4.3 on it counts no nack, and shows no number then beside that of all deliveries.
+        """
         if not self.redelivered:  # then a count would be the sender's
             return 0
-        count = self.properties.headers.get(DELIVERY_COUNT)
-        return count if isinstance(count, int) and count > 0 else 1
+        headers = self.properties.headers
+        count = headers.get(DELIVERY_COUNT)
+        return count if isinstance(count, int) and count > 0 else int(ACQUIRED_COUNT not in headers)
 
     @property
     def failures(self) -> int:
         """How many deliveries of it have ended otherwise than by a nack, as quorum queues count from version 4.3 on.
 
-        They count all deliveries too, this one included: a number that is not below that one is the sender's.
+        They count all earlier deliveries too: a number above that one is the sender's.
         """
         headers = self.properties.headers
         failures, deliveries = headers.get(DELIVERY_COUNT), headers.get(ACQUIRED_COUNT)
         if not self.redelivered or not isinstance(failures, int) or not isinstance(deliveries, int):
             return 0
-        return failures if 0 < failures < deliveries else 0
+        return failures if 0 < failures <= deliveries else 0
 
     @property
     def crashes(self) -> int:

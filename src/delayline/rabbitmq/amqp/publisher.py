@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from delayline.checks import LoopGuard
-from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError, InvalidMessage, NotStarted
+from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError, NotStarted
 from delayline.events import Event, emit
 from delayline.grouping import ABANDONED
 from delayline.rabbitmq.amqp.confirms import PublishBatch, Unroutable
@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 PIPELINE: Final = 1
 APART: Final = 2
 MOST_PIPELINES: Final = 50  # numbers of channels, used one after the other
-NONE_MISSING: Final[Mapping[str, str]] = MappingProxyType({})
+NONE_MISSING: Final[Mapping[str, Closed]] = MappingProxyType({})
 CHUNK: Final = 128  # publications that are encoded before anything else may run
 CHUNK_BYTES: Final = 1 << 18
 FIRST_BACK_OFF: Final = 0.1  # seconds, doubled with every failure
@@ -266,12 +266,13 @@ class PublisherLink:
             await resending
         return batch.failures
 
-    async def _missing(self, unknown: set[str]) -> Mapping[str, str]:
-        """Return which exchanges are not there, and the broker's words; those that are, are asked for once only.
+    async def _missing(self, unknown: set[str]) -> Mapping[str, Closed]:
+        """Return which exchanges take no messages, and the broker's words; those that do, are asked for once only.
 
-        Publishing to one that is missing would close the channel, and make others' outstanding messages be sent twice.
+        Publishing to another would close the channel, and make others' outstanding messages be sent twice. From version
+        4.3 on the broker also refuses to tell of one to which the user has no rights.
         """
-        missing: dict[str, str] = {}
+        missing: dict[str, Closed] = {}
         async with self._apart:
             for exchange in sorted(unknown - self._known):
                 if len(exchange.encode()) > 255:
@@ -281,10 +282,10 @@ class PublisherLink:
                 if channel.closed is None:
                     self._known.add(exchange)
                 else:
-                    missing[exchange] = f"{channel.closed.code} {channel.closed.text}"
+                    missing[exchange] = channel.closed
         return missing
 
-    async def _write(self, batch: PublishBatch, missing: Mapping[str, str]) -> None:
+    async def _write(self, batch: PublishBatch, missing: Mapping[str, Closed]) -> None:
         positions: list[int] = []
         frames: list[bytes] = []
         size = 0
@@ -296,7 +297,7 @@ class PublisherLink:
                 positions, frames, size = [], [], 0
             try:
                 encoded = self._encoded(channel, publication, missing)
-            except (InvalidMessage, Unroutable) as error:
+            except DelaylineError as error:
                 batch.failures[position] = error
                 batch.settle(1)
                 continue
@@ -338,9 +339,9 @@ class PublisherLink:
             f"{self._address.server_timeout:g} s ({reason}): their outcome is unknown, they may arrive"
         )
 
-    def _encoded(self, channel: PublishChannel, publication: Publication, missing: Mapping[str, str]) -> bytes:
+    def _encoded(self, channel: PublishChannel, publication: Publication, missing: Mapping[str, Closed]) -> bytes:
         if publication.exchange in missing:
-            raise Unroutable(publication.exchange, publication.routing_key, missing[publication.exchange])
+            raise refused_publication(self._address, publication, missing[publication.exchange])
         if len(publication.message.body) > self._largest:
             raise too_large(publication, self._largest)
         return channel.frames.encode(publication)
