@@ -30,7 +30,7 @@ from benchmarks.servers_rabbitmq import rabbitmq
 from delayline import DelayedMessage, Endpoint, Message, SqlDelayedMessageStore, StoredDelivery
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.publisher import Publication, Publisher
+from delayline.rabbitmq.publisher import Publication, Publisher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

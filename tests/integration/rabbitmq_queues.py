@@ -10,8 +10,8 @@ import aio_pika
 
 from delayline import Message
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.publisher import Publication, Publisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

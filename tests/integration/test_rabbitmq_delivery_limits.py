@@ -25,8 +25,8 @@ from delayline.rabbitmq.admin import limits
 from delayline.rabbitmq.admin.management_api import ManagementApi
 from delayline.rabbitmq.amqp.methods import QueueDeclare
 from delayline.rabbitmq.amqp.properties import sent_on
-from delayline.rabbitmq.amqp.publisher import Publication
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
+from delayline.rabbitmq.publisher import Publication
 from delayline.settings import load_settings
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation

@@ -19,7 +19,7 @@ from tests.integration.wire_between import wire_to
 
 from delayline import Headers, Message
 from delayline.message import encode_headers
-from delayline.rabbitmq.amqp.publisher import Publication, Publisher
+from delayline.rabbitmq.publisher import Publication, Publisher
 
 if TYPE_CHECKING:
     from tests.integration.wire_between import Wire

@@ -15,7 +15,7 @@ from delayline import BackendUnavailable, InvalidMessage
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.publisher import Publisher
+from delayline.rabbitmq.publisher import Publisher
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.transport import received
 

@@ -23,7 +23,7 @@ from tests.integration.wire_between import wire_to
 
 from delayline import BackendUnavailable, Endpoint, Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
-from delayline.rabbitmq.amqp.publisher import Publication, Publisher
+from delayline.rabbitmq.publisher import Publication, Publisher
 from delayline.testing import Signals
 from delayline.testing.clock import settle
 from delayline.testing.conformance.native_delivery import Arrivals
@@ -205,7 +205,7 @@ async def test_closing_gives_up_on_a_broker_that_does_not_confirm(
     rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Given a broker that falls silent, when the publisher is closed, then it waits that long and raises an error."""
-    monkeypatch.setattr("delayline.rabbitmq.amqp.publisher.CLOSING_PATIENCE", 0.2)
+    monkeypatch.setattr("delayline.rabbitmq.publisher.CLOSING_PATIENCE", 0.2)
     async with wire_to(rabbitmq_url) as (wire, url), opened(url) as publisher:
         wire.hold_answers()
         sending = asyncio.ensure_future(publisher.publish([to_queue("there")]))

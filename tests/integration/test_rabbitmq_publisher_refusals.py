@@ -21,7 +21,7 @@ from delayline import (
 )
 from delayline.errors import BackendUnusable, MessageRejected
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
+from delayline.rabbitmq.publisher import Publication, Publisher, Unroutable
 
 if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer

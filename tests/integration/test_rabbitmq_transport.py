@@ -28,9 +28,9 @@ from delayline.cli import main
 from delayline.errors import BackendUnusable, DispatchFailed, UnsupportedTransactionMode
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.publisher import Publication
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
+from delayline.rabbitmq.publisher import Publication
 from delayline.rabbitmq.receiver import RabbitMQReceiver
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation

@@ -24,7 +24,6 @@ from delayline.events import Event, emit
 from delayline.message import Headers
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
-from delayline.rabbitmq.amqp.publisher import Publication, Unroutable
 from delayline.rabbitmq.binding_overlap import OverlappingNames
 from delayline.rabbitmq.front import PARKED, can_be_parked, managed_as_sent, parked, released
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
@@ -34,6 +33,7 @@ from delayline.rabbitmq.levels import (
     checked_until,
     seconds_until,
 )
+from delayline.rabbitmq.publisher import Publication, Unroutable
 from delayline.rabbitmq.transport import RabbitMQTransport
 from delayline.transport import TransportOperation
 

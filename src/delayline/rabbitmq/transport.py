@@ -20,12 +20,12 @@ from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
 from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
 from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.properties import sent_on
-from delayline.rabbitmq.amqp.publisher import Publication, Publisher, Unroutable
 from delayline.rabbitmq.amqp.wire import CRASHES, LONGEST_SHORT_STRING
 from delayline.rabbitmq.browsing import QueuePass
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED, DeliveryLimits
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
+from delayline.rabbitmq.publisher import Publication, Publisher, Unroutable
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.topology import TOPOLOGIES, can_be_compared, queue_declaration
 from delayline.transaction import TransactionMode

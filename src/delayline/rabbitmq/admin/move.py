@@ -18,11 +18,11 @@ from delayline.rabbitmq.admin.drain import LevelMessage, Unmovable, batches, cha
 from delayline.rabbitmq.admin.limits import limit_of_levels
 from delayline.rabbitmq.admin.operations import BlockedMessages, overdue
 from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried, content
-from delayline.rabbitmq.amqp.publisher import Publication, Publisher
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.levels import LEVELS, seconds_until
+from delayline.rabbitmq.publisher import Publication, Publisher
 from delayline.rabbitmq.topology import Routability
 
 if TYPE_CHECKING:
