@@ -18,7 +18,8 @@ from pamqp import commands, frame, header
 from benchmarks.bare import BODY, HEADERS, SENT_HEADERS
 from delayline import Message
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.wire import Publication, PublishFrames
+from delayline.rabbitmq.amqp.wire import PublishFrames
+from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.levels import V2_PREFIX, route
 
 if TYPE_CHECKING:

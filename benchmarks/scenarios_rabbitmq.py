@@ -30,7 +30,8 @@ from benchmarks.servers_rabbitmq import rabbitmq
 from delayline import DelayedMessage, Endpoint, Message, SqlDelayedMessageStore, StoredDelivery
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.publisher import Publisher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -11,7 +11,8 @@ import aio_pika
 from delayline import Message
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.connection import BrokerConnection
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.publisher import Publisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -48,8 +48,11 @@ from delayline.outgoing import Composer
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import operations
-from delayline.rabbitmq.amqp.properties import Delivery, Undecodable, decode_properties, message_from, sent_on
-from delayline.rabbitmq.amqp.wire import Publication, PublishFrames
+from delayline.rabbitmq.amqp.properties import Delivery, Undecodable, decode_properties
+from delayline.rabbitmq.amqp.wire import PublishFrames
+from delayline.rabbitmq.decoding import message_from
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.forwarding import sent_on
 from delayline.receiving.handlers import Handlers
 from delayline.sql import SqlTransport
 from delayline.timeouts import SqlTimeoutPersister, Timeout, TimeoutManagerDelivery

@@ -24,9 +24,9 @@ from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import limits
 from delayline.rabbitmq.admin.management_api import ManagementApi
 from delayline.rabbitmq.amqp.methods import QueueDeclare
-from delayline.rabbitmq.amqp.properties import sent_on
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
-from delayline.rabbitmq.publisher import Publication
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.forwarding import sent_on
 from delayline.settings import load_settings
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation

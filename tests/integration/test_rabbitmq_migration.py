@@ -18,9 +18,10 @@ from delayline.message import Headers, Message, from_wire_time, to_wire_time
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import move
 from delayline.rabbitmq.admin.move import Levels, Move, Report
+from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import DELAY_HEADER, parse
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.publisher import Publisher
 from delayline.testing import ManualClock
 
 if TYPE_CHECKING:

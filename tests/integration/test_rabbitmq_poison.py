@@ -15,7 +15,7 @@ from tests.integration.raw_amqp import RawClient, field, long, nested, propertie
 from delayline import Endpoint, Headers, Message, MessageContext, Recoverability
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.amqp.methods import ExchangeDelete
-from delayline.rabbitmq.amqp.wire import DAMAGED_HEADERS, HEADERS_IN_BODY
+from delayline.rabbitmq.encoding import DAMAGED_HEADERS, HEADERS_IN_BODY
 
 if TYPE_CHECKING:
     from collections.abc import Callable

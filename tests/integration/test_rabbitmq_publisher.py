@@ -19,7 +19,8 @@ from tests.integration.wire_between import wire_to
 
 from delayline import Headers, Message
 from delayline.message import encode_headers
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.publisher import Publisher
 
 if TYPE_CHECKING:
     from tests.integration.wire_between import Wire

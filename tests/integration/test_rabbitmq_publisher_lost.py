@@ -23,7 +23,8 @@ from tests.integration.wire_between import wire_to
 
 from delayline import BackendUnavailable, Endpoint, Event
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.publisher import Publisher
 from delayline.testing import Signals
 from delayline.testing.clock import settle
 from delayline.testing.conformance.native_delivery import Arrivals

@@ -21,7 +21,9 @@ from delayline import (
 )
 from delayline.errors import BackendUnusable, MessageRejected
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.publisher import Publication, Publisher, Unroutable
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.publisher import Publisher
+from delayline.rabbitmq.refusals import Unroutable
 
 if TYPE_CHECKING:
     from tests.servers.rabbitmq import RabbitmqServer

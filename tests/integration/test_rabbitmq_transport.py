@@ -30,7 +30,7 @@ from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
-from delayline.rabbitmq.publisher import Publication
+from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.receiver import RabbitMQReceiver
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation

@@ -24,8 +24,9 @@ from delayline.migration.sources import rabbitmq_levels
 from delayline.migration.sources.rabbitmq_levels import RabbitmqLevelsSource
 from delayline.migration.verify import verify
 from delayline.rabbitmq.address import BrokerAddress
+from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, parse
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.publisher import Publisher
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from delayline.rabbitmq.admin.management_api import ManagementApi
 from delayline.rabbitmq.amqp.channel import FRAME_MAX, Channel, PublishChannel
 from delayline.rabbitmq.amqp.confirms import PublishBatch
 from delayline.rabbitmq.amqp.connection import AmqpConnection
-from delayline.rabbitmq.amqp.properties import Delivery, message_from
-from delayline.rabbitmq.amqp.wire import Publication
+from delayline.rabbitmq.amqp.properties import Delivery
+from delayline.rabbitmq.decoding import message_from
+from delayline.rabbitmq.encoding import Publication
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

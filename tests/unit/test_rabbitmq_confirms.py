@@ -7,16 +7,17 @@ import asyncio
 import pytest
 
 from delayline import BackendUnavailable, Message
-from delayline.errors import MessageRejected
-from delayline.rabbitmq.amqp.confirms import Confirms, PublishBatch, Unroutable
-from delayline.rabbitmq.amqp.wire import Publication
+from delayline.errors import MessageRejected, QueueNotFound
+from delayline.rabbitmq.amqp.confirms import Confirms, NotTaken, PublishBatch, Returned
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.refusals import unconfirmed
 
 
-def batch_of(number: int, *, prefix: str = "m") -> PublishBatch:
+def batch_of(number: int, *, prefix: str = "m") -> PublishBatch[Publication]:
     return PublishBatch([Publication(Message(f"{prefix}-{n}", {}, b""), "", "q") for n in range(number)])
 
 
-def wrote(confirms: Confirms, number: int, *, prefix: str = "m") -> PublishBatch:
+def wrote(confirms: Confirms, number: int, *, prefix: str = "m") -> PublishBatch[Publication]:
     batch = batch_of(number, prefix=prefix)
     confirms.wrote(batch, range(number))
     return batch
@@ -54,10 +55,12 @@ async def test_a_rejection_of_several_names_each() -> None:
     confirms.settle(3, multiple=True, acknowledged=False)
     await batch.settled
     assert {position: type(error) for position, error in batch.failures.items()} == {
-        2: MessageRejected,
-        3: MessageRejected,
+        2: NotTaken,
+        3: NotTaken,
     }
-    assert "'m-3'" in str(batch.failures[3])
+    told = unconfirmed(batch.publications[3], batch.failures[3])
+    assert isinstance(told, MessageRejected)
+    assert "'m-3'" in str(told)
 
 
 async def test_an_answer_to_nothing_is_ignored() -> None:
@@ -91,7 +94,8 @@ async def test_what_is_settled_one_by_one_is_not_looked_at_again() -> None:
     assert confirms._lowest == 1001
     assert confirms.returned("", "q", "later-0", "312 NO_ROUTE")
     confirms.settle(1001, multiple=True, acknowledged=True)
-    assert isinstance(batch.failures[0], Unroutable)
+    assert isinstance(batch.failures[0], Returned)
+    assert isinstance(unconfirmed(batch.publications[0], batch.failures[0]), QueueNotFound)
 
 
 async def test_returns_find_copies_of_one_message_one_after_the_other() -> None:
@@ -102,7 +106,7 @@ async def test_returns_find_copies_of_one_message_one_after_the_other() -> None:
     assert confirms.returned("", "q", "same", "312 NO_ROUTE")
     assert confirms.returned("", "q", "same", "312 NO_ROUTE")
     confirms.settle(3, multiple=True, acknowledged=True)
-    assert {position: type(error) for position, error in batch.failures.items()} == {0: Unroutable, 1: Unroutable}
+    assert {position: type(error) for position, error in batch.failures.items()} == {0: Returned, 1: Returned}
 
 
 async def test_an_unknown_returned_message_fails_no_caller() -> None:

@@ -8,8 +8,11 @@ import pytest
 from tests.unit.amqp_fields import delivered, long_string, received, short, table, table_of, taken_apart
 
 from delayline import Headers, InvalidMessage, Message
-from delayline.rabbitmq.amqp.properties import Delivery, message_from, sent_on
-from delayline.rabbitmq.amqp.wire import DAMAGED_HEADERS, Publication, PublishFrames
+from delayline.rabbitmq.amqp.properties import Delivery
+from delayline.rabbitmq.amqp.wire import PublishFrames
+from delayline.rabbitmq.decoding import message_from
+from delayline.rabbitmq.encoding import DAMAGED_HEADERS, Publication
+from delayline.rabbitmq.forwarding import sent_on
 
 CONTENT_TYPE, HEADERS, MODE, CORRELATION, REPLY_TO, ID, TYPE = (1 << bit for bit in (15, 13, 12, 10, 9, 7, 5))
 EXPIRATION, USER_ID = 1 << 8, 1 << 4

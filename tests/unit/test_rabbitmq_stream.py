@@ -14,14 +14,9 @@ from delayline.errors import InvalidMessage
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.channel import Channel, read_frames
 from delayline.rabbitmq.amqp.confirms import Closed
-from delayline.rabbitmq.amqp.properties import (
-    Delivery,
-    Undecodable,
-    decode_properties,
-    message_from,
-    message_id_in,
-    sent_on,
-)
+from delayline.rabbitmq.amqp.properties import Delivery, Undecodable, decode_properties, message_id_in
+from delayline.rabbitmq.decoding import message_from
+from delayline.rabbitmq.forwarding import sent_on
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,8 +12,9 @@ from tests.unit.amqp_fields import read, received
 
 from delayline import Headers, InvalidMessage, Message
 from delayline.message import encode_headers
-from delayline.rabbitmq.amqp.properties import message_from
-from delayline.rabbitmq.amqp.wire import DAMAGED_HEADERS, NOT_SENT, Publication, PublishFrames
+from delayline.rabbitmq.amqp.wire import PublishFrames
+from delayline.rabbitmq.decoding import message_from
+from delayline.rabbitmq.encoding import DAMAGED_HEADERS, NOT_SENT, Publication
 from delayline.rabbitmq.levels import DELAY_HEADER
 
 FRAME_MAX = 4096

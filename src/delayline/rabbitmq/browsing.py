@@ -13,7 +13,7 @@ from pamqp import commands
 from delayline.errors import BackendUnusable, InvalidMessage, QueueNotFound
 from delayline.message import Message
 from delayline.rabbitmq.amqp.methods import QueueDeclare, QueuePurge
-from delayline.rabbitmq.amqp.properties import message_from
+from delayline.rabbitmq.decoding import crashes_of, message_from
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -94,12 +94,12 @@ class QueuePass:
     async def let_go(self) -> None:
         """Leave the message that was returned last in the queue, as a copy where the broker might soon drop it."""
         delivered, self._last = self._last, None
-        if delivered is None or not (delivered.returns or delivered.crashes):
+        if delivered is None or not (delivered.returns or crashes_of(delivered)):
             return
         limit = await self._limit_of(self._queue)
         most = limit.returns if limit.seen else RETURNS_UNSEEN
         # A message that counts its crashes would count a return as one.
-        if not delivered.crashes and (most is None or delivered.returns <= most // 2):
+        if not crashes_of(delivered) and (most is None or delivered.returns <= most // 2):
             return
         try:
             await self._copy(self._queue, delivered)

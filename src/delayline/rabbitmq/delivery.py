@@ -25,6 +25,7 @@ from delayline.message import Headers
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.binding_overlap import OverlappingNames
+from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.front import PARKED, can_be_parked, managed_as_sent, parked, released
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import (
@@ -33,7 +34,7 @@ from delayline.rabbitmq.levels import (
     checked_until,
     seconds_until,
 )
-from delayline.rabbitmq.publisher import Publication, Unroutable
+from delayline.rabbitmq.refusals import Unroutable
 from delayline.rabbitmq.transport import RabbitMQTransport
 from delayline.transport import TransportOperation
 

@@ -13,9 +13,10 @@ from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import check_destination, checked_until
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.publisher import Publisher
 from delayline.rabbitmq.topology import Routability
 
 if TYPE_CHECKING:

@@ -12,10 +12,11 @@ from delayline.checks import LoopGuard
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError, NotStarted
 from delayline.events import Event, emit
 from delayline.grouping import ABANDONED
-from delayline.rabbitmq.amqp.confirms import PublishBatch, Unroutable
+from delayline.rabbitmq.amqp.confirms import PublishBatch
 from delayline.rabbitmq.amqp.connection import AmqpConnection
-from delayline.rabbitmq.amqp.errors import NOT_FOUND, refused_publication, size_limit, too_large
-from delayline.rabbitmq.amqp.wire import Publication
+from delayline.rabbitmq.amqp.errors import NOT_FOUND
+from delayline.rabbitmq.encoding import Publication
+from delayline.rabbitmq.refusals import refused_publication, size_limit, too_large, unconfirmed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Mapping, Sequence
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.amqp.channel import PublishChannel
     from delayline.rabbitmq.amqp.confirms import Closed
-
-__all__ = ["Publication", "Publisher", "Unroutable"]
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +235,7 @@ class PublisherLink:
         except asyncio.CancelledError:
             self._spawn(self._end_abandoned(publications, self._outcome(batch, resending)))
             raise
-        return batch.failures
+        return batch.failures and _unconfirmed(batch)
 
     def _spawn(self, work: Coroutine[object, object, Result]) -> asyncio.Task[Result]:
         task = asyncio.create_task(work, name="delayline publish")
@@ -256,7 +255,9 @@ class PublisherLink:
             message_id = publications[position].message.id
             emit(logger, logging.WARNING, Event.SEND_ABANDONED, ABANDONED, message_id, failure)
 
-    async def _outcome(self, batch: PublishBatch, resending: asyncio.Task[None] | None) -> Mapping[int, Exception]:
+    async def _outcome(
+        self, batch: PublishBatch[Publication], resending: asyncio.Task[None] | None
+    ) -> Mapping[int, Exception]:
         """Return the failures of a batch that was written, after the wait for them was cancelled."""
         if resending is None:
             batch.wait_again()
@@ -264,7 +265,7 @@ class PublisherLink:
             await self._resend(batch)
         else:
             await resending
-        return batch.failures
+        return batch.failures and _unconfirmed(batch)
 
     async def _missing(self, unknown: set[str]) -> Mapping[str, Closed]:
         """Return which exchanges take no messages, and the broker's words; those that do, are asked for once only.
@@ -285,7 +286,7 @@ class PublisherLink:
                     missing[exchange] = channel.closed
         return missing
 
-    async def _write(self, batch: PublishBatch, missing: Mapping[str, Closed]) -> None:
+    async def _write(self, batch: PublishBatch[Publication], missing: Mapping[str, Closed]) -> None:
         positions: list[int] = []
         frames: list[bytes] = []
         size = 0
@@ -306,7 +307,7 @@ class PublisherLink:
             size += len(encoded)
         await self._flush(channel, batch, positions, frames)
 
-    async def _settled(self, batch: PublishBatch) -> None:
+    async def _settled(self, batch: PublishBatch[Publication]) -> None:
         """Return once all of the batch is settled; raises BackendUnavailable where the limit passes and none was."""
         if batch.settled.done():
             return await batch.settled
@@ -347,7 +348,11 @@ class PublisherLink:
         return channel.frames.encode(publication)
 
     async def _flush(
-        self, channel: PublishChannel, batch: PublishBatch, positions: Sequence[int], frames: Sequence[bytes]
+        self,
+        channel: PublishChannel,
+        batch: PublishBatch[Publication],
+        positions: Sequence[int],
+        frames: Sequence[bytes],
     ) -> PublishChannel:
         """Write when that is possible and return the channel to go on with: frames fit any of the same number."""
         if positions:
@@ -358,12 +363,12 @@ class PublisherLink:
             channel.write(batch, positions, frames)
         return channel
 
-    def _without_leader(self, batch: PublishBatch) -> Sequence[int]:
+    def _without_leader(self, batch: PublishBatch[Publication]) -> Sequence[int]:
         """Return the positions that were refused while queues elect new leaders."""
         elect = batch.not_taken and asyncio.get_running_loop().time() < self._election_ends
         return batch.not_taken if elect else ()
 
-    async def _resend(self, batch: PublishBatch) -> None:
+    async def _resend(self, batch: PublishBatch[Publication]) -> None:
         """Resend what a closed channel left unsettled, and, until the elections must have ended, what was refused."""
         await self._one_by_one(batch)
         pause = ELECTION_PAUSE
@@ -379,7 +384,7 @@ class PublisherLink:
             batch.failures.update({positions[at]: error for at, error in again.failures.items()})
             batch.not_taken = [positions[at] for at in again.not_taken]
 
-    async def _one_by_one(self, batch: PublishBatch) -> None:
+    async def _one_by_one(self, batch: PublishBatch[Publication]) -> None:
         """Resend the unsettled publications of a closed channel, one by one, so that only the refused ones fail."""
         async with self._apart:
             for position in batch.over:
@@ -431,6 +436,10 @@ class PublisherLink:
     def _open_channel(self, number: int) -> PublishChannel | None:
         channel = self._channels.get(number)
         return channel if channel is not None and channel.closed is None and not channel.closing else None
+
+
+def _unconfirmed(batch: PublishBatch[Publication]) -> Mapping[int, Exception]:
+    return {position: unconfirmed(batch.publications[position], error) for position, error in batch.failures.items()}
 
 
 async def _retire(channel: PublishChannel) -> None:

@@ -19,7 +19,7 @@ from delayline.events import Event, emit
 from delayline.message import Headers, to_wire_time
 from delayline.rabbitmq.amqp.channel import retrieve_exception
 from delayline.rabbitmq.amqp.errors import NotFound
-from delayline.rabbitmq.amqp.properties import message_from
+from delayline.rabbitmq.decoding import crashes_of, message_from
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.overlapping_copies import OverlappingCopies, meant_for_another
 from delayline.rabbitmq.read_ahead import ReadAhead
@@ -186,7 +186,7 @@ class RabbitMQReceiver:
         if tag is None:
             return
         delivered, channel = self._suspicious.get(tag), self._channel
-        if delivered is not None and delivered.crashes and channel is not None:
+        if delivered is not None and crashes_of(delivered) and channel is not None:
             self._let_go(tag)
             with contextlib.suppress(BackendUnavailable):
                 await self._return(channel, delivered)
@@ -198,7 +198,7 @@ class RabbitMQReceiver:
     def counts_surely(self, received: ReceivedMessage) -> bool:
         """Return whether `earlier_deliveries` has crashes only: a queue counts looks and orderly returns as well."""
         tag = self._tag(received)
-        return tag is None or tag not in self._suspicious or self._suspicious[tag].crashes > 0
+        return tag is None or tag not in self._suspicious or crashes_of(self._suspicious[tag]) > 0
 
     async def count_surely(self, received: ReceivedMessage, crashes: int) -> None:
         """Replace the message by a copy, behind the others, whose further returns are crashes only."""
@@ -221,7 +221,7 @@ class RabbitMQReceiver:
             self._alone = tag
             try:
                 await self._cancel_consumers(channel)
-                while (delivered := next((waiting for waiting in self._buffer if waiting.crashes), None)) is not None:
+                while (delivered := next(filter(crashes_of, self._buffer), None)) is not None:
                     self._buffer.remove(delivered)
                     self._redelivered -= delivered.redelivered
                     await self._return(channel, delivered)
@@ -354,7 +354,7 @@ class RabbitMQReceiver:
         """Return how many deliveries of it have ended without an outcome; of a queue that counts none, up to 1."""
         if not self._counted:
             return int(delivered.redelivered)
-        return delivered.crashes + (delivered.returns if self._nack_is_counted else delivered.failures)
+        return crashes_of(delivered) + (delivered.returns if self._nack_is_counted else delivered.failures)
 
     def _drop_copy(self, copy: Delivery, other: str) -> None:
         """Drop a delayed message that the other endpoint has got as well."""
@@ -599,9 +599,9 @@ class RabbitMQReceiver:
 
     async def _return(self, channel: Channel, delivered: Delivery) -> None:
         """Return a message to the queue, as a copy if the queue would drop it."""
-        if delivered.crashes or await self._must_not_return(delivered):
+        if crashes_of(delivered) or await self._must_not_return(delivered):
             try:
-                await self._copy(delivered, delivered.crashes and self._earlier(delivered))
+                await self._copy(delivered, crashes_of(delivered) and self._earlier(delivered))
             except Exception as error:
                 emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_COPIED, self._queue, error)
             else:

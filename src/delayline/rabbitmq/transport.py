@@ -19,14 +19,17 @@ from delayline.rabbitmq import browsing
 from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
 from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
 from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
-from delayline.rabbitmq.amqp.properties import sent_on
-from delayline.rabbitmq.amqp.wire import CRASHES, LONGEST_SHORT_STRING
+from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
 from delayline.rabbitmq.browsing import QueuePass
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.decoding import crashes_of
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED, DeliveryLimits
+from delayline.rabbitmq.encoding import CRASHES, Publication
+from delayline.rabbitmq.forwarding import sent_on
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
-from delayline.rabbitmq.publisher import Publication, Publisher, Unroutable
+from delayline.rabbitmq.publisher import Publisher
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
+from delayline.rabbitmq.refusals import Unroutable
 from delayline.rabbitmq.topology import TOPOLOGIES, can_be_compared, queue_declaration
 from delayline.transaction import TransactionMode
 
@@ -370,7 +373,7 @@ class RabbitMQTransport:
             InvalidMessage: The properties cannot be sent on.
         """
         if crashes is None:  # of a message that counts them each return was one
-            crashes = delivered.crashes and delivered.crashes + delivered.returns
+            crashes = crashes_of(delivered) and crashes_of(delivered) + delivered.returns
         properties = sent_on(delivered.encoded_properties, {CRASHES: crashes} if crashes else {}, expires=True)
         await self._send_on(delivered, queue, "", queue, properties)
 

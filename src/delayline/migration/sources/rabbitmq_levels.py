@@ -22,12 +22,13 @@ from delayline.migration.tally import Bounds, Tally
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin.drain import ADVICE, Unmovable, batches, channel_of, must_have_levels, waiting
 from delayline.rabbitmq.admin.poison import carried
-from delayline.rabbitmq.amqp.properties import message_from
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
+from delayline.rabbitmq.decoding import message_from
+from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import LEVELS, parse, remaining, seconds_until
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.publisher import Publisher
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence

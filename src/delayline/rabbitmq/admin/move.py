@@ -21,8 +21,9 @@ from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried,
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
+from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.levels import LEVELS, seconds_until
-from delayline.rabbitmq.publisher import Publication, Publisher
+from delayline.rabbitmq.publisher import Publisher
 from delayline.rabbitmq.topology import Routability
 
 if TYPE_CHECKING:

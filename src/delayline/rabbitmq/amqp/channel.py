@@ -18,6 +18,7 @@ from delayline.rabbitmq.amqp.methods import Consume, Get
 from delayline.rabbitmq.amqp.properties import Delivery, message_id_in
 from delayline.rabbitmq.amqp.wire import (
     BASIC,
+    CONTENT_HEAD,
     FRAME_BODY,
     FRAME_END,
     FRAME_HEADER,
@@ -38,10 +39,9 @@ _method_ids = struct.Struct(">HH").unpack_from
 _tag = struct.Struct(">QB").unpack_from
 _content_head = struct.Struct(">HHQ").unpack_from
 _ack = struct.Struct(">HHQB").pack
-#: Bytes in front of a frame's payload, of a method's arguments, and of a message's properties in a header frame.
+#: Bytes in front of a frame's payload, and of a method's arguments.
 FRAME_START: Final = FRAME_OVERHEAD - 1
 METHOD_IDS: Final = 4
-CONTENT_HEAD: Final = 12
 TAG_AND_FLAG: Final = 9
 FRAME_MAX: Final = 1 << 17  # the largest frame that this side takes
 PROTOCOL: Final = b"AMQP"
@@ -283,7 +283,7 @@ class PublishChannel(Channel):
         self.confirms = Confirms()
         self.frames = PublishFrames(number, connection.frame_max)
 
-    def write(self, batch: PublishBatch, positions: Sequence[int], frames: Sequence[bytes]) -> None:
+    def write(self, batch: PublishBatch[Any], positions: Sequence[int], frames: Sequence[bytes]) -> None:
         """Write the frames of these publications. Raises BackendUnavailable."""
         self._connection.write(b"".join(frames))
         self.confirms.wrote(batch, positions)

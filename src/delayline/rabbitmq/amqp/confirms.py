@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
-from delayline.errors import MessageRejected, QueueNotFound
+from delayline.rabbitmq.amqp.wire import Publication
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from delayline.rabbitmq.amqp.wire import Publication
+AnyPublication = TypeVar("AnyPublication", bound=Publication)
 
 
-class Unroutable(QueueNotFound):
-    """The broker had no exchange or no queue for a message; its sender reports the destination instead."""
+class Returned(Exception):
+    """The broker had no queue for a message and sent it back, for this reason."""
 
-    def __init__(self, exchange: str, routing_key: str, reason: str) -> None:
-        super().__init__(routing_key or exchange)
-        self.args = (f"nothing takes messages at exchange {exchange!r} with routing key {routing_key!r}: {reason}",)
-        self.exchange = exchange
-        self.routing_key = routing_key
+
+class NotTaken(Exception):
+    """A queue refused a message."""
 
 
 class Closed(NamedTuple):
@@ -30,12 +28,12 @@ class Closed(NamedTuple):
     text: str
 
 
-class PublishBatch:
+class PublishBatch(Generic[AnyPublication]):
     """The publications of one caller: which are settled, and how."""
 
     __slots__ = ("failures", "left", "not_taken", "over", "publications", "settled")
 
-    def __init__(self, publications: Sequence[Publication]) -> None:
+    def __init__(self, publications: Sequence[AnyPublication]) -> None:
         self.publications = publications
         self.left = len(publications)
         self.failures: dict[int, Exception] = {}
@@ -72,7 +70,7 @@ class PublishBatch:
 class ConfirmRange(NamedTuple):
     """Publications of a batch that were written one after the other: positions and sequence numbers go together."""
 
-    batch: PublishBatch
+    batch: PublishBatch[Any]
     positions: Sequence[int]
     first: int
 
@@ -99,7 +97,7 @@ class Confirms:
     def __len__(self) -> int:
         return len(self._outstanding)
 
-    def wrote(self, batch: PublishBatch, positions: Sequence[int]) -> None:
+    def wrote(self, batch: PublishBatch[Any], positions: Sequence[int]) -> None:
         """Expect an answer for each of these, written in this order."""
         run = ConfirmRange(batch, positions, self._next)
         if not self._outstanding:
@@ -125,7 +123,7 @@ class Confirms:
             if run is not None:
                 if not acknowledged:
                     position = run.position(sequence)
-                    run.batch.refuse(position, _rejected(run.batch.publications[position]))
+                    run.batch.refuse(position, NotTaken())
                     run.batch.not_taken.append(position)
                 run.batch.settle(1)
         while self._lowest < self._next and self._lowest not in outstanding:
@@ -147,10 +145,10 @@ class Confirms:
             if (
                 publication.routing_key == routing_key
                 and publication.exchange == exchange
-                and (publication.properties is not None or publication.message.id == message_id)
+                and publication.message_id in (None, message_id)
             ):
                 self._returned_up_to = sequence
-                run.batch.refuse(position, Unroutable(exchange, routing_key, reason))
+                run.batch.refuse(position, Returned(reason))
                 return True
         return False
 
@@ -176,10 +174,3 @@ class Confirms:
     def _forget(self) -> None:
         self._outstanding.clear()
         self._empty.set()
-
-
-def _rejected(publication: Publication) -> MessageRejected:
-    return MessageRejected(
-        f"RabbitMQ did not take message {publication.message.id!r} for exchange {publication.exchange!r} with routing "
-        f"key {publication.routing_key!r}: a queue there is full, or has no majority of its replicas"
-    )

@@ -6,8 +6,8 @@ import re
 import ssl
 from typing import TYPE_CHECKING, Final
 
-from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, MessageRejected
-from delayline.rabbitmq.amqp.confirms import Closed, Unroutable
+from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.rabbitmq.amqp.confirms import Closed
 from delayline.rabbitmq.amqp.methods import ExchangeBind, ExchangeDeclare, QueueBind, QueueDeclare
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from pamqp.frame import FrameTypes
 
     from delayline.rabbitmq.address import BrokerAddress
-    from delayline.rabbitmq.amqp.wire import Publication
 
 ACCESS_REFUSED: Final = 403
 NOT_FOUND: Final = 404
@@ -25,7 +24,6 @@ NOT_ALLOWED: Final = 530
 FROM_BROKER: Final = {320, 506, 541}  # connection forced, resource error, internal error
 #: Newer brokers' texts name the permission: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
 REFUSED: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhost '(.*)' refused for user '(.*)'")
-TOO_LARGE: Final = re.compile(r"message size (\d+) is larger than configured max size (\d+)")
 
 
 class NotFound(LookupError):
@@ -116,34 +114,3 @@ def _permission(method: FrameTypes, text: str) -> str:
         case ExchangeBind():
             return "read" if f"exchange '{method.source}'" in text else "write"
     return "read"
-
-
-def refused_publication(address: BrokerAddress, publication: Publication, closed: Closed) -> Exception:
-    """Return the error of one publication for which the broker closed the channel."""
-    if closed.code == NOT_FOUND:
-        return Unroutable(publication.exchange, publication.routing_key, f"{closed.code} {closed.text}")
-    if closed.code == ACCESS_REFUSED:
-        return BackendUnusable(
-            f"user {address.user!r} may not write to exchange {publication.exchange!r} in virtual host "
-            f"{address.vhost!r}. Allow it with: rabbitmqctl set_permissions -p {address.vhost} {address.user} "
-            f"CONFIGURE WRITE READ, where WRITE matches it ({closed.text})"
-        )
-    limit = size_limit(closed)
-    if limit is not None:
-        return too_large(publication, limit)
-    message = f"RabbitMQ refuses message {publication.message.id!r}: {closed.code} {closed.text}"
-    return InvalidMessage(message) if closed.code == PRECONDITION_FAILED else MessageRejected(message)
-
-
-def size_limit(closed: Closed) -> int | None:
-    """Return the broker's max_message_size where it closed the channel over it."""
-    sizes = TOO_LARGE.search(closed.text) if closed.code == PRECONDITION_FAILED else None
-    return int(sizes[2]) if sizes else None
-
-
-def too_large(publication: Publication, limit: int) -> InvalidMessage:
-    """Return the error of a message beyond the broker's max_message_size."""
-    return InvalidMessage(
-        f"message {publication.message.id!r} has a body of {len(publication.message.body)} bytes, the broker takes "
-        f"{limit} at most: send a reference to it, or raise max_message_size in the broker's configuration"
-    )

@@ -1,4 +1,4 @@
-"""Received messages: AMQP properties and headers of any sender, read as NServiceBus reads them.
+"""The properties of a message: read one by one, and decoded when they are asked for.
 
 A message is decoded by itself, after its frame was read: text that is not UTF-8, a time beyond year 9999 or an unknown
 type of value is a fault of that message, and of nothing else.
@@ -8,47 +8,19 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from datetime import datetime
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from pamqp import decode
 
-from delayline.errors import InvalidMessage
-from delayline.message import NO_VALUE, Headers, Message, in_utc, to_wire_time
-from delayline.rabbitmq.amqp.wire import (
-    CRASHES,
-    DAMAGED_HEADERS,
-    ENCLOSED_TYPES,
-    EXPIRATION_FLAG,
-    HEADERS_FLAG,
-    HEADERS_IN_BODY,
-    LONGEST_SHORT_STRING,
-    NOT_FOR_ERROR_QUEUE,
-    NOT_SENT,
-    goes_on,
-    headers_in_body,
-    short_string,
-)
+from delayline.rabbitmq.amqp.wire import HEADERS_FLAG
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-DEFAULT_CONTENT_TYPE: Final = "application/octet-stream"
-"""The content type of messages that have none."""
 DELIVERY_COUNT: Final = "x-delivery-count"
 ACQUIRED_COUNT: Final = "x-acquired-count"
 """The header in which a quorum queue counts how often a message was returned to it."""
-CALLBACK_QUEUE: Final = "NServiceBus.RabbitMQ.CallbackQueue"
-PERSISTENT: Final = b"\x02"
-NO_MESSAGE_ID: Final = (
-    "A non-empty 'message-id' property is required when running NServiceBus on top of RabbitMQ: "
-    "the sender of this message set none"
-)
-UNREADABLE_PROPERTIES: Final = (
-    "its properties are not AMQP 0-9-1's: a text that is not UTF-8, a time beyond year 9999, a type of value that is "
-    "not known, or tables nested too deeply"
-)
 DEEPEST: Final = 32
 """How deep tables and lists may be nested: decoders call themselves for each level."""
 LAST_TIMESTAMP: Final = 253_402_300_799_000
@@ -149,12 +121,6 @@ class Delivery(NamedTuple):
         return failures if 0 < failures <= deliveries else 0
 
     @property
-    def crashes(self) -> int:
-        """How many deliveries of it have ended with a crash, as a copy of it says."""
-        count = self.properties.headers.get(CRASHES)
-        return count if isinstance(count, int) and count > 0 else 0
-
-    @property
     def properties(self) -> Properties:
         """The properties; none where they are undecodable."""
         try:
@@ -163,96 +129,11 @@ class Delivery(NamedTuple):
             return Properties()
 
 
-def message_from(delivery: Delivery) -> Message:
-    """Return the delivered message, its headers as texts, without those that brokers and transports added.
-
-    Raises InvalidMessage for one that cannot be handled: without a message id nothing could name it, and properties
-    that are not AMQP's could not be sent on.
-    """
-    try:
-        properties = delivery.decoded()
-    except Undecodable as error:
-        raise InvalidMessage(UNREADABLE_PROPERTIES) from error
-    fields, body = properties.headers, delivery.body
-    message_id = properties.message_id
-    if not message_id.strip():
-        message_id = _id_in(fields)
-    if not message_id.strip():
-        raise InvalidMessage(NO_MESSAGE_ID)
-    damaged = fields.get(DAMAGED_HEADERS)
-    if damaged is not None:
-        if not isinstance(damaged, str | bytes | bytearray):
-            raise InvalidMessage(f"its header {DAMAGED_HEADERS} is a {type(damaged).__name__}, and not a text")
-        raw = damaged.encode("utf-8", "surrogatepass") if isinstance(damaged, str) else bytes(damaged)
-        return Message.from_encoded(message_id, raw, body)
-    if HEADERS_IN_BODY in fields:
-        return headers_in_body(message_id, fields[HEADERS_IN_BODY], body)
-    headers = {
-        name: value if type(value) is str else as_text(value) for name, value in fields.items() if name not in NOT_SENT
-    }
-    _add_properties(headers, properties)
-    return Message(message_id, headers, body)
-
-
-def _id_in(fields: Mapping[str, Any]) -> str:
-    """Return the id that a header names; raises InvalidMessage for one that no property could carry."""
-    message_id = as_text(fields.get(Headers.MESSAGE_ID))
-    try:
-        size = len(message_id.encode())
-    except UnicodeEncodeError as error:
-        raise InvalidMessage(f"its only message id, in a header, is not valid Unicode: {error}") from error
-    if size > LONGEST_SHORT_STRING:
-        raise InvalidMessage(f"its only message id, in a header, has {size} bytes: AMQP carries 255 at most")
-    return message_id
-
-
-def _add_properties(headers: dict[str, str], properties: Properties) -> None:
-    """Let properties win over headers, as the sender's client may have set them alone."""
-    if properties.reply_to:
-        headers[Headers.REPLY_TO] = properties.reply_to
-    if headers.get(CALLBACK_QUEUE):
-        headers[Headers.REPLY_TO] = headers[CALLBACK_QUEUE]
-    if properties.correlation_id:
-        headers[Headers.CORRELATION_ID] = properties.correlation_id
-    if properties.content_type and properties.content_type != DEFAULT_CONTENT_TYPE:
-        headers[Headers.CONTENT_TYPE] = properties.content_type
-    if properties.message_type:
-        headers.setdefault(ENCLOSED_TYPES, properties.message_type)
-
-
-def as_text(value: Any) -> str:  # noqa: ANN401 - whatever AMQP has
-    """Return a header's value as the .NET transport turns it into text; never fails."""
-    match value:
-        case None:
-            return NO_VALUE
-        case str():
-            return value
-        case bytes() | bytearray():
-            return _decoded(bytes(value))
-        case datetime():
-            return to_wire_time(in_utc(value))
-        case dict():
-            return ",".join(f"{name}={as_text(one)}" for name, one in value.items())
-        case list():
-            return ";".join(map(as_text, value))
-        case float() if value.is_integer() and abs(value) < 1e15:
-            return str(int(value))
-        case _:
-            return str(value)
-
-
-def _decoded(raw: bytes) -> str:
-    try:
-        return raw.decode("utf-8", "surrogatepass")
-    except UnicodeDecodeError:
-        return raw.decode("utf-8", "replace")
-
-
 def decode_properties(encoded: bytes) -> Properties:
     """Return the properties in a message's property flags and list. Raises Undecodable."""
     found: dict[str, Any] = {}
     try:
-        for flag, start, end in _walk(encoded):
+        for flag, start, end in walk_properties(encoded):
             if flag == HEADERS_FLAG:
                 found["headers"] = _decode_table(encoded, start + 4, end, 0)
             elif flag == TIMESTAMP:
@@ -269,7 +150,7 @@ def decode_properties(encoded: bytes) -> Properties:
 def message_id_in(encoded: bytes) -> str | None:
     """Return the message id in property flags and list, whatever else is in them; None where there is none."""
     try:
-        for flag, start, end in _walk(encoded):
+        for flag, start, end in walk_properties(encoded):
             if flag == MESSAGE_ID:
                 return encoded[start + 1 : end].decode(errors="replace")
     except (ValueError, IndexError, struct.error):
@@ -277,44 +158,7 @@ def message_id_in(encoded: bytes) -> str | None:
     return None
 
 
-def sent_on(
-    encoded: bytes,
-    marks: Mapping[str, str | int] = MappingProxyType({}),
-    *,
-    without: str | tuple[str, ...] = (),
-    expires: bool = False,
-) -> bytes:
-    """Return the property flags and list of a message that is sent on as it came, for Publication.properties.
-
-    It is durable, also if it came as one that is not. An expiration would end its way, and brokers refuse messages that
-    name another user: both are left out, and so are headers that a broker interprets, such as x-death or CC.
-
-    Args:
-        encoded: The message's property flags and list.
-        marks: Headers to add, if the message's own can be parsed.
-        without: Prefix, or prefixes, of the names of headers to leave out.
-        expires: Whether it keeps its expiration.
-
-    Raises:
-        InvalidMessage: The properties cannot be parsed.
-    """
-    parts: dict[int, bytes] = {}
-    added = b"".join(_encoded_mark(name, value) for name, value in marks.items())
-    try:
-        for flag, start, end in _walk(encoded):
-            if flag in NOT_FOR_ERROR_QUEUE and not (expires and flag == EXPIRATION_FLAG):
-                continue
-            table = flag == HEADERS_FLAG
-            parts[flag] = _fields_that_go_on(encoded, start + 4, end, added, without) if table else encoded[start:end]
-    except (ValueError, IndexError, struct.error) as error:
-        raise InvalidMessage(f"the properties of a message cannot be sent on: {error}") from error
-    if added:
-        parts.setdefault(HEADERS_FLAG, _length.pack(len(added)) + added)
-    parts[DELIVERY_MODE] = PERSISTENT
-    return struct.pack(">H", sum(parts)) + b"".join(parts[flag] for flag in sorted(parts, reverse=True))
-
-
-def _walk(encoded: bytes) -> Iterator[tuple[int, int, int]]:
+def walk_properties(encoded: bytes) -> Iterator[tuple[int, int, int]]:
     """Yield each property that is there: its flag, where it begins and where it ends."""
     (flags,) = struct.unpack_from(">H", encoded)
     if flags & 1:
@@ -335,7 +179,7 @@ def _walk(encoded: bytes) -> Iterator[tuple[int, int, int]]:
         yield flag, start, at
 
 
-def _value_at(encoded: bytes, at: int, end: int) -> tuple[int, int, int]:
+def value_at(encoded: bytes, at: int, end: int) -> tuple[int, int, int]:
     """Return a value's type, which is at that position, and where the value begins and ends."""
     kind = encoded[at]
     size = SIZES.get(kind)
@@ -354,7 +198,7 @@ def _decode_table(encoded: bytes, at: int, end: int, depth: int) -> dict[str, An
     while at < end:
         behind = at + 1 + encoded[at]
         name = encoded[at + 1 : behind].decode()
-        kind, start, at = _value_at(encoded, behind, end)
+        kind, start, at = value_at(encoded, behind, end)
         fields[name] = (
             _text(encoded[start + 4 : at]) if kind == TEXT else _decode_value(encoded, kind, start, at, depth)
         )
@@ -364,7 +208,7 @@ def _decode_table(encoded: bytes, at: int, end: int, depth: int) -> dict[str, An
 def _decode_list(encoded: bytes, at: int, end: int, depth: int) -> list[Any]:
     values = []
     while at < end:
-        kind, start, at = _value_at(encoded, at, end)
+        kind, start, at = value_at(encoded, at, end)
         values.append(_decode_value(encoded, kind, start, at, depth))
     return values
 
@@ -392,26 +236,3 @@ def _text(raw: bytes) -> str | bytes:
 def _check_time(raw: bytes) -> None:
     if int.from_bytes(raw, "big") > LAST_TIMESTAMP:
         raise Undecodable("a time beyond year 9999")
-
-
-def _fields_that_go_on(encoded: bytes, at: int, end: int, added: bytes, without: str | tuple[str, ...]) -> bytes:
-    """Return the table without headers that a broker interprets; unchanged if its fields cannot be separated."""
-    first, kept = at, []
-    try:
-        while at < end:
-            entry, behind = at, at + 1 + encoded[at]
-            name = encoded[at + 1 : behind].decode(errors="replace")
-            _, _, at = _value_at(encoded, behind, end)
-            if goes_on(name) and not name.startswith(without):
-                kept.append(encoded[entry:at])
-        fields = b"".join((*kept, added))
-    except (ValueError, IndexError, struct.error, Undecodable):
-        fields = encoded[first:end]
-    return _length.pack(len(fields)) + fields
-
-
-def _encoded_mark(name: str, value: str | int) -> bytes:
-    if isinstance(value, int):
-        return short_string(name, "header name") + struct.pack(">ci", b"I", value)
-    raw = value.encode("utf-8", "surrogatepass")
-    return short_string(name, "header name") + struct.pack(">cI", b"S", len(raw)) + raw

@@ -1,21 +1,11 @@
-"""A message as the frames of one `basic.publish`, encoded by hand, because encoding is most of the cost of a send.
-
-Libraries encode an integer header in the smallest type that fits; NServiceBus reads the delay only as an int32, so that
-header is always written as one.
-"""
+"""Frames as bytes: those of one `basic.publish` are encoded by hand, because encoding is most of the cost of a send."""
 
 from __future__ import annotations
 
 import struct
-from datetime import timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, Protocol
 
-from delayline.errors import CorruptHeaders, InvalidMessage
-from delayline.message import NO_VALUE, UNUSABLE_IDS, Headers, Message, encode_headers, id_from
-from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from delayline.errors import InvalidMessage
 
 FRAME_METHOD: Final = 1
 FRAME_HEADER: Final = 2
@@ -30,62 +20,15 @@ MANDATORY: Final = 1
 EXCHANGE: Final = 40
 DECLARE: Final = 10
 PASSIVE: Final = 1
-
-PREFIX: Final = "NServiceBus.Transport.RabbitMQ."
-NON_PERSISTENT: Final = PREFIX + "UseNonPersistentDelivery"
-CONFIRMATION_ID: Final = PREFIX + "ConfirmationId"
-#: Carries headers that could not be read, as they were stored: so such a message can be kept, whole, in a queue.
-DAMAGED_HEADERS: Final = "Delayline.DamagedHeaders"
-#: How many bytes at the beginning of a body are its message's headers, as stored: of a failed message that has more of
-#: them than a frame holds, or one that AMQP cannot carry.
-HEADERS_IN_BODY: Final = "Delayline.HeadersInBody"
-ENCLOSED_TYPES: Final = "NServiceBus.EnclosedMessageTypes"
-#: Headers that a failed message keeps as headers when the others are in its body.
-SHOWN_BESIDE_BODY: Final = (
-    Headers.MESSAGE_ID,
-    Headers.CORRELATION_ID,
-    Headers.CONVERSATION_ID,
-    Headers.CONTENT_TYPE,
-    ENCLOSED_TYPES,
-    Headers.FAILED_QUEUE,
-    Headers.TIME_OF_FAILURE,
-    Headers.EXCEPTION_TYPE,
-    Headers.EXCEPTION_MESSAGE,
-    Headers.PROCESSING_ENDPOINT,
-    Headers.RETRIES,
-    Headers.RETRIES_TIMESTAMP,
-)
-LONGEST_SHOWN: Final = 250  # bytes of each, so that all of them fit into the smallest frame
-LONGEST_EXPIRATION: Final = 315_360_000_000
-"""Milliseconds, ten years of 365 days: brokers close the channel over longer ones."""
-
-#: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message, and
-#: all of them send copies to the queues in CC and BCC, or refuse the message if those are not lists.
-CRASHES: Final = "x-delayline-crashes"
-"""The header that counts the deliveries of a message that have ended with a crash, where they are counted by copies."""
-NOT_SENT: Final = frozenset(
-    [
-        DELAY_HEADER,
-        NON_PERSISTENT,
-        CONFIRMATION_ID,
-        DAMAGED_HEADERS,
-        HEADERS_IN_BODY,
-        CRASHES,
-        "x-delivery-count",
-        "x-acquired-count",
-        "x-death",
-    ]
-    + ["x-dotnet-pub-seq-no", "CC", "BCC"]
-    + [f"x-{which}-death-{what}" for which in ("first", "last") for what in ("exchange", "queue", "reason")]
-)
+#: Bytes in front of a message's properties in a header frame.
+CONTENT_HEAD: Final = 12
+MEMORY: Final = 4096
+"""How many encoded texts are kept, as they come again and again."""
 
 _frame_start = struct.Struct(">BHI").pack
 _header_start = struct.Struct(">BHIHHQ").pack
 _length = struct.Struct(">I").pack
-_int32 = struct.Struct(">i").pack
-_flags = struct.Struct(">H").pack
 
-DELAY_START: Final = bytes([len(DELAY_HEADER)]) + DELAY_HEADER.encode() + b"I"
 CONTENT_TYPE_FLAG: Final = 1 << 15
 HEADERS_FLAG: Final = 1 << 13
 DELIVERY_MODE_FLAG: Final = 1 << 12
@@ -95,47 +38,25 @@ EXPIRATION_FLAG: Final = 1 << 8
 MESSAGE_ID_FLAG: Final = 1 << 7
 TYPE_FLAG: Final = 1 << 5
 USER_ID_FLAG: Final = 1 << 4
-#: Messages in an error queue do not expire, and brokers refuse messages that name another user.
-NOT_FOR_ERROR_QUEUE: Final = frozenset([EXPIRATION_FLAG, USER_ID_FLAG])
 
 
-class Publication(NamedTuple):
+class Publication(Protocol):
     """One message on its way to an exchange."""
 
-    message: Message
-    exchange: str
-    routing_key: str
-    delay: int | None = None
-    """Seconds, of a delayed send: 0 to 268435455."""
-    properties: bytes | None = None
-    """AMQP property flags and list to send as they are, in place of the message's id and headers."""
+    @property
+    def exchange(self) -> str:
+        """Where it is published."""
 
+    @property
+    def routing_key(self) -> str:
+        """By which the exchange finds queues for it."""
 
-class _HeaderNames(dict[str, bytes]):
-    """Each header's name as it begins a field of type 'S'."""
+    @property
+    def message_id(self) -> str | None:
+        """The property by which a returned message is told from others; None if its exchange and key are to do."""
 
-    def __missing__(self, name: str) -> bytes:
-        if not isinstance(name, str):
-            raise InvalidMessage(f"header name {name!r} is not a str: names and values of headers are text")
-        encoded = short_string(name, "header name") + b"S"
-        if len(self) < MEMORY:
-            self[name] = encoded
-        return encoded
-
-
-class _ShortStrings(dict[str, bytes]):
-    """Values that come again and again, as AMQP short strings; nothing where one is empty or too long for that."""
-
-    def __missing__(self, text: str) -> bytes:
-        encoded = _short(text)
-        if len(self) < MEMORY:
-            self[text] = encoded
-        return encoded
-
-
-MEMORY: Final = 4096
-_names: Final = _HeaderNames()
-_shorts: Final = _ShortStrings()
+    def content(self, room: int) -> tuple[bytes, bytes]:
+        """Return property flags and list, of at most `room` bytes, and the body. Raises InvalidMessage."""
 
 
 def short_string(text: str, what: str) -> bytes:
@@ -149,11 +70,6 @@ def short_string(text: str, what: str) -> bytes:
     return bytes([len(raw)]) + raw
 
 
-def goes_on(name: str) -> bool:
-    """Return whether a header of that name stays on a message that is sent on unchanged."""
-    return name not in NOT_SENT or not name.startswith(("x-", "CC", "BCC"))
-
-
 class PublishFrames:
     """Encodes publications for one channel of a connection."""
 
@@ -163,43 +79,17 @@ class PublishFrames:
         self._methods: dict[tuple[str, str], bytes] = {}
 
     def encode(self, publication: Publication) -> bytes:
-        """Return all frames of one message; raises InvalidMessage for one that AMQP cannot carry.
-
-        A failed message, on its way to the error queue or to another attempt, has a form that always fits: its headers
-        in its body.
-        """
+        """Return all frames of one message; raises InvalidMessage for one that AMQP cannot carry."""
         where = (publication.exchange, publication.routing_key)
         method = self._methods.get(where) or self._method(*where)
-        body = publication.message.body
-        try:
-            properties = self._properties(publication)
-        except InvalidMessage:
-            other = None if publication.properties is not None else with_headers_in_body(publication.message)
-            if other is None:
-                raise
-            properties, body = (
-                self._properties(publication._replace(message=other), len(other.body) - len(body)),
-                other.body,
-            )
-        header = _header_start(FRAME_HEADER, self._channel, len(properties) + 12, BASIC, 0, len(body))
+        properties, body = publication.content(self._most - CONTENT_HEAD)
+        header = _header_start(FRAME_HEADER, self._channel, len(properties) + CONTENT_HEAD, BASIC, 0, len(body))
         if not body:
             return b"".join((method, header, properties, FRAME_END))
         if len(body) <= self._most:
             start = _frame_start(FRAME_BODY, self._channel, len(body))
             return b"".join((method, header, properties, FRAME_END, start, body, FRAME_END))
         return b"".join((method, header, properties, FRAME_END, *self._split(body)))
-
-    def _properties(self, publication: Publication, in_body: int | None = None) -> bytes:
-        message = publication.message
-        delay = _checked(message, publication.delay)
-        properties = publication.properties or encode_properties(message, delay, in_body)
-        size = len(properties) + 12
-        if size > self._most:
-            raise InvalidMessage(
-                f"message {message.id!r} has {size} bytes of headers, a frame of this broker holds {self._most}: "
-                "put large values into the body"
-            )
-        return properties
 
     def _method(self, exchange: str, routing_key: str) -> bytes:
         names = short_string(exchange, "exchange") + short_string(routing_key, "routing key")
@@ -227,141 +117,3 @@ def passive_declare(exchange: str, channel: int) -> bytes:
     """Return the frame that asks whether an exchange is there; pamqp takes only some of the names that brokers do."""
     start = struct.pack(">HHH", EXCHANGE, DECLARE, 0)
     return method_frame(channel, start + short_string(exchange, "exchange") + b"\0" + bytes([PASSIVE]) + _length(0))
-
-
-def with_headers_in_body(message: Message) -> Message | None:
-    """Return a failed message with all its headers, also damaged ones, in front of its body; None for other messages.
-
-    The remaining headers describe the failure and are bounded. An id that no property can carry is replaced by one
-    derived from it.
-    """
-    try:
-        headers = message.headers
-    except CorruptHeaders:
-        return Message(_usable(message.id), {}, message.encoded_headers + message.body)
-    if Headers.FAILED_QUEUE not in headers and Headers.RETRIES not in headers:
-        return None
-    shown = {
-        name: headers[name].encode("utf-8", "backslashreplace")[:LONGEST_SHOWN].decode("utf-8", "ignore")
-        for name in SHOWN_BESIDE_BODY
-        if isinstance(headers.get(name), str)
-    }
-    return Message(_usable(message.id), shown, encode_headers(headers) + message.body)
-
-
-def _usable(message_id: str) -> str:
-    return message_id if _short(message_id) else id_from(UNUSABLE_IDS, message_id)
-
-
-def headers_in_body(message_id: str, field: object, body: bytes) -> Message:
-    """Return the message whose headers are in front of its body, of `field` bytes; raises InvalidMessage."""
-    if not isinstance(field, int) or isinstance(field, bool) or not 0 <= field <= len(body):
-        raise InvalidMessage(
-            f"its header {HEADERS_IN_BODY} is not a number from 0 to {len(body)}, the size of its body"
-        )
-    return Message.from_encoded(message_id, body[:field], body[field:])
-
-
-def encode_properties(message: Message, delay: int | None, in_body: int | None = None) -> bytes:
-    """Return a message's property flags and list as NServiceBus.RabbitMQ writes them. Raises InvalidMessage.
-
-    Every header is a field of type 'S', or 'V' without a value. A value that is too long for a property is only in its
-    header. Failed messages and copies for further attempts are always durable.
-
-    Args:
-        message: The message to send.
-        delay: Seconds to wait in the delay levels; None without a delay.
-        in_body: Number of bytes at the start of the body that are headers; None if there are none.
-    """
-    try:
-        headers = message.headers
-    except CorruptHeaders:
-        return _damaged(message, delay)
-    table = _table(headers, message.id, delay, in_body)
-    express = NON_PERSISTENT in headers and Headers.FAILED_QUEUE not in headers and Headers.RETRIES not in headers
-    kept = b"\x01" if express else b"\x02"
-    content_type = _shorts[headers.get(Headers.CONTENT_TYPE) or "application/octet-stream"]
-    correlation_id = _short(headers.get(Headers.CORRELATION_ID, ""))
-    reply_to = _shorts[headers.get(Headers.REPLY_TO, "")]
-    kind = _shorts[headers.get(ENCLOSED_TYPES, "").partition(",")[0]]
-    expiration = _expiration(message, delay) if Headers.TIME_TO_BE_RECEIVED in headers else b""
-    message_id = short_string(message.id, "message id")
-    flags = HEADERS_FLAG | DELIVERY_MODE_FLAG | MESSAGE_ID_FLAG
-    flags |= CONTENT_TYPE_FLAG if content_type else 0
-    flags |= CORRELATION_ID_FLAG if correlation_id else 0
-    flags |= REPLY_TO_FLAG if reply_to else 0
-    flags |= EXPIRATION_FLAG if expiration else 0
-    flags |= TYPE_FLAG if kind else 0
-    return b"".join((_flags(flags), content_type, table, kept, correlation_id, reply_to, expiration, message_id, kind))
-
-
-def _damaged(message: Message, delay: int | None) -> bytes:
-    raw = message.encoded_headers
-    field = short_string(DAMAGED_HEADERS, "header name") + b"S" + _length(len(raw)) + raw + _delay_field(delay)
-    flags = HEADERS_FLAG | DELIVERY_MODE_FLAG | MESSAGE_ID_FLAG
-    message_id = short_string(message.id, "message id")
-    return b"".join((_flags(flags), _length(len(field)), field, b"\x02", message_id))
-
-
-def _table(headers: Mapping[str, str], message_id: str, delay: int | None, in_body: int | None) -> bytes:
-    if not NOT_SENT.isdisjoint(headers):
-        headers = {name: value for name, value in headers.items() if name not in NOT_SENT}
-    try:
-        if "" in headers.values():
-            fields = [_field(name, value, "strict") for name, value in headers.items()]
-        else:
-            fields = [_names[name] + _length(len(raw := value.encode())) + raw for name, value in headers.items()]
-    except UnicodeEncodeError:
-        # A message that could be stored with lone surrogates, as JSON has them, is not refused.
-        fields = [_field(name, value, "surrogatepass") for name, value in headers.items()]
-    except AttributeError as error:
-        name, value = next(one for one in headers.items() if not isinstance(one[1], str))
-        raise InvalidMessage(
-            f"header {name!r} of message {message_id!r} is {value!r}, no str: convert it, as in str({value!r})"
-        ) from error
-    if in_body is not None:
-        fields.append(short_string(HEADERS_IN_BODY, "header name") + b"I" + _int32(in_body))
-    encoded = _delay_field(delay) + b"".join(fields)
-    return _length(len(encoded)) + encoded
-
-
-def _field(name: str, value: str, errors: str) -> bytes:
-    """Return a header as a field of type 'S', or 'V' where it has no value."""
-    if value is NO_VALUE:
-        return short_string(name, "header name") + b"V"
-    raw = value.encode("utf-8", errors)
-    return _names[name] + _length(len(raw)) + raw
-
-
-def _delay_field(delay: int | None) -> bytes:
-    return b"" if delay is None else DELAY_START + _int32(delay)
-
-
-def _checked(message: Message, delay: int | None) -> int | None:
-    if delay is not None and not 0 <= delay <= MAXIMUM_DELAY:
-        raise InvalidMessage(
-            f"message {message.id!r} has a delay of {delay} s, RabbitMQ's levels hold 0 to {MAXIMUM_DELAY}"
-        )
-    return delay
-
-
-def _expiration(message: Message, delay: int | None) -> bytes:
-    """Return how long it may wait, in whole milliseconds, rounded up; nothing where the protocol cannot express it."""
-    span = message.time_to_be_received
-    if span is None:
-        return b""
-    if delay is not None:
-        raise InvalidMessage(
-            "Postponed delivery of messages with TimeToBeReceived set is not supported. "
-            "Remove the TimeToBeReceived attribute to postpone messages of this type."
-        )
-    milliseconds = -(-span // timedelta(milliseconds=1))
-    return _short(str(milliseconds)) if milliseconds <= LONGEST_EXPIRATION else b""
-
-
-def _short(text: str) -> bytes:
-    try:
-        raw = text.encode()
-    except UnicodeEncodeError:
-        return b""
-    return bytes([len(raw)]) + raw if 0 < len(raw) <= LONGEST_SHORT_STRING else b""
