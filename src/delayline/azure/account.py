@@ -192,7 +192,7 @@ class AzureAccount:
                 BlobServiceClient.from_connection_string(self._connection, **blobs),
             )
         allowed = self._allowed()
-        queue_url, table_url, blob_url = (f"https://{self.name}.{one}.{self._suffix}{self._sas}" for one in SERVICES)
+        queue_url, table_url, blob_url = (f"https://{self.name}.{kind}.{self._suffix}{self._sas}" for kind in SERVICES)
         return Clients(
             QueueServiceClient(queue_url, credential=allowed, **queues),
             TableServiceClient(table_url, credential=allowed, **tables),

@@ -146,7 +146,7 @@ class AzureReceiver:
     async def _page(self, number: int) -> list[ReceivedMessage]:
         async with self._asking():
             page = await page_of(self._client, number, self._hidden_for)
-        received = [self._hold(one) for one in page]
+        received = [self._hold(message) for message in page]
         if received and self._renewing is None:
             self._renewing = asyncio.create_task(self._renew(), name=f"delayline visibility {self._queue}")
         return received
@@ -193,12 +193,12 @@ class AzureReceiver:
             self._renewing = None
 
     async def _sleep(self, seconds: float) -> None:
-        waits = [asyncio.ensure_future(one.wait()) for one in (self._event, self._stopped)]
+        waits = [asyncio.ensure_future(event.wait()) for event in (self._event, self._stopped)]
         try:
             await asyncio.wait(waits, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            for one in waits:
-                one.cancel()
+            for wait in waits:
+                wait.cancel()
 
     @contextlib.asynccontextmanager
     async def _asking(self) -> AsyncIterator[None]:
@@ -215,7 +215,7 @@ async def page_of(client: QueueClient, number: int, hidden_for: int) -> list[Que
         messages_per_page=number, max_messages=number, visibility_timeout=hidden_for
     ).by_page()
     async for page in pages:
-        return [one async for one in page]
+        return [message async for message in page]
     return []
 
 

@@ -149,7 +149,7 @@ class MessageIndex:
 
     def leave(self, message_ids: Iterable[str]) -> None:
         """Take note of messages that are gone, whose rows can be deleted when there is time."""
-        self._left |= dict.fromkeys(place_key(one) for one in message_ids)
+        self._left |= dict.fromkeys(place_key(message_id) for message_id in message_ids)
 
     def sweep(self) -> None:
         """Delete the rows of messages that are gone, in the background."""
@@ -185,9 +185,9 @@ class MessageIndex:
         if entity is not None and entity.get("MessageId") == message_id:
             with contextlib.suppress(ForeignRow):
                 return from_entity(entity)
-        async for one in self._table.waiting(only={"MessageId": message_id}):
+        async for row in self._table.waiting(only={"MessageId": message_id}):
             with contextlib.suppress(ForeignRow):
-                return from_entity(one)
+                return from_entity(row)
         return None
 
     async def _sweep(self) -> None:

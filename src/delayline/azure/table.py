@@ -119,7 +119,7 @@ class Table:
         """Delete entities; False for one that is not as it was read."""
         unmodified = MatchConditions.IfNotModified
         return await self.change_each(
-            [("delete", one, {"etag": one.metadata["etag"], "match_condition": unmodified}) for one in entities]
+            [("delete", row, {"etag": row.metadata["etag"], "match_condition": unmodified}) for row in entities]
         )
 
     async def move(self, old: Key, entity: Entity) -> bool:

@@ -159,7 +159,7 @@ class AzureStorageQueueTransport:
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         """Send the messages, several at a time."""
         _refuse(transaction)
-        results = await asyncio.gather(*(self._send(one) for one in operations), return_exceptions=True)
+        results = await asyncio.gather(*(self._send(operation) for operation in operations), return_exceptions=True)
         failures: dict[int, Exception] = {}
         for position, result in enumerate(results):
             if isinstance(result, Exception):
@@ -195,7 +195,7 @@ class AzureStorageQueueTransport:
     async def queues(self) -> Sequence[str]:
         """Return the names of all queues of the account, in order."""
         async with self._requests.ask("list the queues"):
-            return [one.name async for one in self._account.clients.queues.list_queues()]
+            return [listed.name async for listed in self._account.clients.queues.list_queues()]
 
     async def count(self, queue: str) -> int:
         """Return how many messages are in the queue, hidden ones included; on a busy queue about how many."""
@@ -213,7 +213,7 @@ class AzureStorageQueueTransport:
                 found = await self._client(queue).peek_messages(max_messages=offset + limit)
         else:
             found = await self._walk(queue)
-        return [unwrap(one.id, one.content) for one in found[offset : offset + limit]]
+        return [unwrap(message.id, message.content) for message in found[offset : offset + limit]]
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
         """Remove the oldest copy of the message that is not being handled; slow unless it was browsed just before."""
@@ -233,12 +233,12 @@ class AzureStorageQueueTransport:
         """Remove every message that is not being handled, page by page."""
         client, number = self._client(queue), 0
 
-        async def delete(one: QueueMessage) -> bool:
+        async def delete(message: QueueMessage) -> bool:
             async with self._asking("purge", queue):
-                return await deleted_with(client, one.id, receipt_of(one))
+                return await deleted_with(client, message.id, receipt_of(message))
 
         while page := await self._page("purge", queue):
-            number += sum(await asyncio.gather(*(delete(one) for one in page)))
+            number += sum(await asyncio.gather(*(delete(message) for message in page)))
         return number
 
     async def _walk(self, queue: str) -> list[QueueMessage]:
@@ -246,21 +246,21 @@ class AzureStorageQueueTransport:
         client = self._client(queue)
         found: dict[str, QueueMessage] = {}
 
-        async def show(one: QueueMessage) -> str | None:
+        async def show(message: QueueMessage) -> str | None:
             async with self._asking("look into", queue, self._slots):
-                return await shown(client, one.id, receipt_of(one))
+                return await shown(client, message.id, receipt_of(message))
 
         while page := await self._page("look into", queue):
-            fresh = {one.id: one for one in page if one.id not in found}
+            fresh = {message.id: message for message in page if message.id not in found}
             found |= fresh
             if not fresh:
                 break  # so many that the first ones are visible again
-        in_order = sorted(found.values(), key=lambda one: one.inserted_on or EPOCH)
-        receipts = await asyncio.gather(*(show(one) for one in in_order))
+        in_order = sorted(found.values(), key=lambda message: message.inserted_on or EPOCH)
+        receipts = await asyncio.gather(*(show(message) for message in in_order))
         self._seen = {key: copies for key, copies in self._seen.items() if key[0] != queue}
-        for one, receipt in zip(in_order, receipts, strict=True):
+        for message, receipt in zip(in_order, receipts, strict=True):
             if receipt is not None:
-                self._seen.setdefault((queue, unwrap(one.id, one.content).id), []).append((one.id, receipt))
+                self._seen.setdefault((queue, unwrap(message.id, message.content).id), []).append((message.id, receipt))
         return in_order
 
     async def _page(self, doing: str, queue: str) -> list[QueueMessage]:
@@ -377,9 +377,9 @@ class AzureStorageQueueTransport:
                 raise QueueNotFound(queue) from error
 
 
-def _one_queue(one: str, other: str, name: str) -> ConfigurationError:
+def _one_queue(first: str, second: str, name: str) -> ConfigurationError:
     return ConfigurationError(
-        f"{one!r} and {other!r} would both be the queue {name!r}: rename one of them, or use another "
+        f"{first!r} and {second!r} would both be the queue {name!r}: rename one of them, or use another "
         "queue_name_sanitizer"
     )
 
@@ -393,7 +393,7 @@ def _life(span: timedelta | None) -> int:
 def _common(failures: Sequence[Exception]) -> Exception | None:
     """Return the error that kept all messages from being sent, if the account is the cause."""
     first = failures[0]
-    alike = all(type(one) is type(first) for one in failures)
+    alike = all(type(failure) is type(first) for failure in failures)
     return first if alike and isinstance(first, BackendUnavailable | BackendUnusable) else None
 
 

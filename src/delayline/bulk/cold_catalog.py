@@ -136,20 +136,20 @@ class ColdFiles:
         """Make the files exist."""
         rows = [
             {
-                "name": one.name,
+                "name": file.name,
                 "store": self._store,
                 "state": FileState.HELD.value,
-                "due_hour": one.due_hour,
-                "messages": one.messages,
-                "min_due": one.min_due,
-                "max_due": one.max_due,
+                "due_hour": file.due_hour,
+                "messages": file.messages,
+                "min_due": file.min_due,
+                "max_due": file.max_due,
             }
-            for one in files
+            for file in files
         ]
         counts = [
-            {"file": one.name, "destination": destination, "messages": number}
-            for one in files
-            for destination, number in one.destinations.items()
+            {"file": file.name, "destination": destination, "messages": number}
+            for file in files
+            for destination, number in file.destinations.items()
         ]
         if rows:
             connection.execute(insert(self.tables.files).values(changed=self._dialect.values.in_seconds(0)), rows)

@@ -132,7 +132,7 @@ class ColdFolder:
     ) -> Iterator[ColdRow]:
         """Yield the messages of the files, earliest due first; reads no further than it is asked."""
         hours: dict[str, list[ColdFile]] = {}
-        for file in sorted(files, key=lambda one: one.min_due):
+        for file in sorted(files, key=lambda file: file.min_due):
             hours.setdefault(file.due_hour, []).append(file)
         for some in hours.values():
             yield from heapq.merge(*(self._rows(file, dead.get(file.name, ()), destination) for file in some))
@@ -271,8 +271,8 @@ class _Growing:
         due = _due(rows)
         self._first, self._last = min(self._first, int(due.min())), max(self._last, int(due.max()))
         self.messages += rows.num_rows
-        for one in pc.value_counts(rows.column("destination")).to_pylist():
-            self._destinations[one["values"]] += one["counts"]
+        for counted in pc.value_counts(rows.column("destination")).to_pylist():
+            self._destinations[counted["values"]] += counted["counts"]
         with self._folder._plainly(f"write to {self._folder.path}"):
             self._writer.write_batch(rows)
 

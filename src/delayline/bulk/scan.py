@@ -96,7 +96,7 @@ class PendingScan:
     def _compared(self, column: str, sign: str, value: Any) -> ColumnElement[bool]:  # noqa: ANN401 - what it holds
         if column == "due":
             convert = self._dialect.values.to_due
-            value = [convert(one) for one in value] if sign == "in" else convert(value)
+            value = [convert(due) for due in value] if sign == "in" else convert(value)
         compared: ColumnElement[bool] = SIGNS[sign](self._table.c[column], value)
         return compared
 

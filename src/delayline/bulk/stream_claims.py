@@ -169,13 +169,13 @@ class StreamClaims:
             (
                 self._reader,
                 number,
-                one.id,
-                one.destination,
-                dialect.values.to_due(one.due),
-                dialect.values.headers_of(one.message),
-                one.message.body,
+                message.id,
+                message.destination,
+                dialect.values.to_due(message.due),
+                dialect.values.headers_of(message.message),
+                message.message.body,
             )
-            for number, one in enumerate(messages, last + 1)
+            for number, message in enumerate(messages, last + 1)
         ]
         statement = Prepared(insert(self._claimed), dialect.sql, NAMES)
         await transaction.run(lambda connection: statement.change_many(connection, rows))

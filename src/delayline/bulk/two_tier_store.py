@@ -104,8 +104,8 @@ class TwoTierStore(SqlDelayedMessageStore):
         found = self._count_hours(width) if width % HOUR == 0 else self._count_rows(width)
         for (start, destination), number in (await found).items():
             counts[from_microseconds(start), destination] += number
-        for one in await super().count_by_due(bucket):
-            counts[one.start, one.destination] += one.count
+        for bucket_count in await super().count_by_due(bucket):
+            counts[bucket_count.start, bucket_count.destination] += bucket_count.count
         return [DueCount(*key, number) for key, number in sorted(counts.items())]
 
     async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
@@ -115,7 +115,7 @@ class TwoTierStore(SqlDelayedMessageStore):
         if hot is not None or not snapshot.files:
             return hot
         found = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
-        row = next((one for name, one in found.items() if message_id not in snapshot.dead.get(name, ())), None)
+        row = next((row for name, row in found.items() if message_id not in snapshot.dead.get(name, ())), None)
         return None if row is None else found_of(_message_of(row), body_limit)
 
     async def due_between(
@@ -126,9 +126,9 @@ class TwoTierStore(SqlDelayedMessageStore):
         last = None if end is None else to_microseconds(in_utc(end))
         snapshot = await self._snapshot()  # before the store, as in `pending`
         files = [
-            one
-            for one in snapshot.files
-            if (first is None or one.max_due >= first) and (last is None or one.min_due < last)
+            file
+            for file in snapshot.files
+            if (first is None or file.max_due >= first) and (last is None or file.min_due < last)
         ]
 
         def read() -> list[FoundMessage]:
@@ -146,10 +146,10 @@ class TwoTierStore(SqlDelayedMessageStore):
         cold = await self.cold_forecast(edges, by_destination=by_destination)  # before the store, as in `pending`
         hot = await super().due_forecast(edges, by_destination=by_destination)
         buckets = []
-        for one, other in zip(hot.buckets, cold.buckets, strict=True):
-            shares = Counter(one.destinations) + Counter(other.destinations)
-            both, exact = one.count + other.count, one.exact and other.exact
-            buckets.append(replace(one, count=both, exact=exact, destinations=dict(shares.most_common())))
+        for hot_bucket, cold_bucket in zip(hot.buckets, cold.buckets, strict=True):
+            shares = Counter(hot_bucket.destinations) + Counter(cold_bucket.destinations)
+            both, exact = hot_bucket.count + cold_bucket.count, hot_bucket.exact and cold_bucket.exact
+            buckets.append(replace(hot_bucket, count=both, exact=exact, destinations=dict(shares.most_common())))
         known = [each for each in (hot.earliest, cold.earliest) if each is not None]
         return DueForecast(buckets, min(known, default=None))
 
@@ -267,7 +267,7 @@ class TwoTierStore(SqlDelayedMessageStore):
             if not catalog.exist(connection):
                 return CatalogSnapshot([], {})
             files = catalog.list_files(connection)
-            buried = catalog.buried(connection, [one.name for one in files])
+            buried = catalog.buried(connection, [file.name for file in files])
             return CatalogSnapshot(files, {name: list(dead) for name, dead in buried.items()})
 
         return await self._database.read(read)

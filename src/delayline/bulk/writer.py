@@ -174,7 +174,8 @@ class BulkWriter:
 
     def discard(self, attempts: Sequence[Attempt] = ()) -> None:
         """Remove the area, or, for streams, the rows of these attempts. Rows of late tasks are left to the sweep."""
-        clear = partial(self._stage.clear, attempts=[one.number for one in attempts], before=_first_number(SWEPT_AFTER))
+        numbers = [attempt.number for attempt in attempts]
+        clear = partial(self._stage.clear, attempts=numbers, before=_first_number(SWEPT_AFTER))
         with contextlib.suppress(BackendUnavailable):
             blocking(self._opened(self._database.write, clear if self.name == STREAMS else self._stage.drop))
 
@@ -318,7 +319,7 @@ class BulkWriter:
     async def _move_and_notify(self, move: Callable[[Connection], Committed], attempts: Sequence[Attempt]) -> Committed:
         self._register_table()
         committed = await self._database.write(move)
-        earliest = [one.earliest for one in attempts if one.earliest is not None]
+        earliest = [attempt.earliest for attempt in attempts if attempt.earliest is not None]
         if committed.stored and earliest and not committed.repeated:
             await self._database.notify_on_commit({store_channel(self.table): min(earliest)})
         return committed
@@ -367,12 +368,12 @@ class BulkWriter:
             journal.rename(connection, since, select(staged.c.id).where(staged.c.attempt.in_(numbers)), arrival)
         if self.name == STREAMS:
             self._stage.clear(connection, numbers, _first_number(SWEPT_AFTER))
-        rows = sum(one.rows for one in attempts)
-        return Committed(stored, rows - stored, sum(one.rejected for one in attempts))
+        rows = sum(attempt.rows for attempt in attempts)
+        return Committed(stored, rows - stored, sum(attempt.rejected for attempt in attempts))
 
     def _gathered(self, connection: Connection, attempts: Sequence[Attempt]) -> list[int]:
         """Make the rows ready, and return the numbers of their attempts."""
-        numbers, rows = [one.number for one in attempts], sum(one.rows for one in attempts)
+        numbers, rows = [attempt.number for attempt in attempts], sum(attempt.rows for attempt in attempts)
         there = self._stage.gather(connection, numbers)
         if there != rows:
             raise BackendUnavailable(

@@ -52,7 +52,7 @@ def list_errors(settings: Settings, screen: Screen, limit: int) -> None:
         screen.table(("id", "failed queue", "failed at", "why"), [_row(message) for message in messages])
     shown = "" if len(messages) == total else f", {len(messages)} shown"
     screen.echo(f"{total} in {settings.error_queue}{shown}")
-    screen.document({"queue": settings.error_queue, "total": total, "errors": [_summary(one) for one in messages]})
+    screen.document({"queue": settings.error_queue, "total": total, "errors": list(map(_summary, messages))})
 
 
 @errors.command(epilog=examples("delayline errors show 0197a1c5-7e52-7d3e-b7a6-0242ac120002"))
@@ -109,8 +109,10 @@ def retry(settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool,
     screen.echo(f"{len(outcomes) - failed} retried, {failed} not")
     screen.document(
         {
-            "retried": [{"id": one.id, "queue": one.queue} for one in outcomes if one.problem is None],
-            "failed": [{"id": one.id, "reason": one.problem} for one in outcomes if one.problem is not None],
+            "retried": [{"id": outcome.id, "queue": outcome.queue} for outcome in outcomes if outcome.problem is None],
+            "failed": [
+                {"id": outcome.id, "reason": outcome.problem} for outcome in outcomes if outcome.problem is not None
+            ],
         }
     )
     if failed:

@@ -59,7 +59,7 @@ def _facts_of(name: str, value: object) -> dict[str, Any]:
         case str() | int() | float() | None:
             return {name: value}
         case Sequence():
-            ids = [one.id for one in value if isinstance(one, Message | DelayedMessage)]
+            ids = [message.id for message in value if isinstance(message, Message | DelayedMessage)]
             return {"message_ids": ids[:MOST_IDS], "messages": len(value)} if ids else {name: str(value)}
         case _:
             return {name: str(value)}

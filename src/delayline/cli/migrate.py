@@ -208,8 +208,8 @@ def preview(screen: Screen, plan: Plan) -> None:
 
     found = look(plan, _spark())
     _show(screen, found)
-    screen.document({"endpoints": [_described(one) for one in found]})
-    if any(one.problems or one.unmovable for one in found):
+    screen.document({"endpoints": [_described(endpoint) for endpoint in found]})
+    if any(endpoint.problems or endpoint.unmovable for endpoint in found):
         click.get_current_context().exit(FAILED)
 
 
@@ -292,15 +292,15 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
     found = run_named(source, name)
     progress, reasons, rejected = details(source, found, SHOWN)
     left = left_in(source, found)
-    reasons = [*reasons, *((one.reason, one.rows) for one in left)]
-    rejected = [*rejected, *((name, one.reason) for one in left for name in one.names)][:SHOWN]
+    reasons = [*reasons, *((group.reason, group.rows) for group in left)]
+    rejected = [*rejected, *((name, group.reason) for group in left for name in group.names)][:SHOWN]
     counts = {
         "rows": progress.rows, "moved": progress.moved, "on_their_way": progress.delivered,
         "to_go": progress.staged, "restored": progress.restored, "rejected": progress.rejected,
-        "skipped": sum(one.rows for one in left),
+        "skipped": sum(group.rows for group in left),
     }  # fmt: skip
     screen.echo(f"migration {found.name} to {found.parameters['target']}: {found.state}")
-    screen.table(("count", "of rows"), [(number, one.replace("_", " ")) for one, number in counts.items()])
+    screen.table(("count", "of rows"), [(number, state.replace("_", " ")) for state, number in counts.items()])
     if reasons:
         _print_reasons(screen, reasons, rejected)
     screen.document({**_run_document(found), **counts, "reasons": dict(reasons)})
@@ -320,14 +320,14 @@ def history(screen: Screen, source: TableSource) -> None:
 
     runs = runs_of(source)
     rows = [
-        (one.name, one.state, one.parameters["endpoints"], one.parameters["target"], f"{one.started:%Y-%m-%d %H:%M:%S}")
-        for one in runs
+        (run.name, run.state, run.parameters["endpoints"], run.parameters["target"], f"{run.started:%Y-%m-%d %H:%M:%S}")
+        for run in runs
     ]
     if rows:
         screen.table(("run", "state", "endpoints", "target", "started (UTC)"), rows)
     else:
         screen.echo(f"no migration has run from {source}")
-    screen.document({"runs": [_run_document(one) for one in runs]})
+    screen.document({"runs": [_run_document(run) for run in runs]})
 
 
 @migrate.command(
@@ -377,33 +377,34 @@ class _shown:  # noqa: N801 - read as a verb
 
 
 def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
-    for one in found:
-        if one.unseen:
-            screen.echo(f"{one.unseen} of the messages were only counted; the following figures cover the others")
-        times = "" if one.first is None or one.last is None else f", due {one.first:%Y-%m-%d %H:%M:%S} to "
-        last = "" if one.last is None else f"{one.last:%Y-%m-%d %H:%M:%S} UTC"
-        screen.echo(f"{one.endpoint}: {one.rows} messages{times}{last}, {one.overdue} overdue", "bold")
-        if one.before_cutoff:
-            screen.echo(f"  {one.before_cutoff} are due before the cutoff and stay in the source")
-        for problem in one.problems:
+    for preview in found:
+        if preview.unseen:
+            screen.echo(f"{preview.unseen} of the messages were only counted; the following figures cover the others")
+        times = "" if preview.first is None or preview.last is None else f", due {preview.first:%Y-%m-%d %H:%M:%S} to "
+        last = "" if preview.last is None else f"{preview.last:%Y-%m-%d %H:%M:%S} UTC"
+        screen.echo(f"{preview.endpoint}: {preview.rows} messages{times}{last}, {preview.overdue} overdue", "bold")
+        if preview.before_cutoff:
+            screen.echo(f"  {preview.before_cutoff} are due before the cutoff and stay in the source")
+        for problem in preview.problems:
             screen.echo(f"  ✗ {problem}", "red")
         screen.table(
-            ("count", "destination"), [(number, name or "(none)") for name, number in one.destinations[:SHOWN]]
+            ("count", "destination"), [(number, name or "(none)") for name, number in preview.destinations[:SHOWN]]
         )
-        if one.unmovable:
+        if preview.unmovable:
             screen.table(
                 ("count", "rejected because", "for example"),
-                [(number, reason, example or "") for reason, number, example in one.unmovable[:SHOWN]],
+                [(number, reason, example or "") for reason, number, example in preview.unmovable[:SHOWN]],
             )
     if not found:
         screen.echo("no messages to move")
 
 
-def _described(one: EndpointPreview) -> Mapping[str, object]:
+def _described(preview: EndpointPreview) -> Mapping[str, object]:
     return {
-        "endpoint": one.endpoint, "rows": one.rows, "first": one.first, "last": one.last, "overdue": one.overdue,
-        "before_cutoff": one.before_cutoff, "destinations": dict(one.destinations), "problems": one.problems,
-        "unmovable": [{"reason": why, "rows": number, "id": key} for why, number, key in one.unmovable],
+        "endpoint": preview.endpoint, "rows": preview.rows, "first": preview.first, "last": preview.last,
+        "overdue": preview.overdue, "before_cutoff": preview.before_cutoff,
+        "destinations": dict(preview.destinations), "problems": preview.problems,
+        "unmovable": [{"reason": why, "rows": number, "id": key} for why, number, key in preview.unmovable],
     }  # fmt: skip
 
 
@@ -478,10 +479,10 @@ def _print_verified(screen: Screen, found: Verified) -> None:
     rows += [(len(found.repeatable), "possibly delivered more than once")]
     screen.table(("count", f"messages of migration {found.run.name}"), rows)
     for title, ids in (("missing", found.missing), ("changed", found.changed), ("in both", found.doubled)):
-        for one in ids[:SHOWN]:
-            screen.echo(f"{title}: {one}", "red")
-    for one in found.repeatable[:SHOWN]:
-        screen.echo(f"possibly twice: {one}")
+        for message_id in ids[:SHOWN]:
+            screen.echo(f"{title}: {message_id}", "red")
+    for message_id in found.repeatable[:SHOWN]:
+        screen.echo(f"possibly twice: {message_id}")
     screen.echo(
         "✓ nothing is missing" if found.ok else "✗ source, journal and target differ", "green" if found.ok else "red"
     )

@@ -188,12 +188,12 @@ def _as_document(message: DelayedMessage) -> dict[str, object]:
 def _show_counts(
     screen: Screen, counts: Sequence[DueCount], destination: str | None, without_time: Sequence[DelayedMessage]
 ) -> None:
-    counts = [one for one in counts if destination is None or one.destination == destination]
-    largest = max((one.count for one in counts), default=0)
-    total = sum(one.count for one in counts)
+    counts = [count for count in counts if destination is None or count.destination == destination]
+    largest = max((count.count for count in counts), default=0)
+    total = sum(count.count for count in counts)
     now = datetime.now(UTC)
     if counts:
-        rows = [(local(one.start), one.destination, one.count, bar(one.count, largest)) for one in counts]
+        rows = [(local(count.start), count.destination, count.count, bar(count.count, largest)) for count in counts]
         screen.table(("due from", "destination", "count", ""), rows)
     screen.echo(f"{total} pending {'message' if total == 1 else 'messages'}")
     _show_without_time(screen, without_time)
@@ -202,8 +202,8 @@ def _show_counts(
             "now": now.isoformat(),
             "total": total,
             "counts": [
-                {"due_from": one.start.isoformat(), "destination": one.destination, "count": one.count}
-                for one in counts
+                {"due_from": count.start.isoformat(), "destination": count.destination, "count": count.count}
+                for count in counts
             ],
         }
     )

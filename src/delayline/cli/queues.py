@@ -34,12 +34,12 @@ def queues(settings: Settings, screen: Screen) -> None:
     async def work() -> list[tuple[QueueLimits, int]]:
         async with open_transport(settings) as transport:
             counted = managed_queues(transport)
-            return [(one, await counted.count(one.queue)) for one in await limited(transport).limits()]
+            return [(limit, await counted.count(limit.queue)) for limit in await limited(transport).limits()]
 
     found = asyncio.run(work())
-    rows = [(one.queue, str(number), *_cells(one)) for one, number in found]
+    rows = [(limit.queue, str(number), *_cells(limit)) for limit, number in found]
     screen.table(("queue", "messages", "received", "at once", "a second", "types at once"), rows)
-    screen.document({"queues": [{**_document(one), "messages": number} for one, number in found]})
+    screen.document({"queues": [{**_document(limit), "messages": number} for limit, number in found]})
 
 
 @click.command(epilog=examples("delayline pause billing"))
@@ -110,7 +110,7 @@ def peek(settings: Settings, screen: Screen, queue: str, limit: int) -> None:
     if messages:
         screen.table(("id", "sent", "type", "size", "body"), [_row(message) for message in messages])
     screen.echo(f"{total} in {queue}" + ("" if len(messages) == total else f", {len(messages)} shown"))
-    screen.document({"queue": queue, "total": total, "messages": [_summary(one) for one in messages]})
+    screen.document({"queue": queue, "total": total, "messages": [_summary(message) for message in messages]})
 
 
 @click.command(epilog=examples("delayline purge billing --yes"))

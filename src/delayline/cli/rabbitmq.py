@@ -108,7 +108,7 @@ def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, 
     screen.echo(*_marked(limits))
     document = {"broker": str(address), "prefix": levels.prefix, **made}
     screen.document(document | {"catch_all": caught._asdict(), "delivery_limits": limits._asdict()})
-    if any(one.ok is False or (one.ok is None and not without_management) for one in (caught, limits)):
+    if any(step.ok is False or (step.ok is None and not without_management) for step in (caught, limits)):
         click.get_current_context().exit(FAILED)
 
 
@@ -261,9 +261,9 @@ def _move(
 
 
 def _print_report(screen: Screen, report: Report, *, dry_run: bool) -> None:
-    used = [one for one in report.levels if one.found]
+    used = [level for level in report.levels if level.found]
     if used:
-        rows = [(f"{one.level:02}", one.found, one.moved, one.poison) for one in used]
+        rows = [(f"{level.level:02}", level.found, level.moved, level.poison) for level in used]
         screen.table(("level", "messages", "moved", "poison"), rows)
     if report.destinations:
         screen.table(("destination", "count"), report.destinations.most_common())
@@ -292,7 +292,8 @@ def _print_report(screen: Screen, report: Report, *, dry_run: bool) -> None:
             "recovered": report.recovered,
             "stale": report.stale,
             "levels": [
-                {"level": one.level, "found": one.found, "moved": one.moved, "poison": one.poison} for one in used
+                {"level": level.level, "found": level.found, "moved": level.moved, "poison": level.poison}
+                for level in used
             ],
             "destinations": dict(report.destinations),
             "reasons": dict(report.reasons),
@@ -348,7 +349,8 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure,
             "total": total,
             "levels": [{"level": level, "count": number, "due_within": (2 << level) - 1} for level, number in used],
             "windows": [
-                {"seconds": one.seconds, "at_least": one.at_least, "estimate": one.estimate} for one in windows
+                {"seconds": window.seconds, "at_least": window.at_least, "estimate": window.estimate}
+                for window in windows
             ],
             **_blocked_document(blocked),
         }

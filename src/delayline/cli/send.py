@@ -89,7 +89,7 @@ def send(  # noqa: PLR0913 - an option each
     if due is not None:
         in_the_future(due, now)
     text = sys.stdin.read() if body == "-" else body
-    given = dict(_header(one) for one in headers)
+    given = dict(_header(header) for header in headers)
     checked = not unchecked
     sent, due = asyncio.run(
         _send(settings, destination, text, delay or due, given, message_id, check_destination=checked)

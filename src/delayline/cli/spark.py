@@ -39,7 +39,7 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_sessions(*args: object, master: str | None, confs: Sequence[str], **arguments: Any) -> Any:  # noqa: ANN401
-        conf = dict(pair(one) for one in confs)
+        conf = dict(pair(conf_pair) for conf_pair in confs)
 
         @contextlib.contextmanager
         def sessions(screen: Screen) -> Iterator[SparkSession]:
@@ -91,18 +91,18 @@ def stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
 
     def on_signal(number: int, frame: object) -> None:
         del number, frame
-        for one in before:
-            signal.signal(one, before[one])  # a second signal does not wait
+        for signal_number in before:
+            signal.signal(signal_number, before[signal_number])  # a second signal does not wait
         threading.Thread(target=stop, name="delayline stop").start()
 
-    before = {one: signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)}
-    for one in before:
-        signal.signal(one, on_signal)
+    before = {signal_number: signal.getsignal(signal_number) for signal_number in (signal.SIGINT, signal.SIGTERM)}
+    for signal_number in before:
+        signal.signal(signal_number, on_signal)
     try:
         yield
     finally:
-        for one in before:
-            signal.signal(one, before[one])
+        for signal_number in before:
+            signal.signal(signal_number, before[signal_number])
 
 
 def in_thread(work: Callable[[], object]) -> None:
@@ -204,12 +204,12 @@ def schedule(
     from delayline.spark import Columns
     from delayline.spark import schedule as run_schedule
 
-    names = dict(pair(one) for one in columns)
+    names = dict(pair(column) for column in columns)
     unknown = names.keys() - {field.name for field in fields(Columns)}
     if unknown:
         raise click.UsageError(f"--column {unknown.pop()}=... is not a column of a message.")
     named = Columns(**names)
-    target, options = replace(target_of(settings), delay_levels=delay_levels), dict(pair(one) for one in reading)
+    target, options = replace(target_of(settings), delay_levels=delay_levels), dict(pair(option) for option in reading)
     with sessions(screen) as session:
         done = run_schedule(path, target, columns=named, options=options, spark=session, **job)
         if done.rejected and rejected is not None:
@@ -274,19 +274,19 @@ def dispatch(
         screen.document({"stopping": True})
         return
     if shows:
-        _show_shards(screen, [asdict(one) for one in dispatcher_status(settings, name)])
+        _show_shards(screen, [asdict(shard) for shard in dispatcher_status(settings, name)])
         return
     with sessions(screen) as session:
         dispatcher = Dispatcher(settings, shards=shards, lease=lease, name=name, spark=session)
         screen.echo(f"dispatching from {masked(settings.resolved_store_url)} in {shards} tasks. Ctrl+C stops it")
         with stopped_by_signal(dispatcher.stop):
             in_thread(dispatcher.run)
-        _show_shards(screen, [asdict(one) for one in dispatcher.metrics()])
+        _show_shards(screen, [asdict(shard) for shard in dispatcher.metrics()])
 
 
 def _show_shards(screen: Screen, shards: Sequence[dict[str, Any]]) -> None:
     columns = ("shard", "generation", "place", "dispatched", "retried", "failed", "p50", "p99", "longest", "seen")
-    screen.table(columns, [["" if one[name] is None else one[name] for name in columns] for one in shards])
+    screen.table(columns, [["" if shard[name] is None else shard[name] for name in columns] for shard in shards])
     screen.document({"shards": list(shards)})
 
 

@@ -77,7 +77,7 @@ class ColdTier:
             if not self.catalog.exist(connection):
                 return [], {}
             files = self.catalog.list_files(connection, until=until)
-            dead = self.catalog.buried(connection, [one.name for one in files])
+            dead = self.catalog.buried(connection, [file.name for file in files])
             return files, {name: list(ids) for name, ids in dead.items()}
 
         return self.read(read)
@@ -116,10 +116,10 @@ def planned(spark: SparkSession, groups: Sequence[Sequence[ColdFile]], dead: Map
     """
     slots = [0] * min(len(groups), 4 * int(spark.conf.get("spark.sql.shuffle.partitions") or 1))
     rows = []
-    for messages, group in sorted(((sum(one.messages for one in some), some) for some in groups), reverse=True):
+    for messages, group in sorted(((sum(file.messages for file in some), some) for some in groups), reverse=True):
         slot = slots.index(min(slots))
         slots[slot] += messages
-        rows.append((slot, [file_to_json(one) for one in group], [list(dead.get(one.name, ())) for one in group]))
+        rows.append((slot, [file_to_json(file) for file in group], [list(dead.get(file.name, ())) for file in group]))
     numbers, files, ids = (list(column) for column in zip(*rows, strict=True))
     texts = pa.list_(pa.string())
     columns = [pa.array(numbers, pa.int32()), pa.array(files, texts), pa.array(ids, pa.list_(texts))]
@@ -169,8 +169,8 @@ def waiting_messages(
     hot = spark.read.format(FORMAT).options(**options).schema(columns).load()
     if tier is None or not files:
         return hot
-    names = [one.split()[0] for one in columns.split(", ")]
-    plan = planned(spark, [[one] for one in files], dead)
+    names = [column.split()[0] for column in columns.split(", ")]
+    plan = planned(spark, [[file] for file in files], dead)
     return hot.union(plan.mapInArrow(partial(_rows, folder=ColdFolder(tier.path), columns=names), columns))
 
 

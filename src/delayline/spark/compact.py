@@ -85,9 +85,9 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
             began = monotonic()
             merges = _merged(spark or spark_session(), tier, groups, dead)
             merged = tier.write(partial(_register, tier=tier, merges=merges, dead=dead, began=began))
-        after = sum(1 for one in merged if one.into is not None)
+        after = sum(1 for merge in merged if merge.into is not None)
         return Compacted(
-            sum(len(one.sources) for one in merged), after, delete_retired(tier) + delete_unregistered(tier)
+            sum(len(merge.sources) for merge in merged), after, delete_retired(tier) + delete_unregistered(tier)
         )
 
 
@@ -100,26 +100,26 @@ def delete_unregistered(tier: ColdTier) -> int:
         return 0
     folder = tier.create()
     now = datetime.now(UTC)
-    old = [one for one in folder.lying() if now - one.changed.astimezone(UTC) > KEPT_FOR]
+    old = [lying for lying in folder.lying() if now - lying.changed.astimezone(UTC) > KEPT_FOR]
     known = tier.read(tier.catalog.known)  # after the listing: a new file is registered after it was written
-    unknown = [one for one in old if one.name not in known]
-    for one in unknown:
-        folder.delete(one.name, one.due_hour)
+    unknown = [lying for lying in old if lying.name not in known]
+    for lying in unknown:
+        folder.delete(lying.name, lying.due_hour)
     return len(unknown)
 
 
 def _groups(files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> list[list[ColdFile]]:
     """Return the groups worth merging: small files of one hour, and files of which half is cancelled."""
     groups: list[list[ColdFile]] = []
-    for _, some in groupby(sorted(files, key=lambda one: (one.due_hour, one.messages)), lambda one: one.due_hour):
+    for _, some in groupby(sorted(files, key=lambda file: (file.due_hour, file.messages)), lambda file: file.due_hour):
         group: list[ColdFile] = []
         for file in some:
-            if group and sum(one.messages for one in group) + file.messages > ROWS_A_FILE:
+            if group and sum(member.messages for member in group) + file.messages > ROWS_A_FILE:
                 groups.append(group)
                 group = []
             group.append(file)
         groups.append(group)
-    return [one for one in groups if len(one) > 1 or 2 * len(dead.get(one[0].name, ())) > one[0].messages]
+    return [group for group in groups if len(group) > 1 or 2 * len(dead.get(group[0].name, ())) > group[0].messages]
 
 
 def _merged(

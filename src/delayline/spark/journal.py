@@ -124,7 +124,7 @@ def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | N
     store, place = StoreOptions.of(target.options), _checked(path)
     journal, before = JournalExport(store.address, schema=store.schema), str(path).rstrip("/")
     # An older delayline has recorded a relative path as it was given, from wherever.
-    relative = [] if before == place else [one for one in journal.directories(before) if Path(place, one).is_dir()]
+    relative = [] if before == place else [name for name in journal.directories(before) if Path(place, name).is_dir()]
     directories = relative + journal.directories(place)
     spark = spark or spark_session()
     with translated_errors():

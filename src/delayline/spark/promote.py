@@ -202,13 +202,13 @@ def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: 
     with ExitStack() as undone:
         undone.callback(staging.discard)
         stage = partial(_stage, store=tier.store, area=staging.name, folder=ColdFolder(tier.path))
-        plan = planned(spark, [[one] for one in files], dead)
+        plan = planned(spark, [[file] for file in files], dead)
         rows = plan.mapInArrow(stage, STAGED).toArrow().to_pylist()
         attempts = [Attempt(row["number"], row["rows"], row["earliest"]) for row in rows]
 
         def flip(connection: Connection, staged: Table) -> None:
             nonlocal cancelled
-            names = [one.name for one in files]
+            names = [file.name for file in files]
             if len(tier.catalog.lock(connection, names)) != len(names):
                 raise _Overtaken
             late = tier.catalog.buried(connection, names)  # complete only now: the lock stops further cancellations
@@ -235,7 +235,7 @@ def _stage(
 
 def _remove(connection: Connection, staged: Table, late: dict[str, dict[str, str]], dead: dict[str, list[str]]) -> int:
     """Delete staged rows that were cancelled after the files were read; return their number."""
-    ids = sorted({one for name, buried in late.items() for one in buried if one not in dead.get(name, ())})
+    ids = sorted({key for name, buried in late.items() for key in buried if key not in dead.get(name, ())})
     removed = 0
     for first in range(0, len(ids), LONGEST_LIST):
         some = ids[first : first + LONGEST_LIST]
@@ -258,12 +258,12 @@ def _buried(files: Iterable[ColdFile], dead: dict[str, list[str]]) -> int:
     return sum(len(dead.get(file.name, ())) for file in files)
 
 
-def _sum(one: Promoted, other: Promoted) -> Promoted:
+def _sum(first: Promoted, second: Promoted) -> Promoted:
     return Promoted(
-        one.stored + other.stored,
-        one.duplicates + other.duplicates,
-        one.cancelled + other.cancelled,
-        one.files + other.files,
+        first.stored + second.stored,
+        first.duplicates + second.duplicates,
+        first.cancelled + second.cancelled,
+        first.files + second.files,
     )
 
 

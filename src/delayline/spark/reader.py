@@ -96,14 +96,14 @@ class PushingReader(BatchReader):
 
     def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
         """Keep the filters that the table can evaluate exactly; return the others to Spark."""
-        for one in filters:
-            sign = COMPARISONS.get(type(one))
-            column: Sequence[str] = getattr(one, "attribute", ())
-            value: Any = getattr(one, "value", None)
-            if isinstance(one, datasource.IsNotNull) and one.attribute[0] in FILTERED_COLUMNS:
+        for condition in filters:
+            sign = COMPARISONS.get(type(condition))
+            column: Sequence[str] = getattr(condition, "attribute", ())
+            value: Any = getattr(condition, "value", None)
+            if isinstance(condition, datasource.IsNotNull) and condition.attribute[0] in FILTERED_COLUMNS:
                 continue  # these columns are never null
             if sign is None or len(column) != 1 or column[0] not in FILTERED_COLUMNS or value is None:
-                yield one
+                yield condition
             else:
                 self._conditions.append(Condition(column[0], sign, value))
 
@@ -189,7 +189,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Divide the numbers evenly."""
         first, last = self._number(start), self._number(end)
         step = -(-(last - first) // self._partitions)
-        return [ClaimPartition(one, min(one + step, last)) for one in range(first, last, max(step, 1))]
+        return [ClaimPartition(at, min(at + step, last)) for at in range(first, last, max(step, 1))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read the messages with these numbers. Can be repeated until their batch is finished."""
@@ -220,7 +220,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Return the number in an offset. Rejects another stream's checkpoint, which would delete unread messages."""
         number = offset.get(OFFSET)
         if not isinstance(number, int) or self._identity != {
-            name: one for name, one in offset.items() if name != OFFSET
+            name: value for name, value in offset.items() if name != OFFSET
         }:
             raise ConfigurationError(
                 f"the checkpoint belongs to another stream: its offset is {offset}, this one reads {self._identity}. "

@@ -256,12 +256,12 @@ def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
     """
     made = _made(rows, columns, now)
     hidden = [name for name in rows.columns if name in HIDDEN]
-    return rows.select(*(one.alias(name) for name, one in made.items()), *hidden)
+    return rows.select(*(column.alias(name) for name, column in made.items()), *hidden)
 
 
 def content_type(rows: DataFrame, columns: Columns) -> str:
     """Return the content type that `Endpoint.send` gives to bodies of this type."""
-    kind = next((one.dataType for one in rows.schema if one.name == columns.body), BinaryType())
+    kind = next((field.dataType for field in rows.schema if field.name == columns.body), BinaryType())
     if isinstance(kind, BinaryType):
         return encode_body(b"")[1]
     return encode_body({} if isinstance(kind, MapType | StructType | ArrayType) else "")[1]
@@ -317,7 +317,7 @@ def _made(rows: DataFrame, columns: Columns, now: datetime) -> dict[str, Column]
 def _text(name: str, kinds: dict[str, DataType]) -> Column:
     if name not in kinds:
         raise ConfigurationError(
-            f"the source has no column {name!r}, only {', '.join(one for one in kinds if one not in HIDDEN)}: "
+            f"the source has no column {name!r}, only {', '.join(field for field in kinds if field not in HIDDEN)}: "
             "name the right one in Columns(...), or add it"
         )
     return F.col(_quoted(name)).cast("string")

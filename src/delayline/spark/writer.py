@@ -132,7 +132,7 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
         Raises:
             DifferentInput: The batch is older than the last one that was stored.
         """
-        queries = {one.query for one in messages if isinstance(one, TaskCommit)}
+        queries = {message.query for message in messages if isinstance(message, TaskCommit)}
         if not queries:
             return
         run = f"stream {self._app} {queries.pop()}"
