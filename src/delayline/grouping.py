@@ -105,8 +105,8 @@ class Grouping(Generic[Item, Result]):
                 for item, done in group:
                     self._fail(item, done, error)
                 return
-            for one in group:
-                await self._run_group([one])
+            for member in group:
+                await self._run_group([member])
         except BaseException:
             for _, done in group:
                 asyncio.Future.cancel(done)

@@ -310,8 +310,10 @@ class Observers:
 
     def start(self) -> None:
         """Start the observers that run beside the endpoint; an error that ends one is logged."""
-        running = [one for one in self._observers if isinstance(one, SupportsRun)]
-        self._tasks = [asyncio.create_task(_run(one), name=f"delayline {type(one).__name__}") for one in running]
+        running = [observer for observer in self._observers if isinstance(observer, SupportsRun)]
+        self._tasks = [
+            asyncio.create_task(_run(beside), name=f"delayline {type(beside).__name__}") for beside in running
+        ]
 
     async def stop(self) -> None:
         """End them, and wait for their last work."""
@@ -323,7 +325,7 @@ class Observers:
     @property
     def traces(self) -> SupportsTraces | None:
         """The observer that makes spans, None for none."""
-        return next((one for one in self._observers if isinstance(one, SupportsTraces)), None)
+        return next((observer for observer in self._observers if isinstance(observer, SupportsTraces)), None)
 
     @property
     def all(self) -> Observer | None:
@@ -346,7 +348,7 @@ class _Guarded:
 
     def __init__(self, observers: Sequence[Observer]) -> None:
         for name in METHODS:
-            setattr(self, name, _guarded(name, [getattr(one, name) for one in observers]))
+            setattr(self, name, _guarded(name, [getattr(observer, name) for observer in observers]))
 
 
 def _guarded(name: str, calls: Sequence[Callable[..., None]]) -> Callable[..., None]:

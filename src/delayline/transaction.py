@@ -154,7 +154,7 @@ async def _checked_savepoint(transaction: SupportsSavepoints) -> AsyncIterator[N
     except Exception as error:
         if error in inside or isinstance(error, BackendUnavailable):
             raise
-        outage = next((one for one in inside if isinstance(one, BackendUnavailable)), None)
+        outage = next((fault for fault in inside if isinstance(fault, BackendUnavailable)), None)
         raise outage or SavepointLost(f"a part of the transaction could not be undone: {error}") from error
 
 

@@ -207,7 +207,7 @@ class MemoryReceiver:
         self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None
     ) -> Sequence[bool]:
         """Forget the hidden messages, now or at the commit."""
-        return [await self.acknowledge(one, transaction) for one in received]
+        return [await self.acknowledge(message, transaction) for message in received]
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         """Forget the hidden message, now or at the commit."""
@@ -228,8 +228,8 @@ class MemoryReceiver:
 
     async def release_many(self, received: Sequence[ReceivedMessage]) -> None:
         """Put the messages back where they were."""
-        for one in received:
-            await self.release(one)
+        for message in received:
+            await self.release(message)
 
     def holds(self, received: ReceivedMessage) -> bool:
         """Return whether the message is hidden."""

@@ -77,7 +77,7 @@ class Selection(NamedTuple):
 
     def names(self, endpoint: str) -> bool:
         """Return whether the endpoint is selected."""
-        return self.endpoints is None or endpoint.casefold() in {one.casefold() for one in self.endpoints}
+        return self.endpoints is None or endpoint.casefold() in {name.casefold() for name in self.endpoints}
 
     def includes(self, due: datetime | None) -> bool:
         """Return whether this due time is selected. Unreadable due times are always selected."""
@@ -207,7 +207,7 @@ class CollectedSource(TableSource):
     def keep(self, connection: Connection, rows: Sequence[CollectedMessage]) -> None:
         """Insert messages; one whose key exists already is unchanged."""
         if rows:
-            connection.execute(self.dialect.words.insert_new(self.kept, self.key), [self._row(one) for one in rows])
+            connection.execute(self.dialect.words.insert_new(self.kept, self.key), [self._row(row) for row in rows])
 
     def forget(self, connection: Connection, keys: Sequence[str]) -> None:
         """Delete messages that the source has again."""
@@ -223,16 +223,16 @@ class CollectedSource(TableSource):
         """Return the values that the column of collected messages contains."""
         found = self.kept.c[column]
         return {
-            one if isinstance(one, str) else bytes(one)
+            value if isinstance(value, str) else bytes(value)
             for some in chunks(list(values))
-            for one in connection.execute(select(found).where(found.in_(some))).scalars()
+            for value in connection.execute(select(found).where(found.in_(some))).scalars()
         }
 
     def doubtful(self, connection: Connection, name: str) -> list[str]:
         """Return the ids of rows in a holding table of which the source may have kept, or sent on, a copy."""
         columns = self.held(name).c
         found = connection.execute(select(columns.id, columns[self.key]).where(columns.state == IN_DOUBT))
-        return [_text(one) or key for one, key in found]
+        return [_text(message_id) or key for message_id, key in found]
 
     def name_column(self, table: Table) -> ColumnElement[Any]:
         """Return the ids of the messages."""
@@ -254,7 +254,7 @@ class CollectedSource(TableSource):
             last = rows[-1].key
             refused = await self.restore(rows)
             failed += len(refused)
-            gone = [one.key for one in rows if one.key not in refused]
+            gone = [row.key for row in rows if row.key not in refused]
             await self.database.write(partial(self.forget, keys=gone))
         return failed
 
@@ -263,20 +263,21 @@ class CollectedSource(TableSource):
         query = select(self.kept).where(columns[self.key] > after).order_by(columns[self.key]).limit(PAGE)
         return [self._from_row(tuple(row)) for row in connection.execute(query)]
 
-    def _row(self, one: CollectedMessage) -> dict[str, Any]:
-        due = None if one.due is None else self.kept_due(one.due)
-        contents = {name: _bytes(getattr(one, name)) for name in ("id", "destination", "headers", "why")}
+    def _row(self, message: CollectedMessage) -> dict[str, Any]:
+        due = None if message.due is None else self.kept_due(message.due)
+        contents = {name: _bytes(getattr(message, name)) for name in ("id", "destination", "headers", "why")}
         return {
-            self.key: one.key, "endpoint": one.endpoint, "due": due, "body": one.body, "original": one.original,
-            "state": one.state, **contents,
+            self.key: message.key, "endpoint": message.endpoint, "due": due, "body": message.body,
+            "original": message.original, "state": message.state, **contents,
         }  # fmt: skip
 
     def _from_row(self, row: tuple[Any, ...]) -> CollectedMessage:
         key, endpoint, *texts = row
-        one, destination, due, headers, body, why, original, state = texts
+        message_id, destination, due, headers, body, why, original, state = texts
         return CollectedMessage(
-            key, endpoint, _text(one), _text(destination), None if due is None else self.read_due(due), _text(headers),
-            None if body is None else bytes(body), _text(why), None if original is None else bytes(original), state,
+            key, endpoint, _text(message_id), _text(destination), None if due is None else self.read_due(due),
+            _text(headers), None if body is None else bytes(body), _text(why),
+            None if original is None else bytes(original), state,
         )  # fmt: skip
 
     def _opened(self, work: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401 - what it returns

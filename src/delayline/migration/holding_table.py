@@ -85,9 +85,9 @@ def _into_batches(source: TableSource, held: Table, some: Slice, movable: Column
     lengths = func.coalesce(source.size(rows), literal_column("0"))
     number = func.count().over(order_by=order, rows=(None, 0)) - 1
     so_far = func.sum(lengths).over(order_by=order, rows=(None, 0))
-    columns = [one.name for one in source.columns()]
+    columns = [column.name for column in source.columns()]
     batch = number // size + so_far // BATCH_BYTES
-    numbered = select(batch, number, *(rows.c[one] for one in columns)).where(movable)
+    numbered = select(batch, number, *(rows.c[name] for name in columns)).where(movable)
     return insert(held).from_select([BATCH, NUMBER, *columns], numbered)
 
 
@@ -122,8 +122,8 @@ def give_back(
 def _put_back(
     connection: Connection, source: TableSource, partition: HeldPartition, held: Table, condition: ColumnElement[bool]
 ) -> int:
-    columns = [one.name for one in source.columns()]
-    rows: Any = select(*(held.c[one] for one in columns)).where(condition)
+    columns = [column.name for column in source.columns()]
+    rows: Any = select(*(held.c[name] for name in columns)).where(condition)
     count: int = connection.execute(select(func.count()).select_from(held).where(condition)).scalar_one()
     if count:
         connection.execute(insert(source.table(partition.source.table)).from_select(columns, rows))

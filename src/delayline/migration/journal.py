@@ -151,7 +151,7 @@ class MigrationTables:
             "delayline_migration_batches",
             metadata,
             Column(*run, primary_key=True),
-            *(Column(one, BigInteger, primary_key=True, autoincrement=False) for one in ("part", "batch")),
+            *(Column(name, BigInteger, primary_key=True, autoincrement=False) for name in ("part", "batch")),
             Column("rows", BigInteger, nullable=False),
             Column("state", text(RUN), nullable=False),
             Column("attempts", BigInteger, nullable=False),
@@ -161,8 +161,8 @@ class MigrationTables:
             metadata,
             Column(*run, primary_key=True),
             *(
-                Column(one, BigInteger, primary_key=True, autoincrement=False)
-                for one in ("part", "batch", "attempt", "number")
+                Column(name, BigInteger, primary_key=True, autoincrement=False)
+                for name in ("part", "batch", "attempt", "number")
             ),
             Column("id", CONTENT, nullable=False),
             Column("reason", text(REASON), nullable=False),
@@ -373,7 +373,7 @@ class MigrationJournal:
         done = case((columns.state == BatchState.MARKED.value, 1))
         rejected = select(func.count(), func.count(done)).select_from(self._counted).where(self.rejected.c.run == run)
         number, of_marked = map(int, connection.execute(rejected).one())
-        staged, delivered, marked, restored = (rows.get(one.value, 0) for one in BatchState)
+        staged, delivered, marked, restored = (rows.get(state.value, 0) for state in BatchState)
         return Progress(sum(rows.values()), staged, delivered, marked, restored, number, marked - of_marked)
 
     def reasons(self, connection: Connection, run: str) -> list[tuple[str, int]]:
@@ -382,7 +382,8 @@ class MigrationJournal:
         query = (
             select(reason, func.count()).select_from(self._counted).where(self.rejected.c.run == run).group_by(reason)
         )
-        return sorted(((why, int(number)) for why, number in connection.execute(query)), key=lambda one: -one[1])
+        counts = [(why, int(number)) for why, number in connection.execute(query)]
+        return sorted(counts, key=lambda count: -count[1])
 
     def list_rejected(self, connection: Connection, run: str, limit: int) -> list[tuple[str, str]]:
         """Return ids of rejected rows, with their reasons."""

@@ -144,7 +144,7 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
     found = [_preview(plan, partition, spark, bodies=bodies) for partition in partitions]
     if plan.endpoints is None:
         left = blocking(plan.source.database.look(partial(skipped_rows, source=plan.source, endpoints=None)))
-        found += [_of_no_endpoint(one) for one in left if one.reason == plan.source.ownerless]
+        found += [_of_no_endpoint(group) for group in left if group.reason == plan.source.ownerless]
     return found
 
 
@@ -211,7 +211,7 @@ def looked_through(
 ) -> tuple[int, list[tuple[str, int, str | None]]]:
     """Read all rows of the partition; return the number of valid ones, and reason, number and an id of the others."""
     number = max(1, SPANS * parallelism(spark)) if first != last else 1
-    cuts = [] if first is None or last is None else [first + (last - first) / number * one for one in range(1, number)]
+    cuts = [] if first is None or last is None else [first + (last - first) / number * cut for cut in range(1, number)]
     largest = ANY_SIZE if plan.target is None else plan.target.largest_message
     look = PreviewWork(plan.source, partition, plan.cutoff, cuts, bodies, largest)
     with translated_errors():
@@ -238,7 +238,7 @@ def _preview(plan: Plan, partition: SourcePartition, spark: SparkSession, *, bod
     if shown.skipped:
         shown.unmovable.append((plan.source.outside, shown.skipped, name(plan.source.unmovable(partition))))
     if plan.target is not None:
-        _ask_the_target(plan.target, shown, lambda one: name(table.c[plan.source.destination or ""] == one))
+        _ask_the_target(plan.target, shown, lambda queue: name(table.c[plan.source.destination or ""] == queue))
         if too_far:
             latest = table.c[plan.source.due] > plan.source.kept_due(_latest(plan, datetime.now(UTC)))
             shown.unmovable.append((TOO_FAR.format(plan.target), too_far, name(latest)))
@@ -281,7 +281,7 @@ def _counted(connection: Connection, plan: Plan, partition: SourcePartition) -> 
     found = connection.execute(query.select_from(table).where(source.owned(partition)).group_by(*grouped)).fetchall()
     mine, everything, rows, overdue, too_far = (sum(int(row[place]) for row in found) for place in range(1, 6))
     first, last = ([source.read_due(row[place]) for row in found if row[place] is not None] for place in (6, 7))
-    destinations = sorted(((row[0], int(row[3])) for row in found if row[3] and grouped), key=lambda one: -one[1])
+    destinations = sorted(((row[0], int(row[3])) for row in found if row[3] and grouped), key=lambda pair: -pair[1])
     shown = EndpointPreview(
         partition.endpoint,
         rows,
@@ -306,10 +306,10 @@ def _ask_the_target(target: Target, shown: EndpointPreview, name: Callable[[str]
     except (BackendUnusable, ConfigurationError) as error:
         shown.problems.append(str(error))
         return
-    known = {one: number for one, number in shown.destinations if one}
+    known = {destination: number for destination, number in shown.destinations if destination}
     try:
         refused = target.refusals(list(known))
     except DelaylineError as error:
         shown.problems.append(str(error))
         return
-    shown.unmovable += [(reason, known[one], name(one)) for one, reason in refused.items()]
+    shown.unmovable += [(reason, known[destination], name(destination)) for destination, reason in refused.items()]

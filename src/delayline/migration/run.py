@@ -182,7 +182,7 @@ class Migration:
             self._rows += rows
             if slices:
                 name = target.endpoint_named(partition.endpoint)
-                found += [(one, name) for one in slices]
+                found += [(piece, name) for piece in slices]
         return found
 
     def _move(
@@ -252,8 +252,8 @@ class Migration:
                 numbers = _numbers(spark, batches, tasks)
                 done = numbers.mapInArrow(delivery.deliver, DONE).toArrow().to_pylist()
             if not session.confirms:
-                staged = [Staged.of(one["staged"]) for one in done if one["staged"] is not None]
-                attempts = {one["batch"]: one["attempt"] for one in done if one["batch"] is not None}
+                staged = [Staged.of(row["staged"]) for row in done if row["staged"] is not None]
+                attempts = {row["batch"]: row["attempt"] for row in done if row["batch"] is not None}
                 self._must_add_up(run, partition, attempts, staged)
                 named = {batch_name(run.name, partition.number, batch): attempt for batch, attempt in attempts.items()}
                 session.commit(staged, named)
@@ -269,7 +269,7 @@ class Migration:
         expected = self._read(
             partial(self._journal.expected, run=run.name, partition=partition.number, attempts=attempts)
         )
-        rows = sum(one.rows for one in staged)
+        rows = sum(attempt.rows for attempt in staged)
         if rows != expected:
             raise BackendUnavailable(
                 f"staged {rows} of {expected} rows for {partition.source.endpoint}. None of them was committed; run "
@@ -350,9 +350,9 @@ class Migration:
     def _with_skipped(self, outcome: MigrationResult) -> MigrationResult:
         """Return the result, with the rows that the run left in the source, and the reasons."""
         left = self._read(partial(skipped_rows, source=self._source, endpoints=self.plan.endpoints))
-        reasons = [*outcome.reasons, *((one.reason, one.rows) for one in left)]
-        examples = [*outcome.examples, *((name, one.reason) for one in left for name in one.names)][:EXAMPLES]
-        return replace(outcome, reasons=reasons, examples=examples, skipped=sum(one.rows for one in left))
+        reasons = [*outcome.reasons, *((group.reason, group.rows) for group in left)]
+        examples = [*outcome.examples, *((name, group.reason) for group in left for name in group.names)][:EXAMPLES]
+        return replace(outcome, reasons=reasons, examples=examples, skipped=sum(group.rows for group in left))
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:

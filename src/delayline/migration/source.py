@@ -160,9 +160,9 @@ class TableSource(ABC):
         found = self._kept(name)
         if found is not None:
             return found
-        own = [Column(one.name, one.type, nullable=True) for one in self.columns()]
-        own[[one.name for one in own].index(self.key)].unique = not self.dialect.bulk.locks_tables
-        batch, number = (Column(one, BigInteger, primary_key=True, autoincrement=False) for one in (BATCH, NUMBER))
+        own = [Column(column.name, column.type, nullable=True) for column in self.columns()]
+        own[[column.name for column in own].index(self.key)].unique = not self.dialect.bulk.locks_tables
+        batch, number = (Column(key, BigInteger, primary_key=True, autoincrement=False) for key in (BATCH, NUMBER))
         return self._made(name, [batch, number, *own])
 
     def movable(self, partition: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
@@ -194,8 +194,8 @@ class TableSource(ABC):
 
     def check_columns(self, connection: Connection, name: str) -> None:
         """Raise BackendUnusable for a table with other columns than this kind's."""
-        found = {one["name"] for one in inspect(connection).get_columns(name, schema=self.schema)}
-        known = {one.name for one in self.columns()}
+        found = {column["name"] for column in inspect(connection).get_columns(name, schema=self.schema)}
+        known = {column.name for column in self.columns()}
         for missing in sorted(known - found):
             raise BackendUnusable(self._unknown(name, f"it has no column {missing!r}"))
         for other in sorted(found - known):
@@ -271,7 +271,7 @@ def skipped_rows(connection: Connection, source: TableSource, endpoints: Sequenc
             table, mine = source.table(partition.table), source.unmovable(partition)
             rows += int(connection.execute(select(func.count()).select_from(table).where(mine)).scalar_one())
             some = connection.execute(select(source.name_column(table)).where(mine).limit(SHOWN)).scalars()
-            names += [source.shown_name(one) for one in some]
+            names += [source.shown_name(value) for value in some]
         if rows:
             found.append(SkippedMessage(reason, rows, names[:SHOWN]))
     return found

@@ -49,8 +49,8 @@ class Counts:
 
     def span(self, first: datetime | None, last: datetime | None) -> None:
         """Take note of due times."""
-        self.first = min((one for one in (self.first, first) if one is not None), default=None)
-        self.last = max((one for one in (self.last, last) if one is not None), default=None)
+        self.first = min((due for due in (self.first, first) if due is not None), default=None)
+        self.last = max((due for due in (self.last, last) if due is not None), default=None)
 
 
 class Tally:
@@ -66,11 +66,11 @@ class Tally:
     def add(self, rows: Iterable[CollectedMessage], which: Selection, bounds: Bounds) -> None:
         """Count messages in that are asked for, and how many are due before."""
         mine: dict[str, list[CollectedMessage]] = {}
-        for one in rows:
-            if which.includes(one.due):
-                mine.setdefault(one.endpoint, []).append(one)
+        for row in rows:
+            if which.includes(row.due):
+                mine.setdefault(row.endpoint, []).append(row)
             else:
-                self.of(one.endpoint).before_cutoff += 1
+                self.of(row.endpoint).before_cutoff += 1
         for endpoint, some in mine.items():
             _count(self.of(endpoint), some, bounds)
 
@@ -87,14 +87,14 @@ class Tally:
 
 
 def _count(counts: Counts, rows: Sequence[CollectedMessage], bounds: Bounds) -> None:
-    times = [one.due for one in rows if one.due is not None]
+    times = [row.due for row in rows if row.due is not None]
     counts.rows += len(rows)
     counts.overdue += sum(due < bounds.now for due in times)
     if bounds.latest is not None:
         counts.too_far += sum(due > bounds.latest for due in times)
     counts.span(min(times, default=None), max(times, default=None))
-    counts.destinations.update(one.destination for one in rows)
-    messages = record_batch((one.id, one.destination, one.due, one.headers, one.body, one.why) for one in rows)
+    counts.destinations.update(row.destination for row in rows)
+    messages = record_batch((row.id, row.destination, row.due, row.headers, row.body, row.why) for row in rows)
     reasons: pa.Array = reasons_of(messages, largest=bounds.largest)
     for place in pc.indices_nonzero(pc.is_valid(reasons)).to_pylist():
         reason = reasons[place].as_py()

@@ -30,7 +30,7 @@ class Staged(NamedTuple):
     @property
     def rows(self) -> int:
         """How many messages it are."""
-        return self.attempt.rows + sum(one.messages for one in self.files)
+        return self.attempt.rows + sum(file.messages for file in self.files)
 
     @property
     def text(self) -> str:
@@ -41,7 +41,7 @@ class Staged(NamedTuple):
     def of(cls, text: str) -> Staged:
         """Parse the text of `dumps`."""
         attempt, files, noted = json.loads(text)
-        return cls(Attempt(*attempt), [ColdFile(*one) for one in files], [Attempt(*one) for one in noted])
+        return cls(Attempt(*attempt), [ColdFile(*file) for file in files], [Attempt(*file) for file in noted])
 
 
 class Attempted(NamedTuple):

@@ -156,7 +156,7 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
     return Verified(
         found, progress.rows, progress.moved, progress.marked - progress.moved, progress.staged + progress.delivered,
         progress.restored, waiting, gone, missing[:SHOWN], changed[:SHOWN], doubled[:SHOWN],
-        sum(one.rows for one in left_in(source, found)), repeatable,
+        sum(group.rows for group in left_in(source, found)), repeatable,
     )  # fmt: skip
 
 
@@ -218,7 +218,7 @@ def _in_source(
     rejected = select(journal.rejected.c.number).where(journal.rejected_in(run.name, partition.number))
     query = select(source.name_column(held)).join(table, held.c[source.key] == table.c[source.key])
     query = query.where(held.c[BATCH].in_(marked), held.c[NUMBER].not_in(rejected)).limit(SHOWN)
-    return [source.shown_name(one) for one in connection.execute(query).scalars()]
+    return [source.shown_name(value) for value in connection.execute(query).scalars()]
 
 
 def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, partition: HeldPartition) -> list[str]:
@@ -229,7 +229,7 @@ def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, part
         found: list[str] = []
         for batch in journal.repeated(connection, run.name, partition.number):
             query = select(source.name_column(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
-            found += [source.shown_name(one) for one in connection.execute(query).scalars()]
+            found += [source.shown_name(value) for value in connection.execute(query).scalars()]
         return found
 
     return blocking(source.database.look(look))

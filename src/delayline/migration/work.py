@@ -65,7 +65,7 @@ class BatchDelivery:
         for some in numbers:
             with rows_only():
                 staged, attempts = asyncio.run(self._deliver(some.column(0).to_pylist()))
-            rows: list[dict[str, object]] = [{"staged": one.text} for one in staged]
+            rows: list[dict[str, object]] = [{"staged": part.text} for part in staged]
             rows += [{"batch": batch, "attempt": attempt} for batch, attempt in attempts.items()]
             yield pa.RecordBatch.from_pylist(rows, DONE_SCHEMA)
 

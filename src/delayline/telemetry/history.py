@@ -238,7 +238,7 @@ def read_minutes(
     table = minutes_table(schema)
     if not inspect(connection).has_table(table.name, schema=table.schema):
         return None
-    first, last = (to_microseconds(one) // MINUTE for one in (start, end))
+    first, last = (to_microseconds(due) // MINUTE for due in (start, end))
     query = select(table.c.process, table.c.minute, table.c.content).where(
         table.c.endpoint == endpoint, table.c.scale == scale, table.c.minute >= first, table.c.minute < last
     )
@@ -252,12 +252,12 @@ def difference(process: str, scale: int, start: int, before: Snapshot, after: Sn
     lateness = {}
     for destination, histogram in after.lateness.items():
         base = before.lateness.get(destination)
-        counts = [one - (base.counts[place] if base else 0) for place, one in enumerate(histogram.counts)]
+        counts = [number - (base.counts[place] if base else 0) for place, number in enumerate(histogram.counts)]
         if any(counts):
             lateness[destination] = counts
 
     def handled(snapshot: Snapshot, *, failed: bool) -> int:
-        return sum(one.count for (_, error), one in snapshot.handled.items() if bool(error) is failed)
+        return sum(histogram.count for (_, error), histogram in snapshot.handled.items() if bool(error) is failed)
 
     def sent(snapshot: Snapshot) -> int:
         return sum(number for (_, _, error), number in snapshot.sent.items() if not error)
@@ -278,7 +278,7 @@ def difference(process: str, scale: int, start: int, before: Snapshot, after: Sn
         uncounted=after.uncounted - before.uncounted,
         lateness=lateness,
         poller=_on_clock(after.polling, after, now),
-        receivers={queue: _on_clock(one, after, now) for queue, one in after.receiving.items()},
+        receivers={queue: _on_clock(receiving, after, now) for queue, receiving in after.receiving.items()},
         running_handlers=after.running_handlers,
         breakers=dict(after.breakers),
         measures=dict(after.measures),
@@ -297,7 +297,8 @@ def encoded(row: MinuteRow) -> bytes:
         "written": to_microseconds(row.written),
         "counts": [row.sent, row.dispatched, row.handled, row.failed, row.moved, row.uncounted],
         "lateness": {
-            name: {place: one for place, one in enumerate(counts) if one} for name, counts in row.lateness.items()
+            name: {place: number for place, number in enumerate(counts) if number}
+            for name, counts in row.lateness.items()
         },
         "poller": None if row.poller is None else to_microseconds(row.poller),
         "receivers": {name: None if at is None else to_microseconds(at) for name, at in row.receivers.items()},

@@ -135,7 +135,7 @@ class Snapshot:
     @property
     def dispatched(self) -> int:
         """Messages that the poller has moved to their destinations."""
-        return self.uncounted + sum(one.count for one in self.lateness.values())
+        return self.uncounted + sum(histogram.count for histogram in self.lateness.values())
 
 
 class Measurements:
@@ -216,7 +216,7 @@ class Measurements:
                 self._batches, self._moved, self._poll_failures, self._sleeps, self._slept, self._notifications
             ),
             polling=self._polling.frozen(now, elapsed),
-            receiving={queue: one.frozen(now, elapsed) for queue, one in self._receiving.copy().items()},
+            receiving={queue: receiver.frozen(now, elapsed) for queue, receiver in self._receiving.copy().items()},
             breakers=self._breakers.copy(),
             running_handlers=0 if endpoint is None else endpoint.running_handlers,
             measures={} if endpoint is None else endpoint.measures(),
@@ -309,7 +309,7 @@ def _record(histograms: dict[Key, _Counts], key: Key, bounds: tuple[float, ...],
 
 
 def _frozen(histograms: dict[Key, _Counts], bounds: tuple[float, ...]) -> dict[Key, Histogram]:
-    return {key: Histogram(bounds, tuple(one.counts), one.total) for key, one in histograms.copy().items()}
+    return {key: Histogram(bounds, tuple(counts.counts), counts.total) for key, counts in histograms.copy().items()}
 
 
 class Names:

@@ -141,7 +141,7 @@ class OpenTelemetry:
                 common = {ENDPOINT: reading.snapshot.endpoint, SYSTEM: reading.system}
                 for values, value in metric.read(reading):
                     if not isinstance(value, Histogram):
-                        named = {name: one for name, one in zip(metric.attributes, values, strict=True) if one}
+                        named = {name: value for name, value in zip(metric.attributes, values, strict=True) if value}
                         yield Observation(value, common | named)
 
         return observe
@@ -149,7 +149,7 @@ class OpenTelemetry:
 
 def opted_in() -> bool:
     """Return whether the environment asks for the conventions of messaging."""
-    return not OPTED_IN.isdisjoint(one.strip() for one in os.environ.get(OPT_IN, "").split(","))
+    return not OPTED_IN.isdisjoint(convention.strip() for convention in os.environ.get(OPT_IN, "").split(","))
 
 
 class _SharedReading:

@@ -122,7 +122,7 @@ def _family(metric: Metric, readings: Sequence[Reading]) -> Family:
     for reading in readings:
         common = (reading.snapshot.endpoint, reading.system)
         for attributes, value in metric.read(reading):
-            values = [_text(one) for one in (*common, *attributes)]
+            values = [_text(label) for label in (*common, *attributes)]
             if isinstance(value, Histogram):
                 family.add_metric(values, _buckets(value), value.total)
             else:

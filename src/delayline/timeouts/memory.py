@@ -79,11 +79,9 @@ class MemoryTimeoutPersister:
     ) -> TimeoutsChunk:
         """Lease due timeouts."""
         self._leases = {key: until for key, until in self._leases.items() if until > at}
-        free = sorted(
-            (timeout.due, timeout.id) for timeout in self._timeouts.values() if timeout.id not in self._leases
-        )
+        free = sorted((timeout.due, key) for key, timeout in self._timeouts.items() if key not in self._leases)
         due = [DueTimeout(timeout_id, when) for when, timeout_id in free[:limit] if when <= at]
-        ids = [one.id for one in due]
+        ids = [timeout.id for timeout in due]
         if transaction is not None:
             in_memory(transaction).on_rollback(lambda: self._free(ids))
         self._leases |= dict.fromkeys(ids, lease_until)
@@ -93,7 +91,7 @@ class MemoryTimeoutPersister:
     async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
         """Lock due timeouts; skips timeouts locked by other transactions."""
         self._leases = {key: until for key, until in self._leases.items() if until > at}
-        free = sorted((one.due, one.id) for one in self._timeouts.values() if one.id not in self._leases)
+        free = sorted((timeout.due, key) for key, timeout in self._timeouts.items() if key not in self._leases)
         due: list[Timeout] = []
         for when, timeout_id in free:
             timeout = self._timeouts[timeout_id]

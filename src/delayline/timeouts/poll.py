@@ -117,7 +117,7 @@ class TimeoutRequestStore:
         chunk = await self._persister.next_chunk(at, limit, lease_until=lease_until, transaction=transaction)
         if chunk.due:
             cache(chunk.next_due)
-        return [DelayedMessage(request_for(one.id, at), self._dispatcher, one.due) for one in chunk.due]
+        return [DelayedMessage(request_for(timeout.id, at), self._dispatcher, timeout.due) for timeout in chunk.due]
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         """Prolong the leases; the dispatcher removes the timeouts."""

@@ -191,9 +191,9 @@ class TimeoutStatements:
         requested = sum(until <= at + ACTIVE_LEASE for until in leases.values())
         number = max(0, min(limit, MAXIMUM_REQUESTED - requested))
         rows = self._first.rows(connection, number + len(leases) + 1)
-        free = [DueTimeout(one, self._due(at, *times)) for key, *times in rows if (one := _text(key)) not in leases]
-        due = [one for one in free if one.due <= at][:number]
-        times = [*leases.values(), *(one.due for one in free if one not in due)]
+        free = [DueTimeout(key, self._due(at, *times)) for raw, *times in rows if (key := _text(raw)) not in leases]
+        due = [timeout for timeout in free if timeout.due <= at][:number]
+        times = [*leases.values(), *(timeout.due for timeout in free if timeout not in due)]
         return TimeoutsChunk(due, min(times, default=None)), ended
 
     def _due(self, at: datetime, time: Any, headers: str | None = None, version: str | None = None) -> datetime:  # noqa: ANN401
@@ -212,7 +212,7 @@ class TimeoutStatements:
         self._free.change_each(connection, self._name, keys=ended)
         if chunk.due:
             kept = self._dialect.values.to_due(lease_until)
-            self._lease.change_many(connection, [(self._name, one.id, kept) for one in chunk.due])
+            self._lease.change_many(connection, [(self._name, timeout.id, kept) for timeout in chunk.due])
         return chunk
 
     def lock_due(self, connection: Connection, at: datetime, limit: int, max_bytes: int) -> LockedTimeouts:
@@ -252,7 +252,7 @@ class TimeoutStatements:
         """Lease timeouts until `until`."""
         self._free.change_each(connection, self._name, keys=ids)
         kept = self._dialect.values.to_due(until)
-        self._lease.change_many(connection, [(self._name, one, kept) for one in ids])
+        self._lease.change_many(connection, [(self._name, timeout_id, kept) for timeout_id in ids])
 
     def lease(self, connection: Connection, ids: Sequence[str], until: datetime) -> None:
         """Change the end of existing leases."""
@@ -261,7 +261,7 @@ class TimeoutStatements:
     def count(self, connection: Connection) -> TimeoutCount:
         """Return the number of timeouts, and the due times of the first and the last."""
         [(number, first, last, rows)] = self._count.rows(connection)
-        first, last = (None if one is None else self.times.read(one) for one in (first, last))
+        first, last = (None if value is None else self.times.read(value) for value in (first, last))
         return TimeoutCount(number, first, last, without_time=rows - number)
 
     def without_time(self, connection: Connection, limit: int) -> list[Timeout]:
@@ -637,7 +637,7 @@ class TimeoutManagement:
         keys = {str(key).lower() for key in connection.execute(query).scalars()}
         keys |= {str(uuid.UUID(message_id))} if _is_guid(message_id) else set()
         found = self._statements.read(connection, sorted(keys))
-        return [one.id for one in found if message_id in (one.id, _logical(one.message).id)]
+        return [timeout.id for timeout in found if message_id in (timeout.id, _logical(timeout.message).id)]
 
 
 def _delayed(timeout: Timeout) -> DelayedMessage:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from delayline.migration.source import TableSource
 
 TABLES: Final[dict[str, type[TableSource]]] = {
-    one.kind: one for one in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate, APScheduler)
+    source.kind: source for source in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate, APScheduler)
 }
 #: Sources that are not tables; imported on use, as each needs its own extra.
 PLACES: Final = {

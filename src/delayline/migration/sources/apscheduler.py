@@ -101,7 +101,7 @@ class APScheduler(TableSource):
         try:
             job = state_of(bytes(state))
             trigger = f"{type(job['trigger']).__module__}.{type(job['trigger']).__qualname__}"
-            function, name, executor = (_name(job, one) for one in ("func", "name", "executor"))
+            function, name, executor = (_name(job, key) for key in ("func", "name", "executor"))
             arguments = {"args": list(job["args"]), "kwargs": dict(job["kwargs"])}
         except Exception as error:
             return message_id, None, at, None, None, UNREADABLE.format(_cut(error))
@@ -179,14 +179,14 @@ def _encoded(arguments: dict[str, Any]) -> bytes:
     """Return the arguments as JSON. Raises TypeError or ValueError if they cannot be encoded, or are too large."""
     size, left = 0, list[Any]([arguments])
     while left:
-        one = left.pop()
-        size += EACH + (len(one) if isinstance(one, str) else 0)
+        value = left.pop()
+        size += EACH + (len(value) if isinstance(value, str) else 0)
         if size > LARGEST_BODY:
             raise ValueError(f"they have more than {LARGEST_BODY // 1024 // 1024} MiB")
-        if isinstance(one, dict):
-            left += [*one.keys(), *one.values()]
-        elif isinstance(one, list | tuple):
-            left += one
+        if isinstance(value, dict):
+            left += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            left += value
     return json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
 
 

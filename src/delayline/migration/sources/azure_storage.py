@@ -86,9 +86,9 @@ class AzureStorage(CollectedSource):
     async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Show the rows to their endpoints again."""
         async with self._opened_account() as (table, _, _):
-            operations = [("update", _keys(one) | {OWNER: one.endpoint}, {"mode": UpdateMode.MERGE}) for one in rows]
+            operations = [("update", _keys(row) | {OWNER: row.endpoint}, {"mode": UpdateMode.MERGE}) for row in rows]
             answers = await table.change_each(operations)
-        return {one.key: f"its row is gone from {self}" for one, back in zip(rows, answers, strict=True) if not back}
+        return {row.key: f"its row is gone from {self}" for row, back in zip(rows, answers, strict=True) if not back}
 
     def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
         """Read the rows; the bodies only where everything is to be read."""
@@ -141,17 +141,17 @@ class AzureStorage(CollectedSource):
     async def _hide(self, table: Table, rows: Sequence[CollectedMessage], etags: Mapping[str, str]) -> list[str]:
         """Hide rows that are as they were read; return the keys of the others."""
         operations = [
-            ("update", _keys(one) | {OWNER: _hidden(one)},
-             {"mode": UpdateMode.MERGE, "etag": etags[one.key], "match_condition": MatchConditions.IfNotModified})
-            for one in rows
+            ("update", _keys(row) | {OWNER: _hidden(row)},
+             {"mode": UpdateMode.MERGE, "etag": etags[row.key], "match_condition": MatchConditions.IfNotModified})
+            for row in rows
         ]  # fmt: skip
         answers = await table.change_each(operations)
         gone = []
-        for one, hidden in zip(rows, answers, strict=True):
+        for row, hidden in zip(rows, answers, strict=True):
             if not hidden:  # perhaps it is, and the answer was lost
-                now = await table.get(Key(_keys(one)["PartitionKey"], one.key))
-                if now is None or now.get(OWNER) != _hidden(one):
-                    gone.append(one.key)
+                now = await table.get(Key(_keys(row)["PartitionKey"], row.key))
+                if now is None or now.get(OWNER) != _hidden(row):
+                    gone.append(row.key)
         return gone
 
 
@@ -187,12 +187,12 @@ def _due(time: Any) -> datetime | None:  # noqa: ANN401 - what the client makes 
     return due + timedelta(microseconds=1) if fraction[6:].strip("0") else due
 
 
-def _keys(one: CollectedMessage) -> dict[str, str]:
-    return {"PartitionKey": json.loads(one.original or b"{}")["partition"], "RowKey": one.key}
+def _keys(row: CollectedMessage) -> dict[str, str]:
+    return {"PartitionKey": json.loads(row.original or b"{}")["partition"], "RowKey": row.key}
 
 
-def _hidden(one: CollectedMessage) -> str:
-    return f"{HIDDEN}delayline__{one.endpoint}"
+def _hidden(row: CollectedMessage) -> str:
+    return f"{HIDDEN}delayline__{row.endpoint}"
 
 
 def _is_guid(name: str) -> bool:
@@ -205,10 +205,10 @@ def _is_guid(name: str) -> bool:
 
 def _limited(works: Any) -> list[Any]:  # noqa: ANN401 - coroutines
     """Let so many run at once."""
-    holding_table = asyncio.Semaphore(BLOBS_AT_ONCE)
+    slots = asyncio.Semaphore(BLOBS_AT_ONCE)
 
-    async def one(work: Any) -> Any:  # noqa: ANN401
-        async with holding_table:
+    async def limited(work: Any) -> Any:  # noqa: ANN401
+        async with slots:
             return await work
 
-    return [one(work) for work in works]
+    return [limited(work) for work in works]

@@ -33,7 +33,7 @@ class CeleryScheduled(ExportedFiles):
         """Copy the tasks into the table beside the journal; workers hold no more of them than they prefetch."""
         del spark
         moved = await self.database.read(self.moved)
-        tasks = [one for one in self._tasks(which) if which.includes(one.due)]
+        tasks = [task for task in self._tasks(which) if which.includes(task.due)]
         for first in range(0, len(tasks), PAGE):
             some = tasks[first : first + PAGE]
             new = await self.database.read(partial(self.new, rows=some, moved=moved))
@@ -59,7 +59,7 @@ class CeleryScheduled(ExportedFiles):
             for worker in _workers(path)
             for entry in worker
         ]
-        return list({one.key: one for one in found}.values())
+        return list({task.key: task for task in found}.values())
 
 
 def _workers(path: str) -> list[list[dict[str, Any]]]:
@@ -67,7 +67,7 @@ def _workers(path: str) -> list[list[dict[str, Any]]]:
     why = "it is not an object with a list of tasks for each worker"
     try:
         answers = json.loads(Path(path).read_bytes())
-        if isinstance(answers, dict) and all(isinstance(one, list) for one in answers.values()):
+        if isinstance(answers, dict) and all(isinstance(tasks, list) for tasks in answers.values()):
             workers = list(answers.values())
             if all(isinstance(entry, dict) for worker in workers for entry in worker):
                 return workers

@@ -31,7 +31,7 @@ class DelaylineStore(TableSource):
     def columns(self) -> list[Column[Any]]:
         """Return the columns of a store's table, but for its own numbering."""
         made = self.dialect.catalog.timeouts_table("_", self.schema).columns
-        return [Column(one.name, one.type, nullable=one.nullable) for one in made if one.name != "seq"]
+        return [Column(column.name, column.type, nullable=column.nullable) for column in made if column.name != "seq"]
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return a partition for each store."""

@@ -39,7 +39,7 @@ class ExportedFiles(CollectedSource):
             raise ConfigurationError(
                 f"there is no file {masked(self.place)}: give the path of a file written by {self.written_by}"
             )
-        return [str(Path(one).absolute()) for one in found]
+        return [str(Path(file).absolute()) for file in found]
 
     async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """No-op: a file is not changed."""
@@ -49,14 +49,14 @@ class ExportedFiles(CollectedSource):
     def moved(self, connection: Connection) -> list[tuple[str, HeldPartition]]:
         """Return earlier runs of this source with their messages, some of which have moved."""
         journal = MigrationJournal(self.dialect, self.schema)
-        runs = [one.name for one in journal.list_runs(connection) if one.parameters.get("source") == str(self)]
+        runs = [run.name for run in journal.list_runs(connection) if run.parameters.get("source") == str(self)]
         return [(run, partition) for run in runs for partition in journal.list_partitions(connection, run)]
 
     def new(
         self, connection: Connection, rows: Sequence[CollectedMessage], moved: Sequence[tuple[str, HeldPartition]]
     ) -> list[CollectedMessage]:
         """Return those that none of these runs has moved."""
-        keys = [one.key for one in rows]
+        keys = [row.key for row in rows]
         journal = MigrationJournal(self.dialect, self.schema)
         gone: set[str] = set()
         for run, partition in moved:
@@ -69,4 +69,4 @@ class ExportedFiles(CollectedSource):
                 held.c[self.key].in_(keys), held.c[BATCH].in_(marked), held.c[NUMBER].not_in(rejected)
             )
             gone.update(connection.execute(query).scalars())
-        return [one for one in rows if one.key not in gone]
+        return [row for row in rows if row.key not in gone]

@@ -40,7 +40,7 @@ class NServiceBusSql(TableSource):
     def columns(self) -> list[Column[Any]]:
         """Return the columns that .NET's installers make for this product."""
         made = timeout_table("_", self.schema, self.dialect).columns
-        return [Column(one.name, one.type, primary_key=one.primary_key, nullable=one.nullable) for one in made]
+        return [Column(own.name, own.type, primary_key=own.primary_key, nullable=own.nullable) for own in made]
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return a partition for each table with that suffix."""
@@ -100,7 +100,7 @@ class NHibernate(NServiceBusSql):
 
     def columns(self) -> list[Column[Any]]:
         """Return the columns that NHibernate maps."""
-        types = {one.name: one.type for one in timeout_table("_", self.schema, self.dialect).columns}
+        types = {column.name: column.type for column in timeout_table("_", self.schema, self.dialect).columns}
         return [
             Column("Id", types["Id"], primary_key=True),
             Column("Destination", String(LONGEST_DESTINATION)),

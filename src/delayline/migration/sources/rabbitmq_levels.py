@@ -89,11 +89,11 @@ class RabbitmqLevelsSource(CollectedSource):
 
     async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Publish each message for its remaining delay; returns once the broker has confirmed."""
-        await self.database.write(partial(self.set_state, keys=[one.key for one in rows], state=IN_DOUBT))
+        await self.database.write(partial(self.set_state, keys=[row.key for row in rows], state=IN_DOUBT))
         publisher = Publisher(self.address, connection_name=NAME)
         await publisher.open()
         try:
-            refused = await publisher.publish([self._publication(one) for one in rows])
+            refused = await publisher.publish([self._publication(row) for row in rows])
         finally:
             await publisher.close()
         return {rows[position].key: str(error) for position, error in refused.items()}
@@ -111,7 +111,7 @@ class RabbitmqLevelsSource(CollectedSource):
                     async with channel_of(connection) as channel:
                         seen = 0
                         async for some in batches(channel, queue, min(found, SAMPLE), size=SAMPLE, ahead=SAMPLE):
-                            tally.add([self._read(one, level, endpoint) for one in some], which, bounds)
+                            tally.add([self._read(message, level, endpoint) for message in some], which, bounds)
                             seen += len(some)
                     tally.of(endpoint).unseen += max(0, found - seen)
 
@@ -171,7 +171,7 @@ class RabbitmqLevelsSource(CollectedSource):
             return
         async with channel_of(connection) as channel:
             async for some in batches(channel, queue, found, size=BATCH, ahead=2 * BATCH):
-                new, known = _apart([self._read(one, level, endpoint) for one in some], doubts)
+                new, known = _apart([self._read(message, level, endpoint) for message in some], doubts)
                 await self.database.write(partial(self._keep_new, rows=new))
                 await self._acknowledge(channel, queue, some)
                 await self.database.write(partial(self._settle, new=new, known=known))
@@ -183,8 +183,8 @@ class RabbitmqLevelsSource(CollectedSource):
 
     def _keep_new(self, connection: Connection, *, rows: Sequence[CollectedMessage]) -> None:
         """Store messages under new ids: an event that failed at two endpoints is pending twice under one id."""
-        ids = {one.id.encode("utf-8", "replace") for one in rows if one.id}
-        pending = {bytes(one).decode("utf-8", "replace") for one in self.among(connection, "id", ids)}
+        ids = {row.id.encode("utf-8", "replace") for row in rows if row.id}
+        pending = {bytes(message_id).decode("utf-8", "replace") for message_id in self.among(connection, "id", ids)}
         named: list[CollectedMessage] = []
         for row in rows:
             name = row.id
@@ -199,20 +199,20 @@ class RabbitmqLevelsSource(CollectedSource):
         self, connection: Connection, *, new: Sequence[CollectedMessage], known: Sequence[CollectedMessage]
     ) -> None:
         """Take note that the broker has forgotten these."""
-        self.set_state(connection, [one.key for one in new], SURE)
+        self.set_state(connection, [row.key for row in new], SURE)
         again = self.kept.update().where(self.kept.c.state == IN_DOUBT).values(state=SURE)
-        for one in known:
-            connection.execute(again.where(self.kept.c[self.key].startswith(_digest_in(one.key))))
+        for row in known:
+            connection.execute(again.where(self.kept.c[self.key].startswith(_digest_in(row.key))))
 
-    def _publication(self, one: CollectedMessage) -> Publication:
+    def _publication(self, row: CollectedMessage) -> Publication:
         """Return the message as it came, with a delay for the rest of its time; where it lay, if it has none."""
-        original = json.loads(one.original or b"{}")
+        original = json.loads(row.original or b"{}")
         properties = base64.b64decode(original["properties"])
-        message = Message(one.id or "", {}, one.body or b"")
+        message = Message(row.id or "", {}, row.body or b"")
         parsed = parse(original["routing_key"])
-        if parsed is None or one.due is None:
+        if parsed is None or row.due is None:
             return Publication(message, "", self.levels.level(original["level"]), properties=properties)
-        exchange, key = self.levels.route(seconds_until(one.due, SystemClock().now()), parsed[1])
+        exchange, key = self.levels.route(seconds_until(row.due, SystemClock().now()), parsed[1])
         return Publication(message, exchange, key, properties=properties)
 
 

@@ -68,8 +68,8 @@ class RavenDb(ExportedFiles):
         """Read the files in tasks, which sum up their contents."""
         moved = blocking(self.database.look(self.moved))
         total = Tally()
-        for one in _on_each(self.files, spark, Copy(self, which, moved, bounds).of):
-            total.merge(one)
+        for tally in _on_each(self.files, spark, Copy(self, which, moved, bounds).of):
+            total.merge(tally)
         return total
 
 
@@ -96,7 +96,7 @@ class Copy:
         await database.open()
         try:
             for rows in self._chunks(path):
-                some = [one for one in rows if self.which.includes(one.due)]
+                some = [row for row in rows if self.which.includes(row.due)]
                 new = await database.read(partial(self.source.new, rows=some, moved=self.moved))
                 await database.write(partial(self.source.keep, rows=new))
         finally:
@@ -108,21 +108,21 @@ class Copy:
         for document in documents(path):
             if not document.keys() >= FIELDS:
                 continue
-            one = self._asked_for(_collected(document))
-            if one is not None:
-                piece.append(one)
+            message = self._asked_for(_collected(document))
+            if message is not None:
+                piece.append(message)
             if len(piece) == PAGE:
                 yield piece
                 piece = []
         yield piece
 
-    def _asked_for(self, one: CollectedMessage) -> CollectedMessage | None:
+    def _asked_for(self, message: CollectedMessage) -> CollectedMessage | None:
         named = self.which.endpoints
-        if one.endpoint:
-            return one if not one.endpoint.startswith(MIGRATED) and self.which.names(one.endpoint) else None
+        if message.endpoint:
+            return message if not message.endpoint.startswith(MIGRATED) and self.which.names(message.endpoint) else None
         if named is None:
-            return None if self.bounds is None else replace(one, endpoint=NO_ENDPOINT, why=NO_OWNER)
-        return replace(one, endpoint=named[0]) if len(named) == 1 else None
+            return None if self.bounds is None else replace(message, endpoint=NO_ENDPOINT, why=NO_OWNER)
+        return replace(message, endpoint=named[0]) if len(named) == 1 else None
 
 
 def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Tally]) -> list[Tally]:
@@ -135,7 +135,7 @@ def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Ta
 
     with translated_errors():
         found = spark.range(0, len(files), 1, len(files)).mapInArrow(through, PICKLED).toArrow()
-    return [pickle.loads(one) for one in found.column(0).to_pylist()]  # noqa: S301 - our own tasks'
+    return [pickle.loads(pickled) for pickled in found.column(0).to_pylist()]  # noqa: S301 - our own tasks'
 
 
 def _collected(document: Mapping[str, Any]) -> CollectedMessage:

@@ -76,8 +76,8 @@ class AzureTable(WithoutLedger):
         async def look() -> Mapping[str, str]:
             async with self.opened("") as (account, _):
                 queues = Queues(account)
-                found = {one: await queues.refusal(one) for one in destinations}
-                return {one: reason for one, reason in found.items() if reason is not None}
+                found = {queue: await queues.refusal(queue) for queue in destinations}
+                return {queue: reason for queue, reason in found.items() if reason is not None}
 
         return blocking(look())
 
@@ -86,7 +86,7 @@ class AzureTable(WithoutLedger):
         self.endpoint_named(endpoint)
 
         def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            if sum(one.num_rows for one in numbers):
+            if sum(batch.num_rows for batch in numbers):
                 yield from self.pages(endpoint)
 
         return spark.range(0, 1, 1, 1).mapInArrow(read, WAITING)

@@ -121,7 +121,7 @@ class TiersSession(StoreSession):
         """Connect to the store and read the ids in the files."""
         await super().open(stack)
         files, cancelled = self.tier.files()
-        self._cold_ids = FileIds(self._folder, [one for one in files if one.name not in self._ours], cancelled)
+        self._cold_ids = FileIds(self._folder, [file for file in files if file.name not in self._ours], cancelled)
         self._waiting = []
         self._staged = []
 
@@ -139,7 +139,7 @@ class TiersSession(StoreSession):
         """Return the reasons of messages whose id is pending in a tier or repeated in the batch, by position."""
         ids = messages.column("id")
         found = self._cold_ids.among(ids)
-        cold = {at: DUPLICATE_ID for at, one in enumerate(ids.to_pylist()) if one in found} if found else {}
+        cold = {at: DUPLICATE_ID for at, key in enumerate(ids.to_pylist()) if key in found} if found else {}
         return {**cold, **await super().duplicates(messages)}
 
     async def end(self) -> Sequence[Staged]:
@@ -149,14 +149,14 @@ class TiersSession(StoreSession):
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
         """Move staged messages into the store and register the files, in one transaction with the ledger."""
-        files = [file for one in staged for file in one.files]
+        files = [file for part in staged for file in part.files]
         self.writer.commit(
-            [one.attempt for one in staged],
+            [part.attempt for part in staged],
             on_conflict="raise",
             pre_commit=partial(self._register, files=files, attempts=attempts),
-            journal_only=[noted for one in staged for noted in one.noted],
+            journal_only=[noted for part in staged for noted in part.noted],
         )
-        self._ours.update(one.name for one in files)
+        self._ours.update(file.name for file in files)
 
     def discard(self) -> None:
         """Remove the staging area."""
@@ -208,14 +208,15 @@ class FileIds:
         """Return which of these are in the files."""
         alike = pc.is_in(self._known.column("hash"), value_set=_hashed(ids))
         return {
-            one
+            message_id
             for number in self._known.column("file").filter(alike).unique().to_pylist()
             for some in self._ids(self._files[number])
-            for one in some.filter(pc.is_in(some, value_set=ids.cast(some.type))).to_pylist()
+            for message_id in some.filter(pc.is_in(some, value_set=ids.cast(some.type))).to_pylist()
         }
 
     def _ids(self, file: ColdFile) -> list[pa.Array]:
-        return [one.column("id") for one in self._folder.batches(file, self._dead.get(file.name, ()), columns=("id",))]
+        batches = self._folder.batches(file, self._dead.get(file.name, ()), columns=("id",))
+        return [batch.column("id") for batch in batches]
 
 
 def _hashed(ids: pa.Array) -> pa.Array:

@@ -79,9 +79,9 @@ class PlainSession(DeliverySession):
 
     def _duplicates(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
         """Return the reasons of messages whose id another pending message has, which storing left unchanged."""
-        there = self.pending([one.id for one in messages.values()])
-        ours = {position: (one.destination, one.due) for position, one in messages.items()}
-        return {at: DUPLICATE_ID for at, one in messages.items() if there.get(one.id, ours[at]) != ours[at]}
+        there = self.pending([message.id for message in messages.values()])
+        ours = {position: (message.destination, message.due) for position, message in messages.items()}
+        return {at: DUPLICATE_ID for at, message in messages.items() if there.get(message.id, ours[at]) != ours[at]}
 
     def _kept(self, due: datetime) -> datetime:
         """Return the time that the database keeps for it, not before it. Raises InvalidDueTime."""
@@ -108,5 +108,5 @@ class PlainSession(DeliverySession):
             asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
             waiting = PendingScan(self.url, f"{self.endpoint}{SUFFIX}", self.schema, asked)
             for rows in waiting.rows(KEPT, Span(None, None), ASKED_AT_ONCE):
-                found |= {one: (destination, due) for one, destination, due in rows}
+                found |= {message_id: (destination, due) for message_id, destination, due in rows}
         return found

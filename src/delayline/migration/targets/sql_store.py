@@ -68,7 +68,7 @@ class SqlStore:
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
         """Return the destinations that have no queue, where the store's database has the queues too."""
         known = self.queues()
-        return {one: UNKNOWN.format(one) for one in destinations if known is not None and one not in known}
+        return {queue: UNKNOWN.format(queue) for queue in destinations if known is not None and queue not in known}
 
     def queues(self) -> frozenset[str] | None:
         """Return the names of all queues, None where they are somewhere else."""
@@ -114,8 +114,8 @@ class SqlStore:
         schema = dialect.catalog.schema_of(self.schema)
         tables = inspect(connection).get_table_names(schema=schema)
         prefix = table_prefix(name).casefold()
-        stores = [one.removesuffix(SUFFIX) for one in tables if one.endswith(SUFFIX)]
-        found = [name] if name in stores else [one for one in stores if table_prefix(one).casefold() == prefix]
+        stores = [table.removesuffix(SUFFIX) for table in tables if table.endswith(SUFFIX)]
+        found = [name] if name in stores else [store for store in stores if table_prefix(store).casefold() == prefix]
         if not found:
             make = f"Make it with: delayline setup --endpoint {name}"
             if "_" in name:  # as a table of .NET's is called, which has it for a dot
@@ -172,14 +172,14 @@ class StoreSession(DeliverySession):
         if known is None:
             return {}
         destinations = messages.column("destination").to_pylist()
-        return {at: UNKNOWN.format(one) for at, one in enumerate(destinations) if one not in known}
+        return {at: UNKNOWN.format(queue) for at, queue in enumerate(destinations) if queue not in known}
 
     async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
         """Return the reasons of messages whose id is pending in the store or repeated in the batch, by position."""
         ids = messages.column("id").to_pylist()
         waiting = {row[0] for row in await self._database.read(partial(self._pending.rows_each, keys=ids))}
-        first = {one: at for at, one in reversed(list(enumerate(ids)))}
-        return {at: DUPLICATE_ID for at, one in enumerate(ids) if one in waiting or first[one] < at}
+        first = {key: at for at, key in reversed(list(enumerate(ids)))}
+        return {at: DUPLICATE_ID for at, key in enumerate(ids) if key in waiting or first[key] < at}
 
 
 def without(messages: pa.RecordBatch, refused: Mapping[int, str]) -> pa.RecordBatch:

@@ -992,11 +992,11 @@ class Inside(NamedTuple):
         """Take that many messages, and no more, from a queue; return their ids in order."""
         receiver = await self.transport.receiver(queue)
         found = await received(receiver, number) if number else []
-        for one in found:
-            await receiver.acknowledge(one)
+        for message in found:
+            await receiver.acknowledge(message)
         await receiver.stop()
         await nothing_left(self.transport, queue)
-        return [one.message.id for one in found]
+        return [message.message.id for message in found]
 
     async def waiting(self) -> list[str]:
         """Return the ids of the remaining messages, by taking them out of the store."""
@@ -1146,7 +1146,7 @@ class DeliveryForwarding(DeliveryFixtures):
             async with endpoint:
                 await signals.wait_for(Event.SLEEPS, timeout=PATIENCE)
                 receiver = await forwarding.transport.receiver(BILLING)
-                found = {one.message.id: one.message for one in await received(receiver, 3)}
+                found = {message.message.id: message.message for message in await received(receiver, 3)}
                 [failed] = await received(await forwarding.transport.receiver("error"))
         assert sorted(found) == ["a", "b", "marked"]
         assert dict(found["marked"].headers) == {"kept": "yes"}

@@ -172,7 +172,7 @@ class DeliveryBetweenProcesses:
         endpoint.handler(handle)
         async with asyncio.timeout(3 * PATIENCE), endpoint:
             delay = timedelta(milliseconds=200)
-            await endpoint.send_many([Send(ENDPOINT, b"", message_id=one, delay=delay) for one in sorted(ids)])
+            await endpoint.send_many([Send(ENDPOINT, b"", message_id=key, delay=delay) for key in sorted(ids)])
             await are_held.wait()
             # When another process receives from their queue
             other = await OtherProcess.start(urls, handles=True)

@@ -834,15 +834,15 @@ class StoreForecasts(StoreFixtures):
         for message_id, due in dues.items():
             await forecasting.store(delayed(message_id, due))
         found = await forecasting.due_forecast([AT, AT + HOUR, LATER])
-        assert [(one.start, one.end) for one in found.buckets] == [
+        assert [(bucket.start, bucket.end) for bucket in found.buckets] == [
             (None, AT),
             (AT, AT + HOUR),
             (AT + HOUR, LATER),
             (LATER, None),
         ]
-        assert [one.count for one in found.buckets] == [1, 2, 1, 1]
+        assert [bucket.count for bucket in found.buckets] == [1, 2, 1, 1]
         assert found.exact
-        assert not any(one.at_least or one.destinations for one in found.buckets)
+        assert not any(bucket.at_least or bucket.destinations for bucket in found.buckets)
         assert found.earliest == AT - HOUR
 
     async def test_counts_are_divided_by_destination(self, forecasting: ForecastingStore) -> None:
@@ -850,7 +850,7 @@ class StoreForecasts(StoreFixtures):
         for number, destination in enumerate(["billing", "sales", "sales", "Sales", "sales"]):
             await forecasting.store(delayed(f"m{number}", AT + number * self.step, destination=destination))
         found = await forecasting.due_forecast([AT, AT + 4 * self.step], by_destination=True)
-        assert [dict(one.destinations) for one in found.buckets] == [
+        assert [dict(bucket.destinations) for bucket in found.buckets] == [
             {},
             {"sales": 2, "billing": 1, "Sales": 1},
             {"sales": 1},
@@ -863,14 +863,14 @@ class StoreForecasts(StoreFixtures):
         fetched = await forecasting.fetch_next_due(AT)
         assert fetched is not None
         async with asyncio.timeout(PATIENCE):
-            assert [one.count for one in (await forecasting.due_forecast([LATER])).buckets] == [1, 0]
+            assert [bucket.count for bucket in (await forecasting.due_forecast([LATER])).buckets] == [1, 0]
         assert await forecasting.remove(fetched)
         emptied = await forecasting.due_forecast([LATER], by_destination=True)
-        assert ([one.count for one in emptied.buckets], emptied.earliest) == ([0, 0], None)
+        assert ([bucket.count for bucket in emptied.buckets], emptied.earliest) == ([0, 0], None)
 
     async def test_edges_that_cannot_be_are_refused(self, forecasting: ForecastingStore) -> None:
         """Edges rise, have a time zone, and are one at least."""
-        for edges in ([], [AT, AT], [LATER, AT], [AT + one * self.step for one in range(201)]):
+        for edges in ([], [AT, AT], [LATER, AT], [AT + number * self.step for number in range(201)]):
             with pytest.raises(ConfigurationError, match="edges must"):
                 await forecasting.due_forecast(edges)
         with pytest.raises(InvalidDueTime, match="no time zone"):
@@ -898,13 +898,12 @@ class StoreLookups(StoreFixtures):
         """From the start on and before the end, earliest first, without bodies, page by page."""
         for number in range(6):
             await searchable.store(delayed(f"m{number}", AT + number // 2 * self.step))
-        found = await searchable.due_between(AT + self.step, AT + 2 * self.step, limit=10)
-        assert [one.message.id for one in found] == ["m2", "m3"]
-        assert all(one.message.message.body == b"" for one in found)
-        assert [one.message.id for one in await searchable.due_between(None, None, limit=2, offset=1)] == ["m1", "m2"]
-        assert [one.message.id for one in await searchable.due_between(AT + self.step, None, limit=9, offset=3)] == [
-            "m5"
-        ]
+        middle = await searchable.due_between(AT + self.step, AT + 2 * self.step, limit=10)
+        second_page = await searchable.due_between(None, None, limit=2, offset=1)
+        last = await searchable.due_between(AT + self.step, None, limit=9, offset=3)
+        ids = [[listed.message.id for listed in page] for page in (middle, second_page, last)]
+        assert ids == [["m2", "m3"], ["m1", "m2"], ["m5"]]
+        assert all(listed.message.message.body == b"" for listed in middle)
 
 
 class StoreSignals(StoreFixtures):

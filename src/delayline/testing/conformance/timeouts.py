@@ -83,7 +83,7 @@ async def taken(
 ) -> list[str]:
     """Lease due timeouts for this long, and return their ids."""
     chunk = await persister.next_chunk(at, limit, lease_until=at + hold, transaction=transaction)
-    return [one.id for one in chunk.due]
+    return [timeout.id for timeout in chunk.due]
 
 
 class TimeoutPersisterConformance:
@@ -189,7 +189,7 @@ class TimeoutPersisterConformance:
         chunk = await persister.next_chunk(AT, 10, lease_until=AT + MINUTE)
         assert (list(chunk.due), chunk.next_due) == ([], AT + 5 * SECOND)
         chunk = await persister.next_chunk(AT + 20 * SECOND, 1, lease_until=AT + 2 * MINUTE)
-        assert ([one.due for one in chunk.due], chunk.next_due) == ([AT + 5 * SECOND], AT + 9 * SECOND)
+        assert ([timeout.due for timeout in chunk.due], chunk.next_due) == ([AT + 5 * SECOND], AT + 9 * SECOND)
 
     async def test_a_look_with_a_limit_of_nothing_holds_nothing(self, persister: TimeoutPersister) -> None:
         """It returns when the first is due."""
@@ -240,8 +240,8 @@ class TimeoutPersisterConformance:
         others = [await opened(await self.make_persister(tmp_path)) for _ in range(3)] if self.durable else []
         found: list[str] = []
         for _ in range(20):
-            batches = await asyncio.gather(*(taken(one, AT, 5) for one in [persister, *others]))
-            found += [one for batch in batches for one in batch]
+            batches = await asyncio.gather(*(taken(taker, AT, 5) for taker in [persister, *others]))
+            found += [timeout_id for batch in batches for timeout_id in batch]
         assert sorted(found) == sorted(a_timeout(number).id for number in range(60))
         for other in others:
             await closed(other)
@@ -347,7 +347,7 @@ class TimeoutPersisterConformance:
         ):
             async with locking.transaction() as transaction:
                 locked = await locking.lock_due(AT, limit, max_bytes=room, transaction=transaction)
-                ids = [one.id for one in locked.due]
+                ids = [timeout.id for timeout in locked.due]
                 assert (ids, locked.next_due) == ([a_timeout(number).id for number in wanted], left)
                 assert (locked.due[0].destination, locked.due[0].message.headers) == ("billing", AWKWARD_HEADERS)
                 assert len(locked.due[0].message.body) == 1024
@@ -364,7 +364,7 @@ class TimeoutPersisterConformance:
         async def lock(at: datetime, *, aside_until: datetime, fails: bool = False) -> int:
             async with locking.transaction() as transaction:
                 locked = await locking.lock_due(at, 9, max_bytes=1 << 20, transaction=transaction)
-                await locking.lease_locked([one.id for one in locked.due], aside_until, transaction)
+                await locking.lease_locked([timeout.id for timeout in locked.due], aside_until, transaction)
                 if fails:
                     raise RolledBack
             return len(locked.due)
@@ -387,13 +387,13 @@ class TimeoutPersisterConformance:
             async with persister.transaction() as transaction:
                 locked = await persister.lock_due(AT, 5, max_bytes=1 << 20, transaction=transaction)
                 await asyncio.sleep(0)
-                ids = [one.id for one in locked.due]
+                ids = [timeout.id for timeout in locked.due]
                 assert await persister.remove_many(ids, transaction) == len(ids)
                 found.extend(ids)
 
         others = [await opened(await self.make_persister(tmp_path)) for _ in range(3)] if self.durable else []
         for _ in range(12):
-            await asyncio.gather(*(send(cast("LockingTimeouts", one)) for one in [locking, *others]))
+            await asyncio.gather(*(send(cast("LockingTimeouts", sender)) for sender in [locking, *others]))
         for other in others:
             await closed(other)
         assert sorted(found) == sorted(a_timeout(number).id for number in range(60))

@@ -247,7 +247,7 @@ class TransportQueues(TransportFixtures):
         await self.holds_no_more(receiver)
         again = await received(await transport.receiver("billing"), 2)
         assert self.in_order(ids(again)) == ["first", "second"]
-        assert first.message in [one.message for one in again]
+        assert first.message in [message.message for message in again]
         await nothing_left(transport, "billing")
 
     async def test_an_acknowledged_message_cannot_be_released(self, transport: Transport) -> None:
@@ -283,10 +283,10 @@ class TransportQueues(TransportFixtures):
             async with transport.transaction() as transaction:
                 assert list(await receiver.acknowledge_many(messages, transaction)) == [True] * 3
                 raise RolledBackError
-        assert [receiver.holds(one) for one in messages] == [True] * 3
+        assert [receiver.holds(message) for message in messages] == [True] * 3
         async with transport.transaction() as transaction:
             assert list(await receiver.acknowledge_many(messages, transaction)) == [True] * 3
-        assert [receiver.holds(one) for one in messages] == [False] * 3
+        assert [receiver.holds(message) for message in messages] == [False] * 3
         await nothing_left(transport, "billing")
 
     async def test_competing_receivers_never_share_a_message(self, transport: Transport) -> None:
