@@ -200,8 +200,8 @@ def test_nodes_are_tried_in_turn_beginning_behind_the_lost_one() -> None:
     address = BrokerAddress.parse("amqp://a,b,c:7/v")
     nodes = address.in_turn()
     assert [str(node) for node in nodes] == ["amqp://guest@a:5672/v", "amqp://guest@b:5672/v", "amqp://guest@c:7/v"]
-    assert [node.host for node in address.in_turn(nodes[1])] == ["c", "a", "b"]
-    assert [node.host for node in address.in_turn(nodes[2])] == ["a", "b", "c"]
+    assert [node.host for node in address.in_turn(nodes[1].nodes[0])] == ["c", "a", "b"]
+    assert [node.host for node in address.in_turn(nodes[2].nodes[0])] == ["a", "b", "c"]
     assert str(address) == "amqp://guest@a:5672,b:5672,c:7/v"
 
 

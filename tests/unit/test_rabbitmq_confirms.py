@@ -8,7 +8,8 @@ import pytest
 
 from delayline import BackendUnavailable, Message
 from delayline.errors import MessageRejected, QueueNotFound
-from delayline.rabbitmq.amqp.confirms import Confirms, NotTaken, PublishBatch, Returned
+from delayline.rabbitmq.amqp.confirms import Confirms, PublishBatch
+from delayline.rabbitmq.amqp.errors import NotTaken, Returned
 from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.refusals import unconfirmed
 

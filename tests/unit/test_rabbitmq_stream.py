@@ -13,8 +13,9 @@ from tests.unit.amqp_fields import long_string, short, table_of
 from delayline.errors import InvalidMessage
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.amqp.channel import Channel, read_frames
-from delayline.rabbitmq.amqp.confirms import Closed
+from delayline.rabbitmq.amqp.errors import Closed
 from delayline.rabbitmq.amqp.properties import Delivery, Undecodable, decode_properties, message_id_in
+from delayline.rabbitmq.connection import parameters_of
 from delayline.rabbitmq.decoding import message_from
 from delayline.rabbitmq.forwarding import sent_on
 
@@ -45,7 +46,7 @@ def content(properties: bytes, parts: Sequence[bytes]) -> bytes:
 class Broker:
     """Stands for the connection of a channel, to which a test gives what a broker would send."""
 
-    address = BrokerAddress()
+    parameters = parameters_of(BrokerAddress(), "test", None)
     frame_max = 4096
 
     def __init__(self) -> None:

@@ -12,10 +12,12 @@ from tests.unit.amqp_fields import read, received
 
 from delayline import Headers, InvalidMessage, Message
 from delayline.message import encode_headers
+from delayline.rabbitmq.amqp.errors import Unsendable
 from delayline.rabbitmq.amqp.wire import PublishFrames
 from delayline.rabbitmq.decoding import message_from
 from delayline.rabbitmq.encoding import DAMAGED_HEADERS, NOT_SENT, Publication
 from delayline.rabbitmq.levels import DELAY_HEADER
+from delayline.rabbitmq.refusals import unconfirmed
 
 FRAME_MAX = 4096
 NON_PERSISTENT = "NServiceBus.Transport.RabbitMQ.UseNonPersistentDelivery"
@@ -194,8 +196,6 @@ def test_a_header_name_that_is_not_text_is_refused(name: Any) -> None:  # noqa: 
     ("publication", "what"),
     [
         (Publication(Message("ä" * 128, {}, b""), "", "q"), "message id has 256 bytes"),
-        (Publication(Message("id", {}, b""), "e" * 256, "q"), "exchange has 256 bytes"),
-        (Publication(Message("id", {}, b""), "", "q" * 256), "routing key has 256 bytes"),
         (Publication(Message("id", {"n" * 256: ""}, b""), "", "q"), "header name has 256 bytes"),
         (Publication(Message("\ud800", {}, b""), "", "q"), "message id .* is not valid Unicode"),
     ],
@@ -204,6 +204,18 @@ def test_a_name_that_amqp_cannot_carry_is_refused(publication: Publication, what
     """Given a name of more than 255 bytes, when encoded, then the error says which one and how long it is."""
     with pytest.raises(InvalidMessage, match=what):
         PublishFrames(1, FRAME_MAX).encode(publication)
+
+
+@pytest.mark.parametrize(
+    ("exchange", "key", "what"),
+    [("e" * 256, "q", "exchange"), ("", "q" * 256, "routing key"), ("\ud800", "q", "exchange")],
+)
+def test_a_way_that_amqp_cannot_carry_is_refused(exchange: str, key: str, what: str) -> None:
+    """Given an exchange or a routing key beyond AMQP's, when encoded, then the error says which; we call it invalid."""
+    publication = Publication(Message("id", {}, b""), exchange, key)
+    with pytest.raises(Unsendable, match=f"{what} (has 256 bytes|.*is not valid Unicode)") as refused:
+        PublishFrames(1, FRAME_MAX).encode(publication)
+    assert isinstance(unconfirmed(publication, refused.value), InvalidMessage)
 
 
 def test_a_value_too_long_for_a_property_stays_a_header() -> None:

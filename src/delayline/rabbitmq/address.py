@@ -152,13 +152,15 @@ class BrokerAddress:
         """All nodes, in the order in which they are tried."""
         return (Node(self.host, self.port), *self.further_nodes)
 
-    def in_turn(self, after: BrokerAddress | None = None) -> Sequence[BrokerAddress]:
+    def at(self, node: Node) -> BrokerAddress:
+        """Return the address of that node alone."""
+        return replace(self, host=node.host, port=node.port, further_nodes=())
+
+    def in_turn(self, after: Node | None = None) -> Sequence[BrokerAddress]:
         """Return the addresses of the nodes, one each; the one of `after`, and those before it, are last."""
         nodes = self.nodes
-        begin = nodes.index(after.nodes[0]) + 1 if after is not None and after.nodes[0] in nodes else 0
-        return [
-            replace(self, host=node.host, port=node.port, further_nodes=()) for node in nodes[begin:] + nodes[:begin]
-        ]
+        begin = nodes.index(after) + 1 if after in nodes else 0
+        return [self.at(node) for node in nodes[begin:] + nodes[:begin]]
 
     @property
     def authority(self) -> str:

@@ -4,23 +4,94 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from delayline.checks import LoopGuard
 from delayline.errors import BackendUnavailable
+from delayline.events import Event, emit
+from delayline.rabbitmq.address import Node
 from delayline.rabbitmq.amqp.connection import AmqpConnection
+from delayline.rabbitmq.amqp.errors import AmqpError
+from delayline.rabbitmq.amqp.parameters import Parameters
+from delayline.rabbitmq.refusals import explained, none_connected
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable
 
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.amqp.channel import Channel
 
+logger = logging.getLogger("delayline.rabbitmq")
+
 Result = TypeVar("Result")
 
 CLOSING_PATIENCE: Final = 4.0
 """Seconds that closing may take: for channels, and again for their connection."""
+
+
+async def connect(address: BrokerAddress, name: str, *, instead_of: AmqpConnection | None = None) -> AmqpConnection:
+    """Connect and log in at the first node that takes the connection; the nodes share the time limit.
+
+    Args:
+        address: The broker.
+        name: The connection's name in the management UI.
+        instead_of: The connection that was lost: its node is tried last.
+
+    Raises:
+        BackendUnavailable: No node takes the connection.
+        BackendUnusable: The broker refuses the login, or the virtual host.
+        ConfigurationError: The TLS files cannot be used.
+    """
+    context, loop = address.tls.context() if address.tls else None, asyncio.get_running_loop()
+    nodes = address.in_turn(node_of(instead_of) if instead_of else None)
+    deadline = loop.time() + address.connection_timeout
+    errors: list[Exception] = []
+    for number, node in enumerate(nodes):
+        connection = AmqpConnection(parameters_of(node, name, context), partial(_tell_blocked, node))
+        try:
+            await connection.open((deadline - loop.time()) / (len(nodes) - number))
+        except AmqpError as error:
+            errors.append(explained(node, error))
+            errors[-1].__cause__ = error.__cause__
+        else:
+            return connection
+    raise none_connected(errors)
+
+
+def parameters_of(node: BrokerAddress, name: str, context: ssl.SSLContext | None) -> Parameters:
+    """Return how the protocol reaches that node, over TLS with that context."""
+    return Parameters(
+        host=node.host,
+        port=node.port,
+        user=node.user,
+        password=node.password,
+        vhost=node.vhost,
+        product="delayline",
+        connection_name=name,
+        label=str(node),
+        tls=context,
+        server_name=(node.tls.server_name_indication or node.host) if node.tls else None,
+        heartbeat=node.short_heartbeat,
+        answer_timeout=node.server_timeout,
+    )
+
+
+def node_of(connection: AmqpConnection) -> Node:
+    """Return the node that the connection is to."""
+    return Node(connection.parameters.host, connection.parameters.port)
+
+
+def _tell_blocked(address: BrokerAddress, reason: str | None) -> None:
+    if reason is None:
+        text = "RabbitMQ at %s takes messages again"
+        emit(logger, logging.WARNING, Event.PUBLISHING_UNBLOCKED, text, address)
+    else:
+        text = "RabbitMQ at %s takes no messages now (%s): sends wait until it does"
+        emit(logger, logging.WARNING, Event.PUBLISHING_BLOCKED, text, address, reason, reason=reason)
 
 
 class BrokerConnection:
@@ -53,7 +124,7 @@ class BrokerConnection:
             if asyncio.get_running_loop().time() < self._not_before:
                 raise BackendUnavailable(f"RabbitMQ at {self._address} was silent: the connection is given up")
             self._channels.clear()
-            self._connection = await AmqpConnection.open(self._address, self._name, instead_of=self._connection)
+            self._connection = await connect(self._address, self._name, instead_of=self._connection)
             self.generation += 1
             return self._connection
 
@@ -84,8 +155,8 @@ class BrokerConnection:
     async def channel(self) -> Channel:
         """Return a new channel, to be closed by the caller, or with the connection."""
         connection = await self.open()
-        channel = await connection.channel()
-        self._channels = [one for one in self._channels if one.closed is None]
+        channel = await connection.channel(partial(explained, self._address.at(node_of(connection))))
+        self._channels = [other for other in self._channels if other.closed is None]
         self._channels.append(channel)
         return channel
 

@@ -22,7 +22,6 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.message import Headers
-from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.binding_overlap import OverlappingNames
 from delayline.rabbitmq.encoding import Publication
@@ -34,7 +33,7 @@ from delayline.rabbitmq.levels import (
     checked_until,
     seconds_until,
 )
-from delayline.rabbitmq.refusals import Unroutable
+from delayline.rabbitmq.refusals import NotFound, Unroutable
 from delayline.rabbitmq.transport import RabbitMQTransport
 from delayline.transport import TransportOperation
 

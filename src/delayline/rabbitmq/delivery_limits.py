@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, QueueNotFound
 from delayline.events import Event, emit
-from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.infrastructure import difference_in
+from delayline.rabbitmq.refusals import NotFound, PreconditionFailed
 from delayline.rabbitmq.topology import can_be_compared, queue_declaration
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import CorruptHeaders, InvalidMessage
 from delayline.message import NO_VALUE, UNUSABLE_IDS, Headers, Message, encode_headers, id_from
+from delayline.rabbitmq.amqp.errors import Unsendable
 from delayline.rabbitmq.amqp.wire import (
     CONTENT_HEAD,
     CONTENT_TYPE_FLAG,
@@ -117,10 +118,12 @@ class Publication(NamedTuple):
             properties = self.properties or encode_properties(message, delay)
             if len(properties) > room:
                 raise _too_many_headers(message, properties, room)
-        except InvalidMessage:
+        except (InvalidMessage, Unsendable) as error:
             other = None if self.properties is not None else with_headers_in_body(message)
-            if other is None:
+            if other is None and isinstance(error, InvalidMessage):
                 raise
+            if other is None:
+                raise InvalidMessage(str(error)) from error
             properties = encode_properties(other, delay, len(other.body) - len(message.body))
             if len(properties) > room:
                 raise _too_many_headers(other, properties, room) from None

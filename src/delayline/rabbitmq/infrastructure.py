@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnusable, ConfigurationError
-from delayline.rabbitmq.amqp.errors import PreconditionFailed
 from delayline.rabbitmq.amqp.methods import (
     ExchangeBind,
     ExchangeDeclare,
@@ -31,6 +30,7 @@ from delayline.rabbitmq.levels import (
     route,
     waiting_key,
 )
+from delayline.rabbitmq.refusals import PreconditionFailed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

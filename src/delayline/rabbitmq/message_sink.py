@@ -10,13 +10,13 @@ from delayline.clock import SystemClock
 from delayline.errors import BackendUnusable, InvalidMessage
 from delayline.message import Headers, Message, to_wire_time
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import check_destination, checked_until
 from delayline.rabbitmq.publisher import Publisher
+from delayline.rabbitmq.refusals import NotFound
 from delayline.rabbitmq.topology import Routability
 
 if TYPE_CHECKING:

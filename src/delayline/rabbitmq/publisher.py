@@ -13,17 +13,18 @@ from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
 from delayline.grouping import ABANDONED
 from delayline.rabbitmq.amqp.confirms import PublishBatch
-from delayline.rabbitmq.amqp.connection import AmqpConnection
-from delayline.rabbitmq.amqp.errors import NOT_FOUND
+from delayline.rabbitmq.amqp.errors import NOT_FOUND, AmqpError, Unsendable
+from delayline.rabbitmq.connection import connect, node_of
 from delayline.rabbitmq.encoding import Publication
-from delayline.rabbitmq.refusals import refused_publication, size_limit, too_large, unconfirmed
+from delayline.rabbitmq.refusals import explained, refused_publication, size_limit, too_large, unconfirmed
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Coroutine, Mapping, Sequence
 
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.amqp.channel import PublishChannel
-    from delayline.rabbitmq.amqp.confirms import Closed
+    from delayline.rabbitmq.amqp.connection import AmqpConnection
+    from delayline.rabbitmq.amqp.errors import Closed
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +100,7 @@ class Publisher:
         """Give a connection up on which nothing has come for so long, and connect no more for as long."""
         link = self._link
         if link is not None and link.connection.lost is None and link.connection.silent_for >= seconds:
-            self._failed = link.connection.hang_up(seconds)
+            self._failed = explained(link.address, link.connection.hang_up(seconds))
             self._not_before = asyncio.get_running_loop().time() + seconds
 
     async def close(self) -> None:
@@ -127,7 +128,10 @@ class Publisher:
         link = self._link
         if link is None or link.connection.lost is not None or not self._started:
             link = await self._connected()
-        return await link.publish(publications)
+        try:
+            return await link.publish(publications)
+        except AmqpError as error:
+            raise explained(link.address, error) from error.__cause__
 
     async def _connected(self) -> PublisherLink:
         if not self._started:
@@ -163,8 +167,8 @@ class Publisher:
 class PublisherLink:
     """One connection with its two channels: the pipeline, and one where publications go apart from the others."""
 
-    def __init__(self, connection: AmqpConnection, election_ends: float) -> None:
-        self._address = connection.address
+    def __init__(self, connection: AmqpConnection, address: BrokerAddress, election_ends: float) -> None:
+        self.address = address
         self.connection = connection
         self._election_ends = election_ends
         self._pipeline = PIPELINE
@@ -182,11 +186,15 @@ class PublisherLink:
         cls, address: BrokerAddress, name: str, *, instead_of: AmqpConnection | None = None
     ) -> PublisherLink:
         """Connect and open the pipeline. Raises BackendUnavailable or BackendUnusable."""
-        connection = await AmqpConnection.open(address, name, instead_of=instead_of)
-        replaced = instead_of is not None or connection.address.nodes[0] != address.nodes[0]
-        link = cls(connection, asyncio.get_running_loop().time() + ELECTION if replaced else 0.0)
+        connection = await connect(address, name, instead_of=instead_of)
+        node = node_of(connection)
+        replaced = instead_of is not None or node != address.nodes[0]
+        link = cls(connection, address.at(node), asyncio.get_running_loop().time() + ELECTION if replaced else 0.0)
         try:
             await link._pipeline_channel()
+        except AmqpError as error:
+            link.connection.abort()
+            raise explained(link.address, error) from error.__cause__
         except BaseException:
             link.connection.abort()
             raise
@@ -249,6 +257,8 @@ class PublisherLink:
         """Log what fails of a cancelled call, whose result is not awaited any more."""
         try:
             failures = await outcome
+        except AmqpError as error:
+            failures = dict.fromkeys(range(len(publications)), explained(self.address, error))
         except DelaylineError as error:
             failures = dict.fromkeys(range(len(publications)), error)
         for position, failure in failures.items():
@@ -298,7 +308,7 @@ class PublisherLink:
                 positions, frames, size = [], [], 0
             try:
                 encoded = self._encoded(channel, publication, missing)
-            except DelaylineError as error:
+            except (DelaylineError, Unsendable) as error:
                 batch.failures[position] = error
                 batch.settle(1)
                 continue
@@ -311,7 +321,7 @@ class PublisherLink:
         """Return once all of the batch is settled; raises BackendUnavailable where the limit passes and none was."""
         if batch.settled.done():
             return await batch.settled
-        loop, limit = asyncio.get_running_loop(), self._address.server_timeout
+        loop, limit = asyncio.get_running_loop(), self.address.server_timeout
         watch: asyncio.TimerHandle
 
         def look(left: int, answers: int) -> None:
@@ -336,13 +346,13 @@ class PublisherLink:
     def _unanswered(self, number: int) -> BackendUnavailable:
         reason = self.connection.blocked or "a queue that it goes to may have no majority of its replicas"
         return BackendUnavailable(
-            f"RabbitMQ at {self._address} has confirmed none of {number} messages for "
-            f"{self._address.server_timeout:g} s ({reason}): their outcome is unknown, they may arrive"
+            f"RabbitMQ at {self.address} has confirmed none of {number} messages for "
+            f"{self.address.server_timeout:g} s ({reason}): their outcome is unknown, they may arrive"
         )
 
     def _encoded(self, channel: PublishChannel, publication: Publication, missing: Mapping[str, Closed]) -> bytes:
         if publication.exchange in missing:
-            raise refused_publication(self._address, publication, missing[publication.exchange])
+            raise refused_publication(self.address, publication, missing[publication.exchange])
         if len(publication.message.body) > self._largest:
             raise too_large(publication, self._largest)
         return channel.frames.encode(publication)
@@ -405,7 +415,7 @@ class PublisherLink:
         limit = size_limit(closed)
         if limit is not None:
             self._largest = limit
-        return refused_publication(self._address, publication, closed)
+        return refused_publication(self.address, publication, closed)
 
     def _ready_pipeline(self) -> PublishChannel | None:
         """Return the channel of the pipeline; None where it has to be opened, also in place of one that refuses."""
@@ -445,5 +455,5 @@ def _unconfirmed(batch: PublishBatch[Publication]) -> Mapping[int, Exception]:
 async def _retire(channel: PublishChannel) -> None:
     """Close a channel once everything on it is settled."""
     await channel.confirms.empty()
-    with contextlib.suppress(BackendUnavailable):
+    with contextlib.suppress(AmqpError):
         await channel.close()

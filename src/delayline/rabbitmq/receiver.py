@@ -18,11 +18,11 @@ from delayline.errors import BackendUnavailable, QueueNotFound
 from delayline.events import Event, emit
 from delayline.message import Headers, to_wire_time
 from delayline.rabbitmq.amqp.channel import retrieve_exception
-from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.decoding import crashes_of, message_from
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.overlapping_copies import OverlappingCopies, meant_for_another
 from delayline.rabbitmq.read_ahead import ReadAhead
+from delayline.rabbitmq.refusals import NotFound
 from delayline.transport import SUSPECT_FROM, ReceivedMessage
 
 if TYPE_CHECKING:

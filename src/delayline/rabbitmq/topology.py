@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final, Protocol
 
-from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import (
     ExchangeBind,
     ExchangeDeclare,
@@ -19,6 +18,7 @@ from delayline.rabbitmq.amqp.methods import (
     QueueUnbind,
 )
 from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.refusals import NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping

@@ -18,7 +18,6 @@ from delayline.message import Message
 from delayline.rabbitmq import browsing
 from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
 from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
-from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
 from delayline.rabbitmq.browsing import QueuePass
 from delayline.rabbitmq.connection import BrokerConnection
@@ -29,7 +28,7 @@ from delayline.rabbitmq.forwarding import sent_on
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 from delayline.rabbitmq.publisher import Publisher
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
-from delayline.rabbitmq.refusals import Unroutable
+from delayline.rabbitmq.refusals import NotFound, PreconditionFailed, Unroutable
 from delayline.rabbitmq.topology import TOPOLOGIES, can_be_compared, queue_declaration
 from delayline.transaction import TransactionMode
 

@@ -9,11 +9,11 @@ from delayline.rabbitmq.admin import verification
 from delayline.rabbitmq.admin.management_api import ManagementApi
 from delayline.rabbitmq.admin.operations import NOT_CAUGHT
 from delayline.rabbitmq.admin.verification import CATCH_ALL, Check, check_limits
-from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.binding_overlap import receivers
 from delayline.rabbitmq.delivery_limits import read
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
+from delayline.rabbitmq.refusals import NotFound
 from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:

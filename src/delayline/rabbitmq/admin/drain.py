@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.message import Headers, from_wire_time
-from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, check_destination, parse, remaining
+from delayline.rabbitmq.refusals import NotFound
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping

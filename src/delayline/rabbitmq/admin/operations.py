@@ -21,13 +21,13 @@ from delayline.rabbitmq.admin.verification import (
     check_limits,
     refusals,
 )
-from delayline.rabbitmq.amqp.errors import NotFound, PreconditionFailed
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare, QueueBind, QueueDeclare
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import LIMITED_FROM, reason
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
+from delayline.rabbitmq.refusals import NotFound, PreconditionFailed
 from delayline.rabbitmq.topology import TOPOLOGIES
 
 if TYPE_CHECKING:

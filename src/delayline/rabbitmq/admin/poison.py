@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.message import Message, from_wire_time, to_wire_time
 from delayline.rabbitmq.admin.drain import LevelMessage
-from delayline.rabbitmq.amqp.errors import NotFound
 from delayline.rabbitmq.browsing import count
 from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.forwarding import sent_on
 from delayline.rabbitmq.levels import parse
 from delayline.rabbitmq.publisher import Publisher
+from delayline.rabbitmq.refusals import NotFound
 from delayline.rabbitmq.topology import queue_declaration
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import struct
 import uuid
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
@@ -11,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 from pamqp import commands, frame
 from pamqp.exceptions import PAMQPException
 
-from delayline.errors import BackendUnavailable
-from delayline.rabbitmq.amqp.confirms import Closed, Confirms, PublishBatch
-from delayline.rabbitmq.amqp.errors import refused_call
+from delayline.rabbitmq.amqp.confirms import Confirms, PublishBatch
+from delayline.rabbitmq.amqp.errors import AmqpError, ChannelEnded, Closed, Unavailable
 from delayline.rabbitmq.amqp.methods import Consume, Get
 from delayline.rabbitmq.amqp.properties import Delivery, message_id_in
 from delayline.rabbitmq.amqp.wire import (
@@ -32,7 +30,7 @@ from delayline.rabbitmq.amqp.wire import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.amqp.parameters import Parameters
 
 _frame_start = struct.Struct(">BHI").unpack_from
 _method_ids = struct.Struct(">HH").unpack_from
@@ -54,25 +52,17 @@ RETURN, DELIVER, GET_OK, ACK, NACK = 50, 60, 71, 80, 120
 class Connection(Protocol):
     """The connection that a channel belongs to."""
 
-    address: BrokerAddress
+    parameters: Parameters
     frame_max: int
 
     def write(self, data: bytes) -> None:
-        """Send frames; raises BackendUnavailable."""
+        """Send frames; raises AmqpError."""
 
     async def call(self, channel: int, method: frame.FrameTypes | bytes) -> Any:  # noqa: ANN401 - each has its own answer
-        """Send a method and return the broker's answer; raises BackendUnavailable, or ChannelEnded."""
+        """Send a method and return the broker's answer; raises AmqpError."""
 
     def answer(self, channel: int, answer: object) -> None:
         """Complete the channel's oldest call with this answer."""
-
-
-class ChannelEnded(Exception):
-    """The broker closed the channel in place of an answer."""
-
-    def __init__(self, closed: Closed) -> None:
-        super().__init__(closed.text)
-        self.closed = closed
 
 
 class _Content(NamedTuple):
@@ -90,9 +80,17 @@ class Channel:
 
     `on_end` is called once, when the broker closes the channel or the connection is lost, with the error;
     `on_cancel` when the broker ends a consumer because its queue was deleted or has moved.
+
+    Args:
+        connection: What it is a channel of.
+        number: Its number there.
+        explain: Returns the error to raise, and to call `on_end` with, in place of one of this package.
     """
 
-    def __init__(self, connection: Connection, number: int) -> None:
+    def __init__(
+        self, connection: Connection, number: int, explain: Callable[[AmqpError], Exception] | None = None
+    ) -> None:
+        self._explain = explain or _unchanged
         self._connection = connection
         self.number = number
         self.closed: Closed | None = None
@@ -108,17 +106,13 @@ class Channel:
     async def call(self, method: frame.FrameTypes) -> Any:  # noqa: ANN401 - each method has its own answer
         """Send a method and return the broker's answer.
 
-        Raises:
-            BackendUnavailable: The connection or the channel is closed, or the broker did not answer in time.
-            NotFound: The exchange or queue does not exist; the broker has closed the channel.
-            PreconditionFailed: It exists with other arguments; the broker has closed the channel.
-            BackendUnusable: The user lacks a permission; the broker has closed the channel.
+        Raises what `explain` makes of ChannelEnded, where the broker refuses by closing the channel, or of Unavailable.
         """
         self._must_be_open()
         try:
             return await self._connection.call(self.number, method)
-        except ChannelEnded as ended:
-            raise refused_call(self._connection.address, method, ended.closed) from None
+        except AmqpError as error:
+            raise self._explain(error) from error.__cause__
 
     async def consume(self, queue: str, take: Callable[[Delivery], None], *, prefetch: int) -> str:
         """Have `take` called with each message of the queue, and return the consumer's tag.
@@ -128,7 +122,7 @@ class Channel:
             take: Called with each message, which is acknowledged or rejected later.
             prefetch: How many unacknowledged messages the broker sends, 1 to 65535.
         """
-        tag = f"delayline-{uuid.uuid4().hex}"
+        tag = f"{self._connection.parameters.product}-{uuid.uuid4().hex}"
         self._consumers[tag] = take
         await self.call(commands.Basic.Qos(prefetch_count=prefetch))
         await self.call(Consume(queue=queue, consumer_tag=tag))
@@ -145,12 +139,12 @@ class Channel:
         return answer if isinstance(answer, Delivery) else None
 
     def acknowledge(self, tag: int, *, multiple: bool = False) -> None:
-        """Acknowledge a message; with `multiple` all unacknowledged ones up to it. Raises BackendUnavailable."""
+        """Acknowledge a message; with `multiple` all unacknowledged ones up to it."""
         self._must_be_open()
         self._connection.write(method_frame(self.number, _ack(BASIC, ACK, tag, multiple)))
 
     def requeue(self, tag: int) -> None:
-        """Return a message to its queue. Raises BackendUnavailable.
+        """Return a message to its queue.
 
         RabbitMQ 4.3 and later count a reject as a failed delivery, and a nack not.
         """
@@ -158,7 +152,7 @@ class Channel:
         self._connection.write(frame.marshal(commands.Basic.Nack(tag, requeue=True), self.number))
 
     def requeue_all(self) -> None:
-        """Return every unacknowledged message to its queue. Raises BackendUnavailable."""
+        """Return every unacknowledged message to its queue."""
         self._must_be_open()
         self._connection.write(frame.marshal(commands.Basic.Nack(0, multiple=True, requeue=True), self.number))
 
@@ -168,7 +162,7 @@ class Channel:
         return self._closing is not None
 
     async def close(self) -> None:
-        """Close the channel: unacknowledged messages return to their queues. Idempotent; BackendUnavailable."""
+        """Close the channel: unacknowledged messages return to their queues. Idempotent."""
         if self._closing is None and self.closed is None:
             self.on_end = _ignore
             # One Close for all callers: the answer to a second one would be taken for that to the next channel's Open.
@@ -180,27 +174,32 @@ class Channel:
     async def _send_close(self) -> None:
         if self.closed is not None:  # by the broker before this task began: it would refuse a method on no channel
             return
-        with contextlib.suppress(ChannelEnded):  # by the broker, just then
+        try:
             await self._connection.call(self.number, commands.Channel.Close(200, "closed", 0, 0))
+        except ChannelEnded:
+            return  # by the broker, just then
+        except AmqpError as error:
+            raise self._explain(error) from error.__cause__
 
     def _must_be_open(self) -> None:
         if self.closed is not None:
-            raise BackendUnavailable(
-                f"the channel to RabbitMQ at {self._connection.address} is closed: {self.closed.text}"
-            )
+            label = self._connection.parameters.label
+            raise self._explain(Unavailable(f"the channel to RabbitMQ at {label} is closed: {self.closed.text}"))
 
     # Methods from the broker.
 
     def end(self, closed: Closed) -> None:
         """Note that the channel is closed, by either side."""
         self.closed = closed
-        address = self._connection.address
-        self.on_end(BackendUnavailable(f"RabbitMQ at {address} closed a channel: {closed.code} {closed.text}"))
+        label = self._connection.parameters.label
+        error = Unavailable(f"RabbitMQ at {label} closed a channel: {closed.code} {closed.text}")
+        self.on_end(self._explain(error))
 
-    def lose(self, error: Exception) -> None:
+    def lose(self, error: AmqpError) -> None:
         """Note that the connection is lost."""
-        self.closed = Closed(0, str(error))
-        self.on_end(error)
+        explained = self._explain(error)
+        self.closed = Closed(0, str(explained))
+        self.on_end(explained)
 
     def on_answer(self, kind: int, tag: int, bits: int) -> None:
         """Take a basic.ack or basic.nack, which come in confirm mode only."""
@@ -284,7 +283,7 @@ class PublishChannel(Channel):
         self.frames = PublishFrames(number, connection.frame_max)
 
     def write(self, batch: PublishBatch[Any], positions: Sequence[int], frames: Sequence[bytes]) -> None:
-        """Write the frames of these publications. Raises BackendUnavailable."""
+        """Write the frames of these publications."""
         self._connection.write(b"".join(frames))
         self.confirms.wrote(batch, positions)
 
@@ -293,7 +292,7 @@ class PublishChannel(Channel):
         super().end(closed)
         self.confirms.abandon()
 
-    def lose(self, error: Exception) -> None:
+    def lose(self, error: AmqpError) -> None:
         """Fail every outstanding publication."""
         super().lose(error)
         self.confirms.lose(error)
@@ -368,6 +367,10 @@ def retrieve_exception(task: asyncio.Future[None]) -> None:
     """Retrieve the exception of a task whose callers may all be cancelled, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
+
+
+def _unchanged(error: AmqpError) -> Exception:
+    return error
 
 
 def _ignore(error: Exception) -> None:

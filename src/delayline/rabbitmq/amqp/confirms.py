@@ -5,27 +5,13 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from delayline.rabbitmq.amqp.errors import NotTaken, Returned
 from delayline.rabbitmq.amqp.wire import Publication
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 AnyPublication = TypeVar("AnyPublication", bound=Publication)
-
-
-class Returned(Exception):
-    """The broker had no queue for a message and sent it back, for this reason."""
-
-
-class NotTaken(Exception):
-    """A queue refused a message."""
-
-
-class Closed(NamedTuple):
-    """Why the broker closed a channel or a connection."""
-
-    code: int
-    text: str
 
 
 class PublishBatch(Generic[AnyPublication]):

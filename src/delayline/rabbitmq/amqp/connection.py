@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import struct
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
@@ -12,23 +11,26 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar, cast
 from pamqp import commands, frame, header, heartbeat
 from pamqp.exceptions import PAMQPException
 
-from delayline.errors import BackendUnavailable, BackendUnusable
-from delayline.events import Event, emit
-from delayline.rabbitmq.amqp.channel import FRAME_MAX, Channel, ChannelEnded, PublishChannel, read_frames
-from delayline.rabbitmq.amqp.confirms import Closed
-from delayline.rabbitmq.amqp.errors import none_connected, not_connected, refused_connection
+from delayline.rabbitmq.amqp.channel import FRAME_MAX, Channel, PublishChannel, read_frames
+from delayline.rabbitmq.amqp.errors import (
+    AmqpError,
+    ChannelEnded,
+    Closed,
+    ConnectionEnded,
+    NoFreeChannel,
+    NotConnected,
+    Unavailable,
+)
 from delayline.rabbitmq.amqp.methods import ConnectionOpen
 from delayline.rabbitmq.amqp.properties import Delivery
 from delayline.rabbitmq.amqp.wire import passive_declare
 
 if TYPE_CHECKING:
-    import ssl
+    from collections.abc import Callable
 
-    from delayline.rabbitmq.address import BrokerAddress
+    from delayline.rabbitmq.amqp.parameters import Parameters
 
 AnyChannel = TypeVar("AnyChannel", bound=Channel)
-
-logger = logging.getLogger("delayline.rabbitmq")
 
 MOST_CHANNELS: Final = 65_535
 WRITE_BUFFER: Final = 1 << 20  # bytes beyond which senders wait for the socket
@@ -44,11 +46,16 @@ CAPABILITIES: Final = {
 
 
 class AmqpConnection(asyncio.Protocol):
-    """An AMQP 0-9-1 connection; `open` creates one, `lost` is the reason for its end."""
+    """An AMQP 0-9-1 connection to one node, to be opened once; `lost` is the reason for its end.
 
-    def __init__(self, address: BrokerAddress, name: str) -> None:
-        self.address = address
-        self._name = name
+    Args:
+        parameters: The node.
+        on_blocked: Called with the reason when the broker begins to take no messages, and with None when it does again.
+    """
+
+    def __init__(self, parameters: Parameters, on_blocked: Callable[[str | None], None]) -> None:
+        self.parameters = parameters
+        self._on_blocked = on_blocked
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._rest = b""
@@ -67,62 +74,34 @@ class AmqpConnection(asyncio.Protocol):
         self._silent = 0
         self._most_channels = MOST_CHANNELS
         self.frame_max = FRAME_MAX
-        self.lost: Exception | None = None
+        self.lost: AmqpError | None = None
         self.blocked: str | None = None
         self.version = ""
 
-    @classmethod
-    async def open(
-        cls, address: BrokerAddress, name: str, *, instead_of: AmqpConnection | None = None
-    ) -> AmqpConnection:
-        """Connect and log in at the first node that takes the connection; the nodes share the time limit.
-
-        Args:
-            address: The broker.
-            name: The connection's name in the management UI.
-            instead_of: The connection that was lost: its node is tried last.
-
-        Raises:
-            BackendUnavailable: No node takes the connection.
-            BackendUnusable: The broker refuses the login, or the virtual host.
-            ConfigurationError: The TLS files cannot be used.
-        """
-        context, loop = address.tls.context() if address.tls else None, asyncio.get_running_loop()
-        nodes = address.in_turn(instead_of.address if instead_of else None)
-        deadline = loop.time() + address.connection_timeout
-        errors: list[BackendUnavailable | BackendUnusable] = []
-        for number, node in enumerate(nodes):
-            try:
-                return await cls(node, name)._connected(context, (deadline - loop.time()) / (len(nodes) - number))
-            except (BackendUnavailable, BackendUnusable) as error:
-                errors.append(error)
-        raise none_connected(errors)
-
-    async def _connected(self, context: ssl.SSLContext | None, limit: float) -> AmqpConnection:
-        address = self.address
-        expected = (address.tls.server_name_indication or address.host) if address.tls else None
+    async def open(self, limit: float) -> None:
+        """Connect and log in, within so many seconds. Raises NotConnected, ConnectionEnded or Unavailable."""
+        node = self.parameters
         try:
             async with asyncio.timeout(limit):
                 await self._loop.create_connection(
-                    lambda: self, address.host, address.port, ssl=context, server_hostname=expected
+                    lambda: self, node.host, node.port, ssl=node.tls, server_hostname=node.server_name
                 )
                 await self._handshake()
         except BaseException as error:
             self.abort()
-            if isinstance(error, OSError) and not isinstance(error, BackendUnavailable):
-                raise not_connected(address, error) from error
+            if isinstance(error, OSError):
+                raise NotConnected(str(error)) from error
             raise
-        return self
 
     async def _handshake(self) -> None:
         start = await self.call(0, header.ProtocolHeader())
         self.version = str((start.server_properties or {}).get("version", ""))
         properties: dict[str, Any] = {
-            "product": "delayline",
-            "connection_name": self._name,
+            "product": self.parameters.product,
+            "connection_name": self.parameters.connection_name,
             "capabilities": CAPABILITIES,
         }
-        secret = f"\0{self.address.user}\0{self.address.password}"
+        secret = f"\0{self.parameters.user}\0{self.parameters.password}"
         tune = await self.call(
             0, commands.Connection.StartOk(client_properties=properties, mechanism="PLAIN", response=secret)
         )
@@ -130,33 +109,37 @@ class AmqpConnection(asyncio.Protocol):
             raise self._misunderstood(f"it takes frames of {tune.frame_max} bytes at most")
         self.frame_max = min(tune.frame_max or FRAME_MAX, FRAME_MAX)
         self._most_channels = tune.channel_max or MOST_CHANNELS
-        heartbeat = self.address.short_heartbeat
+        heartbeat = self.parameters.heartbeat
         self._heartbeat = min(tune.heartbeat or heartbeat, heartbeat)
         self.send(0, commands.Connection.TuneOk(tune.channel_max, self.frame_max, self._heartbeat))
         if self._heartbeat:
             self._ticking = self._loop.call_later(self._heartbeat / 2, self._tick)
-        await self.call(0, ConnectionOpen(virtual_host=self.address.vhost))
+        await self.call(0, ConnectionOpen(virtual_host=self.parameters.vhost))
 
-    async def channel(self) -> Channel:
-        """Open a channel. Raises BackendUnavailable, or BackendUnusable if the broker allows no more of them."""
-        number = next((one for one in range(1, self._most_channels + 1) if one not in self._channels), None)
+    async def channel(self, explain: Callable[[AmqpError], Exception]) -> Channel:
+        """Open a channel. Raises what `explain` makes of NoFreeChannel or Unavailable, as the channel does."""
+        number = next((free for free in range(1, self._most_channels + 1) if free not in self._channels), None)
         if number is None:
-            raise BackendUnusable(f"RabbitMQ at {self.address} allows {self._most_channels} channels, and all are open")
-        return await self._open(Channel(self, number))
+            raise explain(
+                NoFreeChannel(
+                    f"RabbitMQ at {self.parameters.label} allows {self._most_channels} channels, and all are open"
+                )
+            )
+        return await self._open_channel(Channel(self, number, explain))
 
     async def publish_channel(self, number: int) -> PublishChannel:
-        """Open a channel of that number in confirm mode. Raises BackendUnavailable."""
-        channel = await self._open(PublishChannel(self, number))
+        """Open a channel of that number in confirm mode. Raises Unavailable."""
+        channel = await self._open_channel(PublishChannel(self, number))
         await channel.call(commands.Confirm.Select())
         return channel
 
-    async def _open(self, channel: AnyChannel) -> AnyChannel:
+    async def _open_channel(self, channel: AnyChannel) -> AnyChannel:
         self._channels[channel.number] = channel
         try:
             await channel.call(commands.Channel.Open())
         except BaseException:
             if self._channels.get(channel.number) is channel:  # cancelled: the answer removes it
-                with contextlib.suppress(BackendUnavailable):
+                with contextlib.suppress(AmqpError):
                     self.send(channel.number, commands.Channel.Close(200, "not needed", 0, 0))
             raise
         return channel
@@ -164,7 +147,7 @@ class AmqpConnection(asyncio.Protocol):
     async def ask_for_exchange(self, channel: Channel, exchange: str) -> None:
         """Declare the exchange passively; the broker closes the channel if it does not exist.
 
-        Raises BackendUnavailable.
+        Raises Unavailable.
         """
         with contextlib.suppress(ChannelEnded):
             await self.call(channel.number, passive_declare(exchange, channel.number))
@@ -177,9 +160,9 @@ class AmqpConnection(asyncio.Protocol):
     async def flowing(self) -> None:
         """Return when more may be written: the socket takes it and the broker is not blocked.
 
-        Raises BackendUnavailable when the connection is lost, or the broker took nothing for the limit.
+        Raises Unavailable when the connection is lost, or the broker took nothing for the limit.
         """
-        limit = self.address.server_timeout
+        limit = self.parameters.answer_timeout
         try:
             async with asyncio.timeout(limit):
                 while not self._flowing.is_set():
@@ -187,8 +170,8 @@ class AmqpConnection(asyncio.Protocol):
         except TimeoutError:
             if self.blocked is None:
                 raise self.give_up() from None
-            raise BackendUnavailable(
-                f"RabbitMQ at {self.address} has taken no messages for {limit:g} s: {self.blocked}. Messages "
+            raise Unavailable(
+                f"RabbitMQ at {self.parameters.label} has taken no messages for {limit:g} s: {self.blocked}. Messages "
                 "without a confirm have an unknown outcome"
             ) from None
         if self.lost is not None:
@@ -197,7 +180,7 @@ class AmqpConnection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Send frames, together with others of this turn of the loop.
 
-        Raises BackendUnavailable if the connection is lost.
+        Raises Unavailable if the connection is lost.
         """
         if self.lost is not None:
             raise self.lost
@@ -223,7 +206,7 @@ class AmqpConnection(asyncio.Protocol):
     async def close(self, patience: float) -> None:
         """Send Connection.Close and wait `patience` seconds for the answer, then disconnect. Idempotent."""
         if self.lost is None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError, AmqpError):
                 async with asyncio.timeout(patience):
                     await self.call(0, commands.Connection.Close(200, "closed", 0, 0))
         self.abort()
@@ -232,7 +215,7 @@ class AmqpConnection(asyncio.Protocol):
 
     def abort(self) -> None:
         """Disconnect at once."""
-        self._end(BackendUnavailable(f"the connection to RabbitMQ at {self.address} is closed"))
+        self._end(Unavailable(f"the connection to RabbitMQ at {self.parameters.label} is closed"))
         if self._transport is not None:
             self._transport.abort()
 
@@ -242,7 +225,7 @@ class AmqpConnection(asyncio.Protocol):
         self._replies.setdefault(channel, deque()).append((method, answer))
         self.write(method if isinstance(method, bytes) else frame.marshal(method, channel))
         try:
-            async with asyncio.timeout(self.address.server_timeout):
+            async with asyncio.timeout(self.parameters.answer_timeout):
                 answered = await answer
         except TimeoutError:
             raise self.give_up() from None
@@ -251,27 +234,27 @@ class AmqpConnection(asyncio.Protocol):
             raise self._misunderstood(f"{asked} was answered with {getattr(answered, 'name', 'a message')}")
         return answered
 
-    def give_up(self) -> BackendUnavailable:
+    def give_up(self) -> Unavailable:
         """Disconnect from a broker that has not answered within the limit, and return that error."""
-        return self.hang_up(self.address.server_timeout)
+        return self.hang_up(self.parameters.answer_timeout)
 
-    def hang_up(self, seconds: float) -> BackendUnavailable:
+    def hang_up(self, seconds: float) -> Unavailable:
         """Disconnect from a broker that was silent for so many seconds, and return that error."""
         error = self._silence(seconds)
         self._end(error)
         self.abort()
         return error
 
-    def _silence(self, seconds: float) -> BackendUnavailable:
-        return BackendUnavailable(
-            f"RabbitMQ at {self.address} was silent for {seconds:g} s: the connection is given up. What was not "
-            "confirmed has an unknown outcome: it may have arrived"
+    def _silence(self, seconds: float) -> Unavailable:
+        return Unavailable(
+            f"RabbitMQ at {self.parameters.label} was silent for {seconds:g} s: the connection is given up. What "
+            "was not confirmed has an unknown outcome: it may have arrived"
         )
 
-    def _misunderstood(self, reason: str) -> BackendUnavailable:
+    def _misunderstood(self, reason: str) -> Unavailable:
         """Disconnect from what sends something else than AMQP, and return that error."""
-        error = BackendUnavailable(
-            f"RabbitMQ at {self.address} does not speak AMQP 0-9-1: {reason}. Check host and port"
+        error = Unavailable(
+            f"RabbitMQ at {self.parameters.label} does not speak AMQP 0-9-1: {reason}. Check host and port"
         )
         self._end(error)
         self.abort()
@@ -287,7 +270,7 @@ class AmqpConnection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Fail whatever waits."""
         reason = str(exc) if exc else "the broker hung up"
-        self._end(BackendUnavailable(f"the connection to RabbitMQ at {self.address} is lost: {reason}"))
+        self._end(Unavailable(f"the connection to RabbitMQ at {self.parameters.label} is lost: {reason}"))
         self._ended.set()
 
     def pause_writing(self) -> None:
@@ -315,7 +298,7 @@ class AmqpConnection(asyncio.Protocol):
         else:
             self._flowing.clear()
 
-    def _end(self, error: Exception) -> None:
+    def _end(self, error: AmqpError) -> None:
         if self.lost is not None:
             return
         self.lost = error
@@ -347,9 +330,9 @@ class AmqpConnection(asyncio.Protocol):
             case commands.Channel.Close():
                 self._on_channel_close(number, Closed(method.reply_code or 0, method.reply_text))
             case commands.Connection.Blocked():
-                self._on_blocked(method.reason)
+                self._set_blocked(method.reason)
             case commands.Connection.Unblocked():
-                self._on_blocked(None)
+                self._set_blocked(None)
             case commands.Channel.Flow():
                 self.send(number, commands.Channel.FlowOk(method.active))
             case commands.Basic.Cancel():
@@ -374,10 +357,10 @@ class AmqpConnection(asyncio.Protocol):
                 call[1].set_result(answer)
 
     def _on_connection_close(self, closed: Closed) -> None:
-        with contextlib.suppress(BackendUnavailable):
+        with contextlib.suppress(AmqpError):
             self.send(0, commands.Connection.CloseOk())
             self._send_now()
-        self._end(refused_connection(self.address, closed))
+        self._end(ConnectionEnded(closed))
         assert self._transport is not None  # noqa: S101
         self._transport.close()
 
@@ -389,25 +372,16 @@ class AmqpConnection(asyncio.Protocol):
         """Fail the calls that have no answer yet: the number may be another channel's from now on."""
         answers = self._replies.pop(number, deque())
         while answers:
-            _fail(answers.popleft()[1], ChannelEnded(closed))
+            method, answer = answers.popleft()
+            _fail(answer, ChannelEnded(closed, method))
         channel = self._channels.pop(number, None)
         if channel is not None:
             channel.end(closed)
 
-    def _on_blocked(self, reason: str | None) -> None:
+    def _set_blocked(self, reason: str | None) -> None:
         self.blocked = reason
         self._set_flow()
-        if reason is None:
-            emit(
-                logger,
-                logging.WARNING,
-                Event.PUBLISHING_UNBLOCKED,
-                "RabbitMQ at %s takes messages again",
-                self.address,
-            )
-        else:
-            text = "RabbitMQ at %s takes no messages now (%s): sends wait until it does"
-            emit(logger, logging.WARNING, Event.PUBLISHING_BLOCKED, text, self.address, reason, reason=reason)
+        self._on_blocked(reason)
 
 
 def _answers(method: frame.FrameTypes | bytes, answered: object) -> bool:

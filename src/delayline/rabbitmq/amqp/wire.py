@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import Final, Protocol
 
-from delayline.errors import InvalidMessage
+from delayline.rabbitmq.amqp.errors import Unsendable
 
 FRAME_METHOD: Final = 1
 FRAME_HEADER: Final = 2
@@ -56,17 +56,17 @@ class Publication(Protocol):
         """The property by which a returned message is told from others; None if its exchange and key are to do."""
 
     def content(self, room: int) -> tuple[bytes, bytes]:
-        """Return property flags and list, of at most `room` bytes, and the body. Raises InvalidMessage."""
+        """Return property flags and list, of at most `room` bytes, and the body. Raises Unsendable."""
 
 
 def short_string(text: str, what: str) -> bytes:
-    """Return an AMQP short string; raises InvalidMessage for one of more than 255 bytes."""
+    """Return an AMQP short string; raises Unsendable for one of more than 255 bytes."""
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidMessage(f"{what} {text!r} is not valid Unicode: {error}") from error
+        raise Unsendable(f"{what} {text!r} is not valid Unicode: {error}") from error
     if len(raw) > LONGEST_SHORT_STRING:
-        raise InvalidMessage(f"{what} has {len(raw)} bytes in UTF-8, AMQP carries 255 at most: {text[:40]!r}...")
+        raise Unsendable(f"{what} has {len(raw)} bytes in UTF-8, AMQP carries 255 at most: {text[:40]!r}...")
     return bytes([len(raw)]) + raw
 
 
@@ -79,7 +79,7 @@ class PublishFrames:
         self._methods: dict[tuple[str, str], bytes] = {}
 
     def encode(self, publication: Publication) -> bytes:
-        """Return all frames of one message; raises InvalidMessage for one that AMQP cannot carry."""
+        """Return all frames of one message; raises Unsendable for one that AMQP cannot carry."""
         where = (publication.exchange, publication.routing_key)
         method = self._methods.get(where) or self._method(*where)
         properties, body = publication.content(self._most - CONTENT_HEAD)
