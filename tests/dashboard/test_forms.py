@@ -229,7 +229,7 @@ def test_a_search_whose_time_ends_leads_on_and_its_estimate_is_confirmed_by_name
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a search that ends after 50 of 61 messages
-    monkeypatch.setattr("delayline.dashboard.service.READ_AT_ONCE", 50)
+    monkeypatch.setattr("delayline.dashboard.search.READ_AT_ONCE", 50)
     monkeypatch.setattr("delayline.dashboard.pages.EndpointService", partial(EndpointService, search_time=0))
     settings = asyncio.run(fill(f"sqlite:///{tmp_path / 'delayline.db'}"))
     with client_of(settings, read_only=False, authorize=lambda _: Actor("ana", may_act=True)) as client:

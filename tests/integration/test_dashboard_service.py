@@ -64,9 +64,13 @@ async def service(settings: Settings) -> AsyncIterator[EndpointService]:
 
 async def test_every_part_that_the_back_end_has_is_shown(settings: Settings, service: EndpointService) -> None:
     # When all pages are asked for
-    now, forecast = await service.now(), await service.forecast("day")
-    page, groups = await service.pending(), await service.error_groups()
-    shown, life, findings = await service.message("m1"), await service.life("m1"), await service.doctor()
+    now, forecast = await service.overview.now(), await service.overview.forecast("day")
+    page, groups = await service.search.page(), await service.errors.groups()
+    shown, life, findings = (
+        await service.pending.message("m1"),
+        await service.life.of("m1"),
+        await service.overview.doctor(),
+    )
     # Then what waits is counted and listed
     assert not isinstance(now.due, Unavailable)
     assert [now.due.overdue.count, now.due.next_day.count + now.due.next_hour.count] == [0, 3]
@@ -86,7 +90,7 @@ async def test_every_part_that_the_back_end_has_is_shown(settings: Settings, ser
     # And what the back end lacks has its reason
     assert not isinstance(life, Unavailable)
     assert life.pending is not None
-    jobs = await service.jobs()
+    jobs = await service.jobs.all()
     if settings.url.startswith("azure"):
         assert life.journal is not None
         assert isinstance(jobs.schedules, Unavailable)
@@ -98,20 +102,22 @@ async def test_every_part_that_the_back_end_has_is_shown(settings: Settings, ser
 
 
 async def test_messages_are_found_and_changed(service: EndpointService) -> None:
-    found = await service.pending(PendingQuery(header="Customer", header_value="c1"))
+    found = await service.search.page(PendingQuery(header="Customer", header_value="c1"))
     assert isinstance(found, PendingPage)
     assert [row.id for row in found.rows] == ["m1"]
-    assert [one.done for one in await service.cancel(["m0", "m0", "x"], actor="ann")] == [True, False]
-    job = await service.change_all(OperatorAction.RESCHEDULE, PendingQuery(), by=HOUR, actor="ann", rate=100)
+    assert [
+        one.done for one in await service.pending.change(OperatorAction.CANCEL, ["m0", "m0", "x"], actor="ann")
+    ] == [True, False]
+    job = await service.pending.change_all(OperatorAction.RESCHEDULE, PendingQuery(), by=HOUR, actor="ann", rate=100)
     assert not isinstance(job, Unavailable)
-    await eventually_async(lambda: service.actions()[0].state is not JobState.RUNNING)
-    assert (service.actions()[0].state, service.actions()[0].done) == (JobState.DONE, 2)
+    await eventually_async(lambda: service.actions.jobs()[0].state is not JobState.RUNNING)
+    assert (service.actions.jobs()[0].state, service.actions.jobs()[0].done) == (JobState.DONE, 2)
 
 
 async def test_errors_are_retried_edited_and_deleted(settings: Settings, service: EndpointService) -> None:
     # When one message is edited, and the other one is retried
-    edited = await service.edit("e0", headers={"Fixed": "yes"}, body=b"{}", actor="ann")
-    [retried] = await service.retry(["e1"], actor="ann")
+    edited = await service.errors.edit("e0", headers={"Fixed": "yes"}, body=b"{}", actor="ann")
+    [retried] = await service.errors.retry(["e1"], actor="ann")
     # Then both are in their queue, and no longer in the error queue
     assert (edited.done, retried.done) == (True, True), (edited, retried)
     transport = transport_of(settings)
@@ -123,7 +129,7 @@ async def test_errors_are_retried_edited_and_deleted(settings: Settings, service
         assert (copy.headers["Fixed"], copy.body) == ("yes", b"{}")
     finally:
         await transport.stop()
-    [late] = await service.retry(["e1"], actor="ann")
+    [late] = await service.errors.retry(["e1"], actor="ann")
     assert not late.done
 
 
@@ -133,11 +139,18 @@ async def test_delay_levels_are_counted_and_unsupported_features_have_a_reason(r
     await set_up(settings)
     async with EndpointService(settings, time_limit=20) as service:
         # When its pages are asked for
-        now, page, forecast = await service.now(), await service.pending(), await service.forecast("day")
-        groups, outcome = await service.error_groups(), await service.cancel(["m0"], actor="ann")
-        edited = await service.edit("e0", headers={"Fixed": "yes"}, body=b"{}", actor="ann")
-        [retried] = await service.retry(["e1"], actor="ann")
-        late = await service.now()
+        now, page, forecast = (
+            await service.overview.now(),
+            await service.search.page(),
+            await service.overview.forecast("day"),
+        )
+        groups, outcome = (
+            await service.errors.groups(),
+            await service.pending.change(OperatorAction.CANCEL, ["m0"], actor="ann"),
+        )
+        edited = await service.errors.edit("e0", headers={"Fixed": "yes"}, body=b"{}", actor="ann")
+        [retried] = await service.errors.retry(["e1"], actor="ann")
+        late = await service.overview.now()
     # Then the levels are counted
     assert not isinstance(now.levels, Unavailable)
     assert sum(one.messages for one in now.levels) == 3
@@ -168,8 +181,8 @@ async def test_missing_rights_make_their_own_part_unavailable(
     try:
         async with EndpointService(Settings(endpoint="sales", url=url), time_limit=20) as service:
             # When the pages are asked for
-            now, page = await service.now(), await service.pending()
-            [outcome] = await service.cancel(["m0"], actor="ann")
+            now, page = await service.overview.now(), await service.search.page()
+            [outcome] = await service.pending.change(OperatorAction.CANCEL, ["m0"], actor="ann")
         # Then what may be read is shown, and the rest says what is missing
         assert not isinstance(now.due, Unavailable)
         assert isinstance(page, PendingPage)
@@ -188,7 +201,7 @@ async def test_missing_rights_make_their_own_part_unavailable(
 async def test_a_server_that_is_away_is_unavailable_and_comes_back() -> None:
     settings = Settings(endpoint="sales", url="postgresql://nobody@127.0.0.1:1/none")
     async with EndpointService(settings, time_limit=10) as service:
-        now, page = await service.now(), await service.pending()
+        now, page = await service.overview.now(), await service.search.page()
     for part in (now.due, now.errors, now.queues, page):
         assert isinstance(part, Unavailable)
         assert part.temporary

@@ -507,17 +507,17 @@ class TestRetried:
             environ={}, flags={"endpoint": "shop", "url": f"{rabbitmq4_url}?topology=direct", "error_queue": "old"}
         )
         async with EndpointService(settings) as service:
-            found = (await service.error_groups()).groups  # type: ignore[union-attr]
+            found = (await service.errors.groups()).groups  # type: ignore[union-attr]
             key = next(group.key for group in found if group.exception_type == "B")
-            await service.retry_all(key, actor="me", rate=500)
-            await eventually_async(lambda: service.actions()[0].finished)
-            job = service.actions()[0]
+            await service.errors.retry_all(key, actor="me", rate=500)
+            await eventually_async(lambda: service.actions.jobs()[0].finished)
+            job = service.actions.jobs()[0]
             assert (job.done, job.failed, list(job.problems)) == (30, 0, [])
-            some = await service.retry(["A3", "A3", "A4", "none"], actor="me")
+            some = await service.errors.retry(["A3", "A3", "A4", "none"], actor="me")
             assert [(one.id, one.done) for one in some] == [("A3", True), ("A4", True), ("none", False)]
-            [dropped] = await service.purge(["A5"], actor="me")  # type: ignore[misc]
+            [dropped] = await service.errors.purge(["A5"], actor="me")  # type: ignore[misc]
             assert dropped.done
-            edited = await service.edit("A6", headers=FAILED, body=b"new", actor="me")
+            edited = await service.errors.edit("A6", headers=FAILED, body=b"new", actor="me")
             assert edited.done
         await ready(groups, "old", 26)
         left = await returns_of(groups, "old")

@@ -12,8 +12,9 @@ from tests.eventually import eventually_async
 
 from delayline import ConfigurationError, DelayedMessage, Endpoint, Headers, Message, StoredDelivery
 from delayline.dashboard.contents import body_of, place_of
+from delayline.dashboard.errors import group_key
 from delayline.dashboard.model import ActionJob, JobState, OperatorAction, PendingPage, PendingQuery, Unavailable
-from delayline.dashboard.service import EndpointService, group_key
+from delayline.dashboard.service import EndpointService
 from delayline.error_queue import managed_queues
 from delayline.errors import BackendUnavailable
 from delayline.failures import failure_headers
@@ -94,7 +95,7 @@ async def test_now_counts_due_messages_and_reports_missing_parts(endpoint: Endpo
     overdue = DelayedMessage(Message("late", {}, b""), "billing", NOW - HOUR)
     await store_of(endpoint).store(overdue)
     # When the page is asked for
-    now = await service.now()
+    now = await service.overview.now()
     # Then it has the counts, exactly
     assert not isinstance(now.due, Unavailable)
     counts = (now.due.overdue, now.due.next_minute, now.due.next_hour, now.due.next_day, now.due.later)
@@ -113,16 +114,16 @@ async def test_now_counts_due_messages_and_reports_missing_parts(endpoint: Endpo
 
 async def test_a_forecast_has_bars_and_destinations(endpoint: Endpoint, service: EndpointService) -> None:
     await put(endpoint, 5)
-    found = await service.forecast("day")
+    found = await service.overview.forecast("day")
     assert not isinstance(found, Unavailable)
     assert sum(bar.count for bar in found.bars) == 5
     assert found.destinations == ["billing"]
     assert isinstance(found.drain_rate, Unavailable)
-    only = await service.forecast("day", destination="nowhere")
+    only = await service.overview.forecast("day", destination="nowhere")
     assert not isinstance(only, Unavailable)
     assert sum(bar.count for bar in only.bars) == 0
     with pytest.raises(ConfigurationError, match="use one of all, hour, day"):
-        await service.forecast("century")
+        await service.overview.forecast("century")
 
 
 @pytest.mark.parametrize(
@@ -144,7 +145,7 @@ async def test_pending_messages_are_found(
     endpoint: Endpoint, service: EndpointService, query: PendingQuery, expected: list[str]
 ) -> None:
     await put(endpoint, 4)
-    page = await service.pending(query)
+    page = await service.search.page(query)
     assert await ids_of(page) == expected
     assert isinstance(page, PendingPage)
     assert (page.complete, page.cut, page.total) == (True, False, None)
@@ -159,7 +160,7 @@ async def test_pages_go_on_where_the_last_one_ended(endpoint: Endpoint, service:
     found: list[str] = []
     after, offset = None, 0
     for _ in range(6):
-        page = await service.pending(limit=2, after=after, offset=offset)
+        page = await service.search.page(limit=2, after=after, offset=offset)
         assert isinstance(page, PendingPage)
         found += [row.id for row in page.rows]
         if page.complete:
@@ -174,7 +175,7 @@ async def test_pages_go_on_where_the_last_one_ended(endpoint: Endpoint, service:
 @pytest.fixture
 async def impatient(endpoint: Endpoint, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[EndpointService]:
     """Provide a service whose searches end after the first three messages."""
-    monkeypatch.setattr("delayline.dashboard.service.READ_AT_ONCE", 3)
+    monkeypatch.setattr("delayline.dashboard.search.READ_AT_ONCE", 3)
     async with EndpointService(endpoint, search_time=0) as one:
         yield one
 
@@ -184,14 +185,14 @@ async def test_a_search_ends_with_its_time_and_goes_on_from_there(
 ) -> None:
     await put(endpoint, 7)
     query = PendingQuery(header_value="c5", due_before=NOW + 7 * HOUR)
-    page = await impatient.pending(query, limit=3)
+    page = await impatient.search.page(query, limit=3)
     assert isinstance(page, PendingPage)
     assert (list(page.rows), page.looked_at, page.complete, page.cut) == ([], 3, False, True)
     assert page.next_after == NOW + 3 * HOUR
     assert page.total is not None
     assert (page.total.count, page.total.exact) == (6, True)
     # And going on finds it
-    rest = await impatient.pending(query, limit=3, after=page.next_after, offset=page.next_offset or 0)
+    rest = await impatient.search.page(query, limit=3, after=page.next_after, offset=page.next_offset or 0)
     assert isinstance(rest, PendingPage)
     assert [row.id for row in rest.rows] == ["m5"]
     assert rest.total is not None
@@ -200,7 +201,7 @@ async def test_a_search_ends_with_its_time_and_goes_on_from_there(
 
 async def test_a_full_page_does_not_count_as_cut(endpoint: Endpoint, impatient: EndpointService) -> None:
     await put(endpoint, 7)
-    page = await impatient.pending(PendingQuery(message_type="Order"), limit=3)
+    page = await impatient.search.page(PendingQuery(message_type="Order"), limit=3)
     assert isinstance(page, PendingPage)
     assert (len(page.rows), page.complete, page.cut, page.total) == (3, False, False, None)
 
@@ -226,7 +227,7 @@ async def test_a_preview_is_an_estimate_when_its_time_ends(
     endpoint: Endpoint, impatient: EndpointService, query: PendingQuery, expected: tuple[int, bool]
 ) -> None:
     await put(endpoint, 7)
-    preview = await impatient.preview(query)
+    preview = await impatient.search.preview(query)
     assert not isinstance(preview, Unavailable)
     assert (preview.number, preview.exact, preview.at_least) == (*expected, False)
 
@@ -236,10 +237,12 @@ async def test_an_action_changes_all_that_match_after_an_estimate(
 ) -> None:
     await put(endpoint, 7)
     query = PendingQuery(header_value="c")
-    preview = await impatient.preview(query)
+    preview = await impatient.search.preview(query)
     assert not isinstance(preview, Unavailable)
     assert (preview.exact, list(preview.example)) == (False, ["m0", "m1", "m2"])
-    job = await impatient.change_all(OperatorAction.CANCEL, query, actor="ann", rate=1000, expected=preview.number)
+    job = await impatient.pending.change_all(
+        OperatorAction.CANCEL, query, actor="ann", rate=1000, expected=preview.number
+    )
     assert not isinstance(job, Unavailable)
     done = await ended(impatient, job.id)
     assert (done.state, done.expected, done.done) == (JobState.DONE, 7, 7)
@@ -248,13 +251,13 @@ async def test_an_action_changes_all_that_match_after_an_estimate(
 
 async def test_a_message_is_shown_with_its_body_cut(endpoint: Endpoint, service: EndpointService) -> None:
     await put(endpoint, 1, body=b"x" * 200_000)
-    shown = await service.message("m0")
+    shown = await service.pending.message("m0")
     assert shown is not None
     assert not isinstance(shown, Unavailable)
     assert (shown.destination, shown.due, shown.message_type) == ("billing", NOW + HOUR, "Shop.OrderPlaced")
     assert (shown.body.kind, shown.body.size, shown.body.cut, len(shown.body.text)) == ("text", 200_000, True, 65_536)
     assert {"Customer"} <= {row.name for row in shown.headers}
-    assert await service.message("nothing") is None
+    assert await service.pending.message("nothing") is None
 
 
 async def test_damaged_headers_and_binary_bodies_are_shown(endpoint: Endpoint, service: EndpointService) -> None:
@@ -262,7 +265,7 @@ async def test_damaged_headers_and_binary_bodies_are_shown(endpoint: Endpoint, s
     message = Message.from_encoded("bad", b"{not json <script>", b"\x00\x01\xff")
     await store_of(endpoint).store(DelayedMessage(message, "billing", NOW + HOUR))
     # When it is listed and shown
-    page, shown = await service.pending(), await service.message("bad")
+    page, shown = await service.search.page(), await service.pending.message("bad")
     # Then both work
     assert await ids_of(page) == ["bad"]
     assert shown is not None
@@ -275,28 +278,28 @@ async def test_damaged_headers_and_binary_bodies_are_shown(endpoint: Endpoint, s
 
 async def test_pending_messages_are_cancelled_moved_and_sent(endpoint: Endpoint, service: EndpointService) -> None:
     await put(endpoint, 3)
-    [gone, missing] = await service.cancel(["m0", "x"], actor="ann")
+    [gone, missing] = await service.pending.change(OperatorAction.CANCEL, ["m0", "x"], actor="ann")
     assert (gone.done, missing.done) == (True, False)
     assert "no pending message" in missing.text
-    [moved] = await service.reschedule(["m1"], by=HOUR, actor="ann")
+    [moved] = await service.pending.change(OperatorAction.RESCHEDULE, ["m1"], by=HOUR, actor="ann")
     assert moved.done
-    [sent] = await service.send_now(["m2"], actor="ann")
+    [sent] = await service.pending.change(OperatorAction.SEND_NOW, ["m2"], actor="ann")
     assert sent.done
     left = {one.id: one.due for one in await store_of(endpoint).pending()}
     assert left["m1"] == NOW + 3 * HOUR
     assert left["m2"] <= datetime.now(UTC)
     # And each action has its entry
-    assert next((one.action, one.actor) for one in service.audit()) == (OperatorAction.SEND_NOW, "ann")
-    assert len(service.audit()) == 4
+    assert next((one.action, one.actor) for one in service.actions.audit()) == (OperatorAction.SEND_NOW, "ann")
+    assert len(service.actions.audit()) == 4
     with pytest.raises(ConfigurationError, match="to=, or how much later, by="):
-        await service.reschedule(["m1"], actor="ann")
+        await service.pending.change(OperatorAction.RESCHEDULE, ["m1"], actor="ann")
 
 
 async def ended(service: EndpointService, job_id: str) -> ActionJob:
     """Return the job once it has ended."""
 
     def job() -> ActionJob:
-        return next(one for one in service.actions() if one.id == job_id)
+        return next(one for one in service.actions.jobs() if one.id == job_id)
 
     await eventually_async(lambda: job().state is not JobState.RUNNING)
     return job()
@@ -306,11 +309,13 @@ async def test_all_that_match_are_changed_by_a_job(endpoint: Endpoint, service: 
     # Given messages of which some match
     await put(endpoint, 6)
     query = PendingQuery(due_before=NOW + 4 * HOUR)
-    preview = await service.preview(query)
+    preview = await service.search.preview(query)
     assert not isinstance(preview, Unavailable)
     assert (preview.number, preview.exact, list(preview.example)) == (3, True, ["m0", "m1", "m2"])
     # When they are moved behind messages that do not match
-    job = await service.change_all(OperatorAction.RESCHEDULE, query, by=timedelta(days=1), actor="ann", rate=1000)
+    job = await service.pending.change_all(
+        OperatorAction.RESCHEDULE, query, by=timedelta(days=1), actor="ann", rate=1000
+    )
     assert not isinstance(job, Unavailable)
     done = await ended(service, job.id)
     # Then each of them was moved once
@@ -319,7 +324,7 @@ async def test_all_that_match_are_changed_by_a_job(endpoint: Endpoint, service: 
     assert dues["m0"] == NOW + HOUR + timedelta(days=1)
     assert dues["m5"] == NOW + 6 * HOUR
     with pytest.raises(ConfigurationError, match="rate must be"):
-        await service.change_all(OperatorAction.CANCEL, query, actor="ann", rate=0)
+        await service.pending.change_all(OperatorAction.CANCEL, query, actor="ann", rate=0)
 
 
 async def test_a_job_keeps_to_its_rate_and_can_be_stopped(endpoint: Endpoint) -> None:
@@ -327,18 +332,18 @@ async def test_a_job_keeps_to_its_rate_and_can_be_stopped(endpoint: Endpoint) ->
     await put(endpoint, 5)
     clock = ManualClock(NOW)
     async with EndpointService(endpoint, clock=clock) as service:
-        job = await service.change_all(OperatorAction.CANCEL, PendingQuery(), actor="ann", rate=1)
+        job = await service.pending.change_all(OperatorAction.CANCEL, PendingQuery(), actor="ann", rate=1)
         assert not isinstance(job, Unavailable)
-        await eventually_async(lambda: service.actions()[0].done == 1)
+        await eventually_async(lambda: service.actions.jobs()[0].done == 1)
         # When a second passes, and the job is stopped
         await clock.advance(timedelta(seconds=1))
-        await eventually_async(lambda: service.actions()[0].done == 2)
-        assert service.stop_action(job.id, actor="bob")
+        await eventually_async(lambda: service.actions.jobs()[0].done == 2)
+        assert service.actions.stop(job.id, actor="bob")
         stopped = await ended(service, job.id)
     # Then two were cancelled
     assert (stopped.state, stopped.done) == (JobState.STOPPED, 2)
     assert len(await store_of(endpoint).pending()) == 3
-    assert not service.stop_action(job.id, actor="bob")
+    assert not service.actions.stop(job.id, actor="bob")
 
 
 async def test_errors_are_grouped_with_their_trend(endpoint: Endpoint, service: EndpointService) -> None:
@@ -349,7 +354,7 @@ async def test_errors_are_grouped_with_their_trend(endpoint: Endpoint, service: 
     strange = Message.from_encoded("d", b"\xff", b"")
     await endpoint.transport.dispatch([TransportOperation(strange, "error")])
     # When they are grouped
-    groups = await service.error_groups()
+    groups = await service.errors.groups()
     assert not isinstance(groups, Unavailable)
     # Then equal failures are one group
     assert (groups.total, groups.looked_at) == (4, 4)
@@ -359,11 +364,11 @@ async def test_errors_are_grouped_with_their_trend(endpoint: Endpoint, service: 
     assert largest.place.endswith(" in raised")
     assert largest.by_day == {NOW.date().isoformat(): 2}
     assert groups.days[-1] == datetime.now(UTC).date().isoformat()
-    page = await service.errors(largest.key)
+    page = await service.errors.page(largest.key)
     assert not isinstance(page, Unavailable)
     assert [row.id for row in page.rows] == ["a", "b"]
     # And the export has all of them
-    documents = [document async for document in service.export()]
+    documents = [document async for document in service.errors.export()]
     assert len(json.dumps(documents)) > 100
     assert [one["id"] for one in documents] == ["a", "b", "c", "d"]
 
@@ -374,23 +379,23 @@ async def test_an_export_has_every_failed_message(service: EndpointService, endp
     for first in range(0, number, 500):
         batch = [TransportOperation(Message(f"m{n}", {}, b""), "error") for n in range(first, first + 500)]
         await endpoint.transport.dispatch(batch)
-    assert {document["id"] async for document in service.export()} == {f"m{n}" for n in range(number)}
+    assert {document["id"] async for document in service.errors.export()} == {f"m{n}" for n in range(number)}
 
 
 async def test_a_group_is_retried(endpoint: Endpoint, service: EndpointService) -> None:
     await fail(endpoint, "a", ValueError("no stock"))
     await fail(endpoint, "b", ValueError("no stock"))
     await fail(endpoint, "c", KeyError("x"), queue="nowhere")
-    groups = await service.error_groups()
+    groups = await service.errors.groups()
     assert not isinstance(groups, Unavailable)
-    job = await service.retry_all(groups.groups[0].key, actor="ann", rate=1000)
+    job = await service.errors.retry_all(groups.groups[0].key, actor="ann", rate=1000)
     assert not isinstance(job, Unavailable)
     done = await ended(service, job.id)
     assert (done.done, done.failed) == (2, 0)
     queues = managed_queues(endpoint.transport)
     assert await queues.count("billing") == 2
     # And a message whose queue does not exist stays
-    [outcome] = await service.retry(["c"], actor="ann")
+    [outcome] = await service.errors.retry(["c"], actor="ann")
     assert not outcome.done
     assert "does not exist" in outcome.text
     assert await queues.count("error") == 1
@@ -399,12 +404,12 @@ async def test_a_group_is_retried(endpoint: Endpoint, service: EndpointService) 
 async def test_an_edited_copy_takes_the_place_of_the_message(endpoint: Endpoint, service: EndpointService) -> None:
     # Given a failed message
     await fail(endpoint, "a", ValueError("no stock"))
-    shown = await service.error("a")
+    shown = await service.errors.message("a")
     assert shown is not None
     assert not isinstance(shown, Unavailable)
     headers = {row.name: row.value for row in shown.headers} | {"Fixed": "yes"}
     # When an edited copy is sent
-    outcome = await service.edit("a", headers=headers, body=b'{"order": 2}', actor="ann")
+    outcome = await service.errors.edit("a", headers=headers, body=b'{"order": 2}', actor="ann")
     # Then it has the same id, the new content, and no headers of the failure
     assert outcome.done
     [copy] = await managed_queues(endpoint.transport).browse("billing", 10)
@@ -412,7 +417,7 @@ async def test_an_edited_copy_takes_the_place_of_the_message(endpoint: Endpoint,
     assert Headers.EXCEPTION_TYPE not in copy.headers
     assert await managed_queues(endpoint.transport).count("error") == 0
     # And a second edit of it sends nothing
-    again = await service.edit("a", headers=headers, body=b"{}", actor="ann")
+    again = await service.errors.edit("a", headers=headers, body=b"{}", actor="ann")
     assert not again.done
     assert await managed_queues(endpoint.transport).count("billing") == 1
 
@@ -423,7 +428,7 @@ async def test_a_message_that_leaves_while_it_is_edited_is_sent_once(endpoint: E
     async with EndpointService(endpoint) as one, EndpointService(endpoint) as other:
         # When one edits and the other retries it at once
         outcomes = await asyncio.gather(
-            one.edit("a", headers={}, body=b"{}", actor="ann"), other.retry(["a"], actor="bob")
+            one.errors.edit("a", headers={}, body=b"{}", actor="ann"), other.errors.retry(["a"], actor="bob")
         )
     # Then one of them has done it, and the other says that it was too late
     done = [outcomes[0].done, outcomes[1][0].done]
@@ -435,24 +440,24 @@ async def test_a_message_that_leaves_while_it_is_edited_is_sent_once(endpoint: E
 async def test_failed_messages_are_deleted(endpoint: Endpoint, service: EndpointService) -> None:
     for one in "abc":
         await fail(endpoint, one, ValueError("no stock"))
-    outcomes = await service.purge(["a"], actor="ann")
+    outcomes = await service.errors.purge(["a"], actor="ann")
     assert not isinstance(outcomes, Unavailable)
     assert [one.done for one in outcomes] == [True]
-    rest = await service.purge(actor="ann")
+    rest = await service.errors.purge(actor="ann")
     assert not isinstance(rest, Unavailable)
     assert rest[0].text == "2 deleted"
 
 
 async def test_a_life_shows_where_a_message_is(endpoint: Endpoint, service: EndpointService) -> None:
     await put(endpoint, 1)
-    life = await service.life("m0")
+    life = await service.life.of("m0")
     assert not isinstance(life, Unavailable)
     assert life.pending is not None
     if isinstance(endpoint.transport, SqlTransport):
         assert [one.event for one in life.events] == ["scheduled"]
         assert life.journal is None
-        await service.cancel(["m0"], actor="ann")
-        life = await service.life("m0")
+        await service.pending.change(OperatorAction.CANCEL, ["m0"], actor="ann")
+        life = await service.life.of("m0")
         assert not isinstance(life, Unavailable)
         assert [one.event for one in life.events] == ["scheduled", "cancelled"]
         assert life.pending is None
@@ -460,13 +465,13 @@ async def test_a_life_shows_where_a_message_is(endpoint: Endpoint, service: Endp
         assert life.journal is not None
         assert "no journal" in life.journal
     await fail(endpoint, "f", ValueError("x"))
-    failed = await service.life("f")
+    failed = await service.life.of("f")
     assert not isinstance(failed, Unavailable)
     assert failed.failed is not None
 
 
 async def test_jobs_are_listed_from_their_tables(endpoint: Endpoint, service: EndpointService) -> None:
-    jobs = await service.jobs()
+    jobs = await service.jobs.all()
     if isinstance(endpoint.transport, SqlTransport):
         assert [jobs.schedules, jobs.dispatchers, jobs.migrations, jobs.cold_tier] == [[], [], [], []]
     else:
@@ -482,7 +487,7 @@ async def test_a_back_end_that_is_away_makes_its_own_part_unavailable() -> None:
     endpoint = Endpoint("sales", transport=transport, delayed_delivery=StoredDelivery(store, polling=False))
     async with endpoint, EndpointService(endpoint) as service:
         # When the page is asked for
-        now = await service.now()
+        now = await service.overview.now()
     # Then only the counts of due messages are unavailable
     assert now.due == Unavailable("the database is down", temporary=True)
     assert now.errors == 0
@@ -506,7 +511,7 @@ async def test_a_back_end_that_is_slow_is_asked_once() -> None:
     endpoint = Endpoint("sales", transport=transport, delayed_delivery=delivery, send_only=True)
     async with endpoint, EndpointService(endpoint, time_limit=0.05) as service:
         # When it is asked again and again
-        pages = [await service.now() for _ in range(3)]
+        pages = [await service.overview.now() for _ in range(3)]
         # Then each page says so and has its other parts, and there is one question
         assert all(isinstance(page.errors, Unavailable) and page.errors.temporary for page in pages)
         assert all(not isinstance(page.due, Unavailable) for page in pages)
@@ -515,7 +520,7 @@ async def test_a_back_end_that_is_slow_is_asked_once() -> None:
         release.set()
 
         async def answered() -> bool:
-            return (await service.now()).errors == 0
+            return (await service.overview.now()).errors == 0
 
         await eventually_async(answered)
 
@@ -523,7 +528,7 @@ async def test_a_back_end_that_is_slow_is_asked_once() -> None:
 async def test_an_endpoint_that_is_not_started_is_unavailable() -> None:
     endpoint = Endpoint("sales", transport=MemoryTransport(), send_only=True)
     async with EndpointService(endpoint) as service:
-        found = await service.error_groups()
+        found = await service.errors.groups()
     assert isinstance(found, Unavailable)
     assert "not started" in found.reason
 

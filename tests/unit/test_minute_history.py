@@ -175,9 +175,9 @@ async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) 
         async with EndpointService(settings) as service:
             # When the pages are asked for
             page, lateness, forecast = (
-                await service.now(),
-                await service.lateness("hour"),
-                await service.forecast("day"),
+                await service.overview.now(),
+                await service.overview.lateness("hour"),
+                await service.overview.forecast("day"),
             )
     # Then they show what the rows have
     assert not isinstance(page.throughput, Unavailable)

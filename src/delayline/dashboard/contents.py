@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from datetime import datetime
 from typing import TYPE_CHECKING, Final, Literal
 
-from delayline.dashboard.model import Body, HeaderRow
+from delayline.dashboard.model import Body, HeaderRow, MessageDetails
 from delayline.errors import CorruptHeaders
 from delayline.message import Headers, from_wire_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from datetime import datetime
 
     from delayline.message import Message
 
@@ -135,3 +135,14 @@ def _hex(body: bytes) -> str:
         shown = "".join(chr(one) if 32 <= one < 127 else "." for one in part)
         lines.append(f"{first:08x}  {part.hex(' '):<47}  {shown}")
     return "\n".join(lines)
+
+
+def details(
+    message: Message, destination: str, due: datetime | None, retries: int, size: int, form: Form | None = None
+) -> MessageDetails:
+    """Return a message with headers and body, as far as they are shown."""
+    rows, damaged = header_rows(message)
+    kind = message_type(headers_of(message)[0])
+    return MessageDetails(
+        message.id, destination, due, retries, rows, damaged, body_of(message.body, size, form), message_type=kind
+    )

@@ -1,4 +1,4 @@
-"""Values that the pages of the dashboard show: frozen, without behaviour, made by `delayline.dashboard.service`.
+"""Values that the pages of the dashboard show: frozen, without behaviour, made by the modules of the pages.
 
 A part that a back end cannot show, or cannot show now, is an `Unavailable` with its reason. Texts from messages are
 untrusted: they may contain anything, and are cut to the lengths that are given here.

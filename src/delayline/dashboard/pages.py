@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
 from delayline.dashboard import charts
+from delayline.dashboard.actions import HIGHEST_RATE, MOST_CHANGED
 from delayline.dashboard.contents import FORMS, Form
 from delayline.dashboard.forms import body_of, headers_of, instant_of, whole
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
@@ -35,7 +36,7 @@ from delayline.dashboard.model import (
     Unavailable,
 )
 from delayline.dashboard.rendering import PAGES, link_to, number, render
-from delayline.dashboard.service import HIGHEST_RATE, MOST_CHANGED, EndpointService
+from delayline.dashboard.service import EndpointService
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, Headers
 from delayline.readable import parse_delay, parse_instant
@@ -94,21 +95,23 @@ class Pages:
     """The pages and actions of the endpoints, by path."""
 
     def __init__(self, endpoints: Sequence[Endpoint | SyncEndpoint | Settings], clock: Clock) -> None:
-        sources = [one.endpoint if isinstance(one, SyncEndpoint) else one for one in endpoints]
-        services = [EndpointService(one, clock=clock) for one in sources]
-        self._services = {one.name: one for one in services}
+        sources = [source.endpoint if isinstance(source, SyncEndpoint) else source for source in endpoints]
+        services = [EndpointService(source, clock=clock) for source in sources]
+        self._services = {service.name: service for service in services}
         if not services:
             raise ConfigurationError("the dashboard needs an endpoint to show: give one or more")
         if len(self._services) < len(services):
             raise ConfigurationError(
-                f"two of the endpoints have one name: {', '.join(sorted(one.name for one in services))}"
+                f"two of the endpoints have one name: {', '.join(sorted(service.name for service in services))}"
             )
         self._clock = clock
         self._notices: OrderedDict[str, Notice] = OrderedDict()
         self._streams = 0
         self._now = Shared(self._read_now, FRESH, clock)
         self._forecasts = {
-            (one.name, span): Shared(partial(one.forecast, span), FRESH, clock) for one in services for span in SPANS
+            (service.name, span): Shared(partial(service.overview.forecast, span), FRESH, clock)
+            for service in services
+            for span in SPANS
         }
         self._findings = Shared(self._examine, FRESH, clock)
         self.shown: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
@@ -160,7 +163,7 @@ class Pages:
     async def _read_now(self) -> Sequence[tuple[EndpointService, Any]]:
         """Return the state of all endpoints, read at the same time."""
         services = list(self._services.values())
-        found = await asyncio.gather(*(_attempt(one.now()) for one in services))
+        found = await asyncio.gather(*(_attempt(service.overview.now()) for service in services))
         return list(zip(services, found, strict=True))
 
     async def forecast(self, request: Request) -> Response:
@@ -179,7 +182,7 @@ class Pages:
         asked = request.query_params.get("span", "day")
         span = asked if asked in PAST else "day"
         destination = request.query_params.get("destination", "")[:LONGEST] or None
-        found = await _attempt(service.lateness(span, destination=destination))
+        found = await _attempt(service.overview.lateness(span, destination=destination))
         context: dict[str, Any] = {"spans": PAST, "span": span, "destination": destination, "found": found}
         context["drawing"] = _drawn_lateness(found) if isinstance(found, Lateness) else None
         return self._page(request, "lateness.html", "Lateness", "/lateness", endpoint=service, **context)
@@ -206,12 +209,12 @@ class Pages:
         self, service: EndpointService, fields: Mapping[str, str], after: str, offset: int
     ) -> PendingPage | Unavailable:
         start = parse_instant(after) if after else None
-        return await service.pending(self._query(fields), limit=ROWS, after=start, offset=offset)
+        return await service.search.page(self._query(fields), limit=ROWS, after=start, offset=offset)
 
     async def waiting_message(self, request: Request) -> Response:
         """Show a waiting message with headers and body."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await _attempt(service.message(message_id, form=_form(request)))
+        found = await _attempt(service.pending.message(message_id, form=_form(request)))
         return self._page(
             request,
             "waiting_message.html",
@@ -240,12 +243,12 @@ class Pages:
         )
 
     async def _previewed(self, service: EndpointService, fields: Mapping[str, str]) -> Preview | Unavailable:
-        return await service.preview(self._query(fields))
+        return await service.search.preview(self._query(fields))
 
     async def errors(self, request: Request) -> Response:
         """Show the error queue in groups."""
         service = self._service(request)
-        found = await _attempt(service.error_groups())
+        found = await _attempt(service.errors.groups())
         return self._page(
             request, "errors.html", "Errors", "/errors", endpoint=service, found=found, sparks=_sparks(found)
         )
@@ -254,7 +257,7 @@ class Pages:
         """Show the messages of a group."""
         service = self._service(request)
         group, offset = request.query_params.get("group", "")[:LONGEST], _offset(request)
-        found = await _attempt(service.errors(group or None, limit=ROWS, offset=offset))
+        found = await _attempt(service.errors.page(group or None, limit=ROWS, offset=offset))
         return self._page(
             request, "error_group.html", "Errors", "/errors", endpoint=service, found=found, group=group, offset=offset
         )
@@ -262,7 +265,7 @@ class Pages:
     async def error_message(self, request: Request) -> Response:
         """Show a failed message with headers, body, and a form to edit a copy."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await _attempt(service.error(message_id, form=_form(request)))
+        found = await _attempt(service.errors.message(message_id, form=_form(request)))
         return self._page(
             request,
             "error_message.html",
@@ -278,7 +281,7 @@ class Pages:
     async def edit_form(self, request: Request) -> Response:
         """Show a failed message as a form."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await _attempt(service.error(message_id, form="text"))
+        found = await _attempt(service.errors.message(message_id, form="text"))
         return self._page(
             request,
             "error_edit.html",
@@ -292,7 +295,7 @@ class Pages:
     async def life(self, request: Request) -> Response:
         """Show the recorded events of one message."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await _attempt(service.life(message_id)) if message_id else None
+        found = await _attempt(service.life.of(message_id)) if message_id else None
         return self._page(
             request,
             "life.html",
@@ -307,9 +310,9 @@ class Pages:
     async def jobs(self, request: Request) -> Response:
         """Show jobs and actions on many messages, with their progress."""
         service = self._service(request)
-        found = await _attempt(service.jobs())
+        found = await _attempt(service.jobs.all())
         return self._page(
-            request, "jobs.html", "Jobs", "/jobs", endpoint=service, found=found, audit=service.audit()[:ROWS]
+            request, "jobs.html", "Jobs", "/jobs", endpoint=service, found=found, audit=service.actions.audit()[:ROWS]
         )
 
     async def live_jobs(self, request: Request) -> Response:
@@ -317,7 +320,7 @@ class Pages:
         service = self._service(request)
 
         async def fragment() -> str:
-            found = await _attempt(service.jobs())
+            found = await _attempt(service.jobs.all())
             return self._fragment(request, "jobs_list.html", found=found, endpoint=service.name)
 
         return self._stream(fragment)
@@ -329,7 +332,7 @@ class Pages:
     async def _examine(self) -> Sequence[tuple[EndpointService, Any]]:
         """Return the findings about all endpoints, examined at the same time."""
         services = list(self._services.values())
-        found = await asyncio.gather(*(_attempt(one.doctor()) for one in services))
+        found = await asyncio.gather(*(_attempt(service.overview.doctor()) for service in services))
         return list(zip(services, found, strict=True))
 
     async def export(self, request: Request) -> Response:
@@ -338,7 +341,7 @@ class Pages:
         group = request.query_params.get("group", "")[:LONGEST] or None
 
         async def lines() -> AsyncIterator[str]:
-            async for document in service.export(group):
+            async for document in service.errors.export(group):
                 yield json.dumps(document) + "\n"
 
         return StreamingResponse(
@@ -354,12 +357,7 @@ class Pages:
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
         ids = _ids(form)
         action, to, by = self._wanted(form)
-        if action is OperatorAction.CANCEL:
-            outcomes = await service.cancel(ids, actor=actor)
-        elif action is OperatorAction.SEND_NOW:
-            outcomes = await service.send_now(ids, actor=actor)
-        else:
-            outcomes = await service.reschedule(ids, to=to, by=by, actor=actor)
+        outcomes = await service.pending.change(action, ids, to=to, by=by, actor=actor)
         return self._outcome(request, outcomes, "/waiting", service)
 
     async def change_all(self, request: Request) -> Response:
@@ -369,7 +367,7 @@ class Pages:
         query = self._query(fields)
         action, to, by = self._wanted(form)
         rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
-        preview = await service.preview(query)
+        preview = await service.search.preview(query)
         if isinstance(preview, Unavailable):
             raise InvalidMessage(preview.reason)
         # An estimate is another number each time: the endpoint's name is typed instead.
@@ -379,7 +377,9 @@ class Pages:
             text = f"Not started: {count} match now, and {typed} was typed."
             return self._redirect(request, "/waiting/all", Notice("bad", text), endpoint=service.name, **fields)
         actor = request.state.actor.name
-        job = await service.change_all(action, query, actor=actor, rate=rate, to=to, by=by, expected=preview.number)
+        job = await service.pending.change_all(
+            action, query, actor=actor, rate=rate, to=to, by=by, expected=preview.number
+        )
         return self._started(request, job, service)
 
     async def retry(self, request: Request) -> Response:
@@ -388,16 +388,16 @@ class Pages:
         to = form.get("to", "").strip() or None
         if form.get("all"):
             rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
-            job = await service.retry_all(form.get("group") or None, to=to, rate=rate, actor=actor)
+            job = await service.errors.retry_all(form.get("group") or None, to=to, rate=rate, actor=actor)
             return self._started(request, job, service)
-        return self._outcome(request, await service.retry(_ids(form), to=to, actor=actor), "/errors", service)
+        return self._outcome(request, await service.errors.retry(_ids(form), to=to, actor=actor), "/errors", service)
 
     async def edit(self, request: Request) -> Response:
         """Send an edited copy of a failed message, and remove the message."""
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
         headers, body = headers_of(form.get("headers", "")), body_of(form.get("body", ""), form.get("marks", ""))
         to = form.get("to", "").strip() or None
-        outcome = await service.edit(form.get("id", ""), headers=headers, body=body, to=to, actor=actor)
+        outcome = await service.errors.edit(form.get("id", ""), headers=headers, body=body, to=to, actor=actor)
         return self._outcome(request, [outcome], "/errors", service)
 
     async def purge(self, request: Request) -> Response:
@@ -405,7 +405,7 @@ class Pages:
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
         if form.get("confirm", "").strip() != "purge":
             raise InvalidMessage("type the word purge to confirm")
-        outcomes = await service.purge(_ids(form) if form.get("chosen") else None, actor=actor)
+        outcomes = await service.errors.purge(_ids(form) if form.get("chosen") else None, actor=actor)
         if isinstance(outcomes, Unavailable):
             raise InvalidMessage(outcomes.reason)
         return self._outcome(request, outcomes, "/errors", service)
@@ -413,7 +413,7 @@ class Pages:
     async def stop_job(self, request: Request) -> Response:
         """Stop an action on many messages; the messages that it has changed stay changed."""
         service = self._service(request)
-        stopped = service.stop_action(request.state.form.get("job", ""), actor=request.state.actor.name)
+        stopped = service.actions.stop(request.state.form.get("job", ""), actor=request.state.actor.name)
         notice = Notice("good", "Stopped.") if stopped else Notice("bad", "It does not run any more.")
         return self._redirect(request, "/jobs", notice, endpoint=service.name)
 

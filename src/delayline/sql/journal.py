@@ -247,13 +247,13 @@ MOST_EVENTS: Final = 500
 
 
 def events_of(
-    connection: Connection, dialect: Dialect, name: str | None, store: str, message_id: str
+    connection: Connection, dialect: Dialect, schema: str | None, store: str, message_id: str
 ) -> list[tuple[datetime, str, str, datetime, int]] | None:
     """Return the entries of a message, earliest first: time, event, destination, due time, retries.
 
     None if no store of the schema has ever kept a journal. Without an index by id, all entries are read.
     """
-    entries = journal_tables(name).entries
+    entries = journal_tables(schema).entries
     if not inspect(connection).has_table(entries.name, schema=entries.schema):
         return None
     columns = entries.c

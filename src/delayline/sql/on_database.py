@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from delayline.errors import NotStarted
 from delayline.sql.databases import database_at
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Mapping, Sequence
+    from collections.abc import Callable, Hashable, Mapping, Sequence
 
-    from sqlalchemy import Engine, Table
+    from sqlalchemy import Connection, Engine, Table
 
     from delayline.clock import Clock
     from delayline.sql.databases import SqlDatabase
+    from delayline.sql.dialect import Dialect
     from delayline.sql.transactions import SqlTransaction
     from delayline.sql.two_phase import TwoPhaseCommit, TwoPhaseTransaction
+
+Result = TypeVar("Result")
 
 
 class OnDatabase:
@@ -109,6 +113,18 @@ class StoreOnDatabase(OnDatabase):
     def clock(self) -> Clock:
         """Return the server's clock; for SQLite, which has none, this machine's."""
         return self._database.clock
+
+    async def read_tables(self, work: Callable[[Connection, Dialect, str | None], Result]) -> Result:
+        """Run a read-only work with the dialect and the schema, on an open connection if there is one."""
+        dialect, schema = self._database.dialect, self._schema
+
+        def bound(connection: Connection) -> Result:
+            return work(connection, dialect, schema)
+
+        try:
+            return await self._database.read(bound)
+        except NotStarted:
+            return await self._database.look(bound)
 
     def _take_part(self) -> None:
         """Join the two-phase commit, if there is one: last, when nothing else can be refused any more."""

@@ -144,6 +144,10 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         """Return the external transaction as one that storing can take part in."""
         return await self._database.enlist(external, self._statements.table)
 
+    def table_name(self, endpoint_name: str) -> str:
+        """Return the name of the endpoint's table."""
+        return self._table_name or f"{endpoint_name}.timeouts"
+
     @long_work
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create the endpoint's table. Raises NewerSchema, BackendUnusable or BackendUnavailable."""
@@ -462,8 +466,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         return StoreSetup(self._database.dialect, self._schema, table, keeps_journal=self._keeps_journal)
 
     def _table(self, endpoint_name: str) -> Table:
-        name = self._table_name or f"{endpoint_name}.timeouts"
-        return self._database.dialect.catalog.store_table(name, self._schema)
+        return self._database.dialect.catalog.store_table(self.table_name(endpoint_name), self._schema)
 
     def _due(self, kept: object) -> datetime | None:
         return None if kept is None else self._database.dialect.values.from_due(kept)

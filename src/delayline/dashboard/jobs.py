@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import inspect, select
@@ -10,7 +12,8 @@ from sqlalchemy import inspect, select
 from delayline.bulk.cold_catalog import cold_tables
 from delayline.bulk.dispatchers import dispatcher_tables
 from delayline.bulk.ledger import LEDGER, NONE_YET, RunKind, runs_table
-from delayline.dashboard.model import JobRow
+from delayline.dashboard.back_ends import PageQueries, within_limit
+from delayline.dashboard.model import JobRow, Jobs
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
@@ -18,12 +21,45 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
+    from delayline.dashboard.actions import Actions
+    from delayline.dashboard.back_ends import BackEnds
     from delayline.sql.dialect import Dialect
 
 #: Rows of each kind.
 LISTED: Final = 50
 #: Files of a cold tier that are looked at.
 FILES: Final = 20_000
+
+
+class PipelineJobs(PageQueries):
+    """Lists the jobs of the pipeline that works on one endpoint's store."""
+
+    def __init__(self, back_ends: BackEnds, actions: Actions) -> None:
+        super().__init__(back_ends)
+        self._actions = actions
+
+    async def all(self) -> Jobs:
+        """Return the jobs of the pipeline, from their tables."""
+        parts = await asyncio.gather(self._schedules(), self._dispatchers(), self._migrations(), self._cold_tier())
+        return Jobs(*parts, self._actions.jobs())
+
+    @within_limit
+    async def _schedules(self) -> list[JobRow]:
+        return await self.back_ends.sql_store().read_tables(schedules)
+
+    @within_limit
+    async def _dispatchers(self) -> list[JobRow]:
+        return await self.back_ends.sql_store().read_tables(dispatchers)
+
+    @within_limit
+    async def _migrations(self) -> list[JobRow]:
+        work = await asyncio.to_thread(migrations)  # its import takes seconds
+        return await self.back_ends.sql_store().read_tables(work)
+
+    @within_limit
+    async def _cold_tier(self) -> list[JobRow]:
+        store = self.back_ends.sql_store()
+        return await store.read_tables(partial(cold_tier, store=store.table_name(self.back_ends.name)))
 
 
 def schedules(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:
@@ -58,22 +94,22 @@ def dispatchers(connection: Connection, dialect: Dialect, schema: str | None) ->
         return []
     owners, shards = tables.dispatchers.c, tables.shards.c
     alive = (owners.until > dialect.values.in_seconds(0)).label("alive")
-    found = connection.execute(
+    states = connection.execute(
         select(owners.name, owners.owner, owners.generation, owners.stopping, alive).order_by(owners.name).limit(LISTED)
     ).all()
     rows = []
-    for one in found:
-        state = "expired" if not one.alive else "stopping" if one.stopping else "alive"
-        details = {"owner": one.owner, "generation": str(one.generation)}
+    for dispatcher in states:
+        state = "expired" if not dispatcher.alive else "stopping" if dispatcher.stopping else "alive"
+        details = {"owner": dispatcher.owner, "generation": str(dispatcher.generation)}
         number = 0
-        mine = select(tables.shards).where(shards.dispatcher == one.name).order_by(shards.shard).limit(LISTED)
+        mine = select(tables.shards).where(shards.dispatcher == dispatcher.name).order_by(shards.shard).limit(LISTED)
         for shard in connection.execute(mine):
             number += int(shard.dispatched)
             late = "" if shard.p99 is None else f", p99 {shard.p99:.3f} s"
             seen = dialect.values.from_due(shard.seen).isoformat(timespec="seconds")
             text = f"{shard.dispatched} dispatched, {shard.retried} retried, {shard.failed} failed{late}"
             details[f"shard {shard.shard}"] = f"{text}, on {shard.place}, seen {seen}"
-        rows.append(JobRow("dispatcher", one.name, state, None, None, None, number, details))
+        rows.append(JobRow("dispatcher", dispatcher.name, state, None, None, None, number, details))
     return rows
 
 
@@ -109,7 +145,7 @@ def migrations() -> Callable[[Connection, Dialect, str | None], list[JobRow]]:
     """Return the function that returns the runs of migrations; raises MissingExtra without the extra `spark`."""
     from delayline.migration.journal import MigrationJournal
 
-    def found(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:
+    def runs(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:
         journal = MigrationJournal(dialect, schema)
         rows = []
         for run in journal.list_runs(connection)[:LISTED]:
@@ -126,7 +162,7 @@ def migrations() -> Callable[[Connection, Dialect, str | None], list[JobRow]]:
             )
         return rows
 
-    return found
+    return runs
 
 
 def _exists(connection: Connection, table: Table) -> bool:

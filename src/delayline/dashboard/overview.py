@@ -1,0 +1,332 @@
+"""What an endpoint does now, when its messages are due, and how late they were."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final, cast
+
+from delayline import error_queue
+from delayline.backends import backend_of
+from delayline.clock import EPOCH
+from delayline.composition import delays_url
+from delayline.dashboard.back_ends import PageQueries, refuse_memory, unavailable, within_limit
+from delayline.dashboard.live import Shared
+from delayline.dashboard.model import (
+    DueCounts,
+    Forecast,
+    ForecastBar,
+    Lateness,
+    Level,
+    Now,
+    ProcessState,
+    QueueState,
+    Throughput,
+    Unavailable,
+)
+from delayline.dashboard.search import GROWING, forecasting
+from delayline.doctor import check_urls, examine_endpoint
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
+from delayline.transport import SupportsQueueLimits, SupportsQueueLookup
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from delayline.dashboard.back_ends import BackEnds
+    from delayline.delayed.store import DueBucket, DueForecast
+    from delayline.doctor import Finding
+    from delayline.telemetry.history import MinuteRow
+
+ONE_MINUTE: Final = timedelta(minutes=1)
+HALF_AN_HOUR: Final = timedelta(minutes=30)
+ONE_HOUR: Final = timedelta(hours=1)
+ONE_DAY: Final = timedelta(days=1)
+#: A process whose last row is older has ended, or cannot write.
+ALIVE: Final = timedelta(minutes=3)
+#: The minutes that rates are taken of.
+RATES_OF: Final = timedelta(minutes=5)
+#: Seconds for which a drain rate is shown again: it needs all rows of a day, of which there is a new one each minute.
+RATE_KEPT: Final = 30.0
+#: Destinations that a forecast shows by name.
+NAMED_DESTINATIONS: Final = 10
+OTHERS: Final = "(other)"
+LONGEST_QUEUES: Final = 200
+#: Where the bars of a forecast end, from now, by the name of the zoom.
+SPANS: Final[Mapping[str, Sequence[timedelta]]] = {
+    "all": GROWING,
+    "hour": [count * timedelta(minutes=1) for count in range(1, 61)],
+    "day": [count * timedelta(minutes=30) for count in range(1, 49)],
+    "week": [count * timedelta(hours=4) for count in range(1, 43)],
+    "month": [count * timedelta(days=1) for count in range(1, 32)],
+    "year": [count * timedelta(days=7) for count in range(1, 54)],
+}
+#: Time spans of the heat map, the width of a column, and whether hours' rows are enough.
+LATENESS_SPANS: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
+    "hour": (timedelta(hours=1), timedelta(minutes=1)),
+    "6 hours": (timedelta(hours=6), timedelta(minutes=6)),
+    "day": (timedelta(days=1), timedelta(minutes=30)),
+    "week": (timedelta(days=7), timedelta(hours=3)),
+    "month": (timedelta(days=30), timedelta(hours=12)),
+}
+NO_HISTORY: Final = (
+    "no process of this endpoint has written minute rows: set history = true, or add MinuteHistory to its observers"
+)
+
+
+class Overview(PageQueries):
+    """The pages of an endpoint as a whole: now, forecast, lateness and the doctor's findings."""
+
+    def __init__(self, back_ends: BackEnds) -> None:
+        super().__init__(back_ends)
+        self._rate = Shared(self._highest_minute, RATE_KEPT, back_ends.clock)
+
+    async def now(self) -> Now:
+        """Return the page `Now`."""
+        due, recent, queues, errors, levels = await asyncio.gather(
+            self._due_counts(), self._recent(), self._queues(), self._error_count(), self._levels()
+        )
+        if isinstance(recent, Unavailable):
+            return Now(self.back_ends.clock.now(), due, recent, recent, queues, errors, levels)
+        return Now(self.back_ends.clock.now(), due, _throughput(*recent), _processes(*recent), queues, errors, levels)
+
+    async def forecast(self, span: str = "day", *, destination: str | None = None) -> Forecast | Unavailable:
+        """Return the due times of pending messages.
+
+        Args:
+            span: The zoom: `hour`, `day`, `week`, `month`, `year` or `all`.
+            destination: Only messages to this queue; in large buckets their number is taken from a sample.
+
+        Raises:
+            ConfigurationError: There is no such zoom.
+        """
+        _check_span(span, SPANS)
+        rate, forecasts = await asyncio.gather(self._drain_rate(), self._forecast(span))
+        if isinstance(forecasts, Unavailable):
+            return forecasts
+        at, both, cold = forecasts
+        bars = [
+            _bar(bucket, files.count if files else 0, rate if isinstance(rate, float) else None, destination)
+            for bucket, files in zip(both.buckets, cold.buckets if cold else [None] * len(both.buckets), strict=True)
+        ]
+        totals: Counter[str] = Counter()
+        for bar in bars:
+            totals.update(bar.destinations)
+        return Forecast(at, span, bars, rate, [name for name, _ in totals.most_common()])
+
+    @within_limit
+    async def lateness(self, span: str = "day", *, destination: str | None = None) -> Lateness:
+        """Return the heat map of lateness.
+
+        Args:
+            span: How far back: `hour`, `6 hours`, `day`, `week` or `month`.
+            destination: Only messages to this queue; all by default.
+        """
+        _check_span(span, LATENESS_SPANS)
+        length, step = LATENESS_SPANS[span]
+        now = await self.back_ends.time()
+        end = EPOCH + -(-(now - EPOCH) // step) * step
+        start = end - -(-length // step) * step
+        hour = EPOCH + (now - EPOCH) // ONE_HOUR * ONE_HOUR
+        rows = await self._minutes(max(start, hour) if step >= ONE_HOUR else start, end)
+        if step >= ONE_HOUR:
+            rows += await self._minutes(start, hour, scale=60)
+        columns = (end - start) // step
+        counts = [[0] * (len(LATENESS_BOUNDS) + 1) for _ in range(columns)]
+        names: set[str] = set()
+        uncounted = 0
+        for row in rows:
+            names.update(row.lateness)
+            uncounted += row.uncounted
+            column = counts[min((row.start - start) // step, columns - 1)]
+            for name, buckets in row.lateness.items():
+                if destination in (None, name):
+                    for position, count in enumerate(buckets):
+                        column[position] += count
+        histograms = [Histogram(LATENESS_BOUNDS, column, 0.0) for column in counts]
+        return Lateness(
+            start=start,
+            step=step,
+            bounds=LATENESS_BOUNDS,
+            counts=counts,
+            destination=destination,
+            destinations=sorted(names),
+            p50=[histogram.quantile(0.5) for histogram in histograms],
+            p99=[histogram.quantile(0.99) for histogram in histograms],
+            uncounted=uncounted,
+        )
+
+    @within_limit
+    async def doctor(self) -> list[Finding]:
+        """Return what `delayline doctor` finds."""
+        settings = self.back_ends.settings
+        if settings is None:
+            raise ConfigurationError("the doctor needs settings: give the dashboard those of this endpoint")
+        refuse_memory(settings.resolved_store_url)
+        refuse_memory(settings.resolved_transport_url)
+        check_urls(settings)
+        return await examine_endpoint(settings)
+
+    @within_limit
+    async def _due_counts(self) -> DueCounts:
+        store, now = await forecasting(self.back_ends), await self.back_ends.time()
+        due = await store.due_forecast([now, now + ONE_MINUTE, now + ONE_HOUR, now + ONE_DAY])
+        overdue, minute, hour, day, later = due.buckets
+        return DueCounts(overdue, minute, hour, day, later, due.earliest)
+
+    async def _minutes(self, start: datetime, end: datetime, *, scale: int = 1) -> list[MinuteRow]:
+        from delayline.telemetry.history import read_minutes
+
+        name = self.back_ends.name
+        rows = await self.back_ends.sql_store().read_tables(
+            lambda connection, _, schema: read_minutes(connection, schema, name, start, end, scale=scale)
+        )
+        if rows is None:
+            raise ConfigurationError(NO_HISTORY)
+        return rows
+
+    @within_limit
+    async def _recent(self) -> tuple[datetime, list[MinuteRow]]:
+        now = await self.back_ends.time()
+        return now, await self._minutes(now - HALF_AN_HOUR, now + ONE_MINUTE)
+
+    @within_limit
+    async def _drain_rate(self) -> float:
+        return await self._rate()
+
+    async def _highest_minute(self) -> float:
+        """Return the most messages a second that all processes have dispatched in a minute of the last day."""
+        now = await self.back_ends.time()
+        rows = await self._minutes(now - ONE_DAY, now + ONE_MINUTE)
+        minutes: Counter[datetime] = Counter()
+        for row in rows:
+            minutes[row.start] += row.dispatched
+        best = max(minutes.values(), default=0)
+        if not best:
+            raise ConfigurationError("nothing was dispatched in the last day" if rows else NO_HISTORY)
+        return best / 60
+
+    @within_limit
+    async def _queues(self) -> list[QueueState]:
+        transport = await self.back_ends.transport()
+        queues = error_queue.managed_queues(transport)
+        names = [self.back_ends.name, self.back_ends.error_queue]
+        limits = {}
+        if isinstance(transport, SupportsQueueLimits):
+            limits = {limit.queue: limit for limit in await transport.limits()}
+            names += limits
+        elif isinstance(transport, SupportsQueueLookup):
+            names += await transport.queues()
+        states = []
+        for name in list(dict.fromkeys(names))[:LONGEST_QUEUES]:
+            try:
+                number: int | Unavailable = await queues.count(name)
+            except BackendUnavailable:
+                raise
+            except DelaylineError as error:
+                number = unavailable(error)
+            limit = limits.get(name)
+            states.append(
+                QueueState(name, number)
+                if limit is None
+                else QueueState(name, number, limit.paused, limit.concurrency, limit.rate, limit.handlers)
+            )
+        return states
+
+    @within_limit
+    async def _error_count(self) -> int:
+        return await (await self.back_ends.queues()).count(self.back_ends.error_queue)
+
+    @within_limit
+    async def _levels(self) -> list[Level]:
+        settings = self.back_ends.settings
+        url = None if settings is None else delays_url(settings)
+        counts = () if url is None else await backend_of(url).count_pending(url)
+        if not counts:
+            raise ConfigurationError("no messages wait in delay levels")
+        return [Level(number, level.count, level.span) for number, level in enumerate(counts)]
+
+    @within_limit
+    async def _forecast(self, span: str) -> tuple[datetime, DueForecast, DueForecast | None]:
+        store, now = await forecasting(self.back_ends), await self.back_ends.time()
+        latest = datetime.max.replace(tzinfo=UTC) - ONE_DAY
+        edges = [now, *(now + end for end in SPANS[span] if now + end < latest)]
+        cold = None
+        if hasattr(store, "cold_forecast"):
+            cold = cast("DueForecast", await store.cold_forecast(edges))
+        return now, await store.due_forecast(edges, by_destination=True), cold
+
+
+def _throughput(now: datetime, rows: Sequence[MinuteRow]) -> Throughput | Unavailable:
+    """Return the rates of the last minutes."""
+    rows = [row for row in rows if row.start > now - RATES_OF - 2 * ONE_MINUTE]
+    if not rows:
+        return Unavailable(NO_HISTORY)
+    since = min(row.start for row in rows)
+    seconds = max(60.0, (max(row.start for row in rows) + ONE_MINUTE - since).total_seconds())
+    buckets = [0] * (len(LATENESS_BOUNDS) + 1)
+    for row in rows:
+        for counts in row.lateness.values():
+            buckets = [total + count for total, count in zip(buckets, counts, strict=True)]
+    late = Histogram(LATENESS_BOUNDS, buckets, 0.0)
+    return Throughput(
+        since,
+        sum(row.handled for row in rows) / seconds,
+        sum(row.failed for row in rows) / seconds,
+        sum(row.dispatched for row in rows) / seconds,
+        late.quantile(0.5),
+        late.quantile(0.99),
+    )
+
+
+def _processes(now: datetime, rows: Sequence[MinuteRow]) -> list[ProcessState] | Unavailable:
+    """Return the processes by their last rows."""
+    if not rows:
+        return Unavailable(NO_HISTORY)
+    last = {row.process: row for row in rows}
+    return [
+        ProcessState(
+            process=row.process,
+            last_minute=row.written,
+            alive=now - row.written < ALIVE,
+            poller=row.poller,
+            receivers=row.receivers,
+            running_handlers=row.running_handlers,
+            breakers=row.breakers,
+            measures=row.measures,
+        )
+        for row in sorted(last.values(), key=lambda row: row.process)
+    ]
+
+
+def _bar(bucket: DueBucket, cold: int, rate: float | None, destination: str | None) -> ForecastBar:
+    shares = Counter(bucket.destinations)
+    count = bucket.count
+    if destination is not None:
+        count = shares[destination]
+        shares = Counter({destination: count}) if count else Counter()
+        cold = min(cold, count)
+    named = dict(shares.most_common(NAMED_DESTINATIONS))
+    rest = shares.total() - sum(named.values())
+    if rest:
+        named[OTHERS] = rest
+    capacity = None
+    if rate is not None and bucket.start is not None and bucket.end is not None:
+        capacity = rate * (bucket.end - bucket.start).total_seconds()
+    return ForecastBar(
+        start=bucket.start,
+        end=bucket.end,
+        hot=count - cold,
+        cold=cold,
+        exact=bucket.exact,
+        at_least=bucket.at_least,
+        destinations=named,
+        capacity=capacity,
+        exceeds=capacity is not None and count > capacity,
+    )
+
+
+def _check_span(span: str, known: Mapping[str, object]) -> None:
+    if span not in known:
+        raise ConfigurationError(f"span={span!r} is unknown: use one of {', '.join(known)}")
