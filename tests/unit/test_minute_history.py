@@ -184,7 +184,7 @@ async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) 
     assert page.throughput.dispatched_a_second == pytest.approx(2)
     assert page.throughput.lateness_p99 == 10
     assert not isinstance(page.processes, Unavailable)
-    assert [(one.process, one.alive) for one in page.processes] == [(history.process, True)]
+    assert [(process.row.process, process.alive) for process in page.processes] == [(history.process, True)]
     assert not isinstance(lateness, Unavailable)
     assert sum(map(sum, lateness.counts)) == 120
     assert lateness.destinations == ["billing"]

@@ -151,12 +151,8 @@ class Actions(PageQueries):
             action=action,
             actor=actor,
             what=what,
-            state=JobState.RUNNING,
             started=clock.now(),
-            finished=None,
             expected=expected,
-            done=0,
-            failed=0,
             rate=float(rate),
         )
         job = self._running[shown.id] = RunningAction(shown, clock)

@@ -40,16 +40,14 @@ class PipelineJobs(PageQueries):
 
     async def all(self) -> Jobs:
         """Return the jobs of the pipeline, from their tables."""
-        parts = await asyncio.gather(self._schedules(), self._dispatchers(), self._migrations(), self._cold_tier())
+        parts = await asyncio.gather(
+            self._rows(schedules), self._rows(dispatchers), self._migrations(), self._cold_tier()
+        )
         return Jobs(*parts, self._actions.jobs())
 
     @within_limit
-    async def _schedules(self) -> list[JobRow]:
-        return await self.back_ends.sql_store().read_tables(schedules)
-
-    @within_limit
-    async def _dispatchers(self) -> list[JobRow]:
-        return await self.back_ends.sql_store().read_tables(dispatchers)
+    async def _rows(self, read: Callable[[Connection, Dialect, str | None], list[JobRow]]) -> list[JobRow]:
+        return await self.back_ends.sql_store().read_tables(read)
 
     @within_limit
     async def _migrations(self) -> list[JobRow]:

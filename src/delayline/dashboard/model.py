@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from enum import StrEnum
-from typing import TypeVar
+from typing import TYPE_CHECKING
 
 from delayline.delayed.store import DueBucket
 
-Value = TypeVar("Value")
+if TYPE_CHECKING:
+    from delayline.telemetry.history import MinuteRow
+    from delayline.transport import QueueLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +33,9 @@ class Unavailable:
 class ProcessState:
     """The state of one process of an endpoint, by its last minute row."""
 
-    process: str
-    """The machine and the process."""
-    last_minute: datetime
-    """When the row was written."""
+    row: MinuteRow
     alive: bool
-    """Whether that was within the last three minutes."""
-    poller: datetime | None
-    """When the poller last succeeded; None for never or no poller."""
-    receivers: Mapping[str, datetime | None]
-    """When the receivers of each queue last succeeded."""
-    running_handlers: int
-    breakers: Mapping[str, int]
-    """The state of each circuit breaker: 0 disarmed, 1 armed, 2 triggered."""
-    measures: Mapping[str, float]
-    """Values of transport and store, such as `lease.held` and `two_phase.in_doubt`."""
+    """Whether the row was written within the last three minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +72,7 @@ class QueueState:
 
     name: str
     messages: int | Unavailable
-    paused: bool = False
-    concurrency: int | None = None
-    rate: float | None = None
-    handlers: Mapping[str, int] = field(default_factory=dict)
+    limits: QueueLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,15 +306,15 @@ class ActionJob:
     actor: str
     what: str
     """Which messages, as a sentence."""
-    state: JobState
     started: datetime
-    finished: datetime | None
     expected: int
     """How many messages the preview has found."""
-    done: int
-    failed: int
     rate: float
     """Messages a second at most."""
+    state: JobState = JobState.RUNNING
+    finished: datetime | None = None
+    done: int = 0
+    failed: int = 0
     problems: Sequence[str] = ()
     """The first reasons of failures."""
 

@@ -29,7 +29,7 @@ from delayline.dashboard.search import GROWING, forecasting
 from delayline.doctor import check_urls, examine_endpoint
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
-from delayline.transport import SupportsQueueLimits, SupportsQueueLookup
+from delayline.transport import QueueLimits, SupportsQueueLimits, SupportsQueueLookup
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -226,12 +226,7 @@ class Overview(PageQueries):
                 raise
             except DelaylineError as error:
                 number = unavailable(error)
-            limit = limits.get(name)
-            states.append(
-                QueueState(name, number)
-                if limit is None
-                else QueueState(name, number, limit.paused, limit.concurrency, limit.rate, limit.handlers)
-            )
+            states.append(QueueState(name, number, limits.get(name) or QueueLimits(name)))
         return states
 
     @within_limit
@@ -285,19 +280,7 @@ def _processes(now: datetime, rows: Sequence[MinuteRow]) -> list[ProcessState] |
     if not rows:
         return Unavailable(NO_HISTORY)
     last = {row.process: row for row in rows}
-    return [
-        ProcessState(
-            process=row.process,
-            last_minute=row.written,
-            alive=now - row.written < ALIVE,
-            poller=row.poller,
-            receivers=row.receivers,
-            running_handlers=row.running_handlers,
-            breakers=row.breakers,
-            measures=row.measures,
-        )
-        for row in sorted(last.values(), key=lambda row: row.process)
-    ]
+    return [ProcessState(row, now - row.written < ALIVE) for row in sorted(last.values(), key=lambda row: row.process)]
 
 
 def _bar(bucket: DueBucket, cold: int, rate: float | None, destination: str | None) -> ForecastBar:

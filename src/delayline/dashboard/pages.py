@@ -16,8 +16,9 @@ from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from delayline.dashboard import charts
+from delayline.dashboard import charts, overview
 from delayline.dashboard.actions import HIGHEST_RATE, MOST_CHANGED
+from delayline.dashboard.back_ends import unavailable
 from delayline.dashboard.contents import FORMS, Form
 from delayline.dashboard.forms import body_of, headers_of, instant_of, whole
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
@@ -30,14 +31,12 @@ from delayline.dashboard.model import (
     Lateness,
     MessageDetails,
     OperatorAction,
-    PendingPage,
     PendingQuery,
-    Preview,
     Unavailable,
 )
 from delayline.dashboard.rendering import PAGES, link_to, number, render
 from delayline.dashboard.service import EndpointService
-from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, InvalidMessage
+from delayline.errors import ConfigurationError, DelaylineError, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, Headers
 from delayline.readable import parse_delay, parse_instant
 from delayline.sync import SyncEndpoint
@@ -58,21 +57,8 @@ LONGEST: Final = 500
 """Characters of a search field."""
 WIDE: Final = 1040
 NARROW: Final = 330
-SPANS: Final = {
-    "all": "a minute to years",
-    "hour": "next hour",
-    "day": "next day",
-    "week": "next week",
-    "month": "next month",
-    "year": "next year",
-}
-PAST: Final = {
-    "hour": "last hour",
-    "6 hours": "last 6 hours",
-    "day": "last day",
-    "week": "last week",
-    "month": "last 30 days",
-}
+SPANS: Final = {span: "a minute to years" if span == "all" else f"next {span}" for span in overview.SPANS}
+PAST: Final = {span: f"last {'30 days' if span == 'month' else span}" for span in overview.LATENESS_SPANS}
 FILTERS: Final = ("id", "destination", "type", "header", "value", "from", "before")
 """Fields of a search."""
 FRESH: Final = 1.0
@@ -150,7 +136,7 @@ class Pages:
 
     async def now(self, request: Request) -> Response:
         """Show what each endpoint does at this moment."""
-        return self._page(request, "now.html", "Now", "/", states=await self._now(), every=f"{EVERY:g}")
+        return self._page(request, "now.html", "/", None, states=await self._now(), every=f"{EVERY:g}")
 
     async def live_now(self, request: Request) -> Response:
         """Send the same again and again."""
@@ -163,18 +149,18 @@ class Pages:
     async def _read_now(self) -> Sequence[tuple[EndpointService, Any]]:
         """Return the state of all endpoints, read at the same time."""
         services = list(self._services.values())
-        found = await asyncio.gather(*(_attempt(service.overview.now()) for service in services))
+        found = await asyncio.gather(*(service.overview.now() for service in services))
         return list(zip(services, found, strict=True))
 
     async def forecast(self, request: Request) -> Response:
         """Show when messages are due, and what of it the drain rate cannot dispatch."""
         service = self._service(request)
         span = request.query_params.get("span", "all")
-        found = await _attempt(self._forecasts[service.name, span if span in SPANS else "all"]())
+        found = await self._forecasts[service.name, span if span in SPANS else "all"]()
         context: dict[str, Any] = {"spans": SPANS, "span": span, "found": found, "drawing": None}
         if isinstance(found, Forecast):
             context["drawing"] = _drawn_forecast(found)
-        return self._page(request, "forecast.html", "Forecast", "/forecast", endpoint=service, **context)
+        return self._page(request, "forecast.html", "/forecast", service, **context)
 
     async def lateness(self, request: Request) -> Response:
         """Show how late messages were dispatched, over time."""
@@ -182,45 +168,44 @@ class Pages:
         asked = request.query_params.get("span", "day")
         span = asked if asked in PAST else "day"
         destination = request.query_params.get("destination", "")[:LONGEST] or None
-        found = await _attempt(service.overview.lateness(span, destination=destination))
+        found = await service.overview.lateness(span, destination=destination)
         context: dict[str, Any] = {"spans": PAST, "span": span, "destination": destination, "found": found}
         context["drawing"] = _drawn_lateness(found) if isinstance(found, Lateness) else None
-        return self._page(request, "lateness.html", "Lateness", "/lateness", endpoint=service, **context)
+        return self._page(request, "lateness.html", "/lateness", service, **context)
 
     async def waiting(self, request: Request) -> Response:
         """Search waiting messages."""
         service = self._service(request)
         fields = _filters(request.query_params)
         after, offset = request.query_params.get("after", "")[:100], _offset(request)
-        found = await _attempt(self._searched(service, fields, after, offset))
+        found = await self._searched(
+            fields,
+            lambda query: service.search.page(
+                query, limit=ROWS, after=parse_instant(after) if after else None, offset=offset
+            ),
+        )
         return self._page(
-            request,
-            "waiting.html",
-            "Waiting messages",
-            "/waiting",
-            endpoint=service,
-            found=found,
-            fields=fields,
-            after=after,
-            longest=LONGEST,
+            request, "waiting.html", "/waiting", service, found=found, fields=fields, after=after, longest=LONGEST
         )
 
     async def _searched(
-        self, service: EndpointService, fields: Mapping[str, str], after: str, offset: int
-    ) -> PendingPage | Unavailable:
-        start = parse_instant(after) if after else None
-        return await service.search.page(self._query(fields), limit=ROWS, after=start, offset=offset)
+        self, fields: Mapping[str, str], search: Callable[[PendingQuery], Awaitable[T]]
+    ) -> T | Unavailable:
+        try:
+            return await search(self._query(fields))
+        except DelaylineError as error:
+            return unavailable(error)
 
     async def waiting_message(self, request: Request) -> Response:
         """Show a waiting message with headers and body."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await _attempt(service.pending.message(message_id, form=_form(request)))
+        found = await service.pending.message(message_id, form=_form(request))
         return self._page(
             request,
             "waiting_message.html",
-            "Waiting message",
             "/waiting",
-            endpoint=service,
+            service,
+            title="Waiting message",
             found=found,
             id=message_id,
             forms=_form_links(request, "/waiting/message", service.name, message_id),
@@ -230,48 +215,41 @@ class Pages:
         """Show how many messages match before an action on all of them."""
         service = self._service(request)
         fields = _filters(request.query_params)
-        found = await _attempt(self._previewed(service, fields))
+        found = await self._searched(fields, service.search.preview)
         return self._page(
             request,
             "waiting_all.html",
-            "All that match",
             "/waiting",
-            endpoint=service,
+            service,
+            title="All that match",
             found=found,
             fields=fields,
             most=MOST_CHANGED,
         )
 
-    async def _previewed(self, service: EndpointService, fields: Mapping[str, str]) -> Preview | Unavailable:
-        return await service.search.preview(self._query(fields))
-
     async def errors(self, request: Request) -> Response:
         """Show the error queue in groups."""
         service = self._service(request)
-        found = await _attempt(service.errors.groups())
-        return self._page(
-            request, "errors.html", "Errors", "/errors", endpoint=service, found=found, sparks=_sparks(found)
-        )
+        found = await service.errors.groups()
+        return self._page(request, "errors.html", "/errors", service, found=found, sparks=_sparks(found))
 
     async def error_group(self, request: Request) -> Response:
         """Show the messages of a group."""
         service = self._service(request)
         group, offset = request.query_params.get("group", "")[:LONGEST], _offset(request)
-        found = await _attempt(service.errors.page(group or None, limit=ROWS, offset=offset))
-        return self._page(
-            request, "error_group.html", "Errors", "/errors", endpoint=service, found=found, group=group, offset=offset
-        )
+        found = await service.errors.page(group or None, limit=ROWS, offset=offset)
+        return self._page(request, "error_group.html", "/errors", service, found=found, group=group, offset=offset)
 
     async def error_message(self, request: Request) -> Response:
         """Show a failed message with headers, body, and a form to edit a copy."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await _attempt(service.errors.message(message_id, form=_form(request)))
+        found = await service.errors.message(message_id, form=_form(request))
         return self._page(
             request,
             "error_message.html",
-            "Failed message",
             "/errors",
-            endpoint=service,
+            service,
+            title="Failed message",
             found=found,
             id=message_id,
             forms=_form_links(request, "/errors/message", service.name, message_id),
@@ -281,58 +259,41 @@ class Pages:
     async def edit_form(self, request: Request) -> Response:
         """Show a failed message as a form."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await _attempt(service.errors.message(message_id, form="text"))
+        found = await service.errors.message(message_id, form="text")
         return self._page(
-            request,
-            "error_edit.html",
-            "Edit a copy",
-            "/errors",
-            endpoint=service,
-            found=found,
-            id=message_id,
+            request, "error_edit.html", "/errors", service, title="Edit a copy", found=found, id=message_id
         )
 
     async def life(self, request: Request) -> Response:
         """Show the recorded events of one message."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await _attempt(service.life.of(message_id)) if message_id else None
-        return self._page(
-            request,
-            "life.html",
-            "A message's life",
-            "/life",
-            endpoint=service,
-            found=found,
-            id=message_id,
-            longest=MAXIMUM_ID_LENGTH,
-        )
+        found = await service.life.of(message_id) if message_id else None
+        return self._page(request, "life.html", "/life", service, found=found, id=message_id, longest=MAXIMUM_ID_LENGTH)
 
     async def jobs(self, request: Request) -> Response:
         """Show jobs and actions on many messages, with their progress."""
         service = self._service(request)
-        found = await _attempt(service.jobs.all())
-        return self._page(
-            request, "jobs.html", "Jobs", "/jobs", endpoint=service, found=found, audit=service.actions.audit()[:ROWS]
-        )
+        found = await service.jobs.all()
+        return self._page(request, "jobs.html", "/jobs", service, found=found, audit=service.actions.audit()[:ROWS])
 
     async def live_jobs(self, request: Request) -> Response:
         """Send the same again and again."""
         service = self._service(request)
 
         async def fragment() -> str:
-            found = await _attempt(service.jobs.all())
+            found = await service.jobs.all()
             return self._fragment(request, "jobs_list.html", found=found, endpoint=service.name)
 
         return self._stream(fragment)
 
     async def doctor(self, request: Request) -> Response:
         """Show what `delayline doctor` checks, of every endpoint."""
-        return self._page(request, "doctor.html", "Doctor", "/doctor", checked=await self._findings())
+        return self._page(request, "doctor.html", "/doctor", None, checked=await self._findings())
 
     async def _examine(self) -> Sequence[tuple[EndpointService, Any]]:
         """Return the findings about all endpoints, examined at the same time."""
         services = list(self._services.values())
-        found = await asyncio.gather(*(_attempt(service.overview.doctor()) for service in services))
+        found = await asyncio.gather(*(service.overview.doctor() for service in services))
         return list(zip(services, found, strict=True))
 
     async def export(self, request: Request) -> Response:
@@ -423,20 +384,20 @@ class Pages:
         self,
         request: Request,
         template: str,
-        title: str,
         path: str,
+        service: EndpointService | None,
         *,
-        endpoint: EndpointService | None = None,
+        title: str | None = None,
         **context: object,
     ) -> Response:
         notice = self._notices.pop(request.query_params.get("notice", ""), None)
         text = self._fragment(
             request,
             template,
-            title=title,
+            title=title or dict(PAGES)[path],
             page=path,
             pages=PAGES,
-            endpoint=endpoint.name if endpoint else None,
+            endpoint=service.name if service else None,
             endpoints=list(self._services),
             notice=notice,
             **context,
@@ -533,16 +494,6 @@ class Pages:
         while len(self._notices) > MOST_NOTICES:
             self._notices.popitem(last=False)
         return RedirectResponse(link_to(request, path, notice=key, **query), status_code=303)
-
-
-async def _attempt(work: Awaitable[T]) -> T | Unavailable:
-    """Return the service's answer, or why a back end gave none; the rest of the page is shown."""
-    try:
-        return await work
-    except DelaylineError as error:
-        return Unavailable(str(error), temporary=isinstance(error, BackendUnavailable))
-    except TimeoutError:
-        return Unavailable("the back end did not answer in time", temporary=True)
 
 
 def _filters(given: Mapping[str, str]) -> dict[str, str]:
