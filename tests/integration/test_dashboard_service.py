@@ -153,7 +153,7 @@ async def test_delay_levels_are_counted_and_unsupported_features_have_a_reason(r
         late = await service.overview.now()
     # Then the levels are counted
     assert not isinstance(now.levels, Unavailable)
-    assert sum(one.messages for one in now.levels) == 3
+    assert sum(level.count for level in now.levels) == 3
     # And what cannot be shown or done has its reason
     for part in (page, forecast, now.due):
         assert isinstance(part, Unavailable)

@@ -119,9 +119,6 @@ async def test_a_forecast_has_bars_and_destinations(endpoint: Endpoint, service:
     assert sum(bar.count for bar in found.bars) == 5
     assert found.destinations == ["billing"]
     assert isinstance(found.drain_rate, Unavailable)
-    only = await service.overview.forecast("day", destination="nowhere")
-    assert not isinstance(only, Unavailable)
-    assert sum(bar.count for bar in only.bars) == 0
     with pytest.raises(ConfigurationError, match="use one of all, hour, day"):
         await service.overview.forecast("century")
 

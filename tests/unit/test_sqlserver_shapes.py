@@ -309,7 +309,7 @@ def test_destinations_are_distinguished_by_case() -> None:
     store = SqlDelayedMessageStore("mssql://sa:s3cret@host/db")
     from delayline.sql.statements import StoreStatements
 
-    statements = StoreStatements(store._table("sales"), dialect)
+    statements = StoreStatements(store.table_of("sales"), dialect)
     counted = str(statements.by_due(1000).compile(dialect=dialect.sql))
     assert "[Destination] COLLATE Latin1_General_100_BIN2" in counted
     exact = dialect.words.exact(statements.table.c.destination) == "id"

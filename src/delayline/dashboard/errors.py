@@ -159,11 +159,9 @@ class FailedMessages(PageQueries):
         self._actions.note(OperatorAction.PURGE, actor, f"all of {self._queue}", f"{number} deleted")
         return [ActionOutcome("", done=True, text=f"{number} deleted")]
 
-    async def export(
-        self, group: str | None = None, *, limit: int | None = None
-    ) -> AsyncGenerator[Mapping[str, object], None]:
+    async def export(self, group: str | None = None) -> AsyncGenerator[Mapping[str, object], None]:
         """Yield all failed messages as documents with id, headers and body (Base64 where it is not text)."""
-        async for message in self._failed(group, limit):
+        async for message in self._failed(group, None):
             yield exported(message)
 
     async def _failed(self, group: str | None, most: int | None) -> AsyncGenerator[Message, None]:

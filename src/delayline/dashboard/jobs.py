@@ -57,7 +57,7 @@ class PipelineJobs(PageQueries):
     @within_limit
     async def _cold_tier(self) -> list[JobRow]:
         store = self.back_ends.sql_store()
-        return await store.read_tables(partial(cold_tier, store=store.table_name(self.back_ends.name)))
+        return await store.read_tables(partial(cold_tier, store=store.table_of(self.back_ends.name).name))
 
 
 def schedules(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:

@@ -47,7 +47,7 @@ class MessageLives(PageQueries):
             return [], f"no journal is kept: {error}"
         from delayline.sql.journal import events_of
 
-        name = store.table_name(self.back_ends.name)
+        name = store.table_of(self.back_ends.name).name
         entries = await store.read_tables(partial(events_of, store=name, message_id=message_id))
         if entries is None:
             return [], "no journal is kept: set journal = true and run delayline setup"

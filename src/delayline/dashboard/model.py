@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from delayline.delayed.store import DueBucket
 
 if TYPE_CHECKING:
+    from delayline.backends import DueWithin
     from delayline.telemetry.history import MinuteRow
     from delayline.transport import QueueLimits
 
@@ -76,16 +77,6 @@ class QueueState:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """One delay level of RabbitMQ."""
-
-    number: int
-    messages: int
-    due_within: timedelta
-    """The longest time that a message at this level still has to wait."""
-
-
-@dataclass(frozen=True, slots=True)
 class Now:
     """The page `Now` for one endpoint; each part is unavailable by itself."""
 
@@ -96,7 +87,7 @@ class Now:
     queues: Sequence[QueueState] | Unavailable
     errors: int | Unavailable
     """How many messages the error queue has."""
-    levels: Sequence[Level] | Unavailable
+    levels: Sequence[DueWithin] | Unavailable
     """The delay levels; unavailable where no messages wait in levels."""
 
 

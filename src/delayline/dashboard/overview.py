@@ -18,7 +18,6 @@ from delayline.dashboard.model import (
     Forecast,
     ForecastBar,
     Lateness,
-    Level,
     Now,
     ProcessState,
     QueueState,
@@ -34,6 +33,7 @@ from delayline.transport import QueueLimits, SupportsQueueLimits, SupportsQueueL
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from delayline.backends import DueWithin
     from delayline.dashboard.back_ends import BackEnds
     from delayline.delayed.store import DueBucket, DueForecast
     from delayline.doctor import Finding
@@ -91,12 +91,11 @@ class Overview(PageQueries):
             return Now(self.back_ends.clock.now(), due, recent, recent, queues, errors, levels)
         return Now(self.back_ends.clock.now(), due, _throughput(*recent), _processes(*recent), queues, errors, levels)
 
-    async def forecast(self, span: str = "day", *, destination: str | None = None) -> Forecast | Unavailable:
+    async def forecast(self, span: str = "day") -> Forecast | Unavailable:
         """Return the due times of pending messages.
 
         Args:
             span: The zoom: `hour`, `day`, `week`, `month`, `year` or `all`.
-            destination: Only messages to this queue; in large buckets their number is taken from a sample.
 
         Raises:
             ConfigurationError: There is no such zoom.
@@ -107,7 +106,7 @@ class Overview(PageQueries):
             return forecasts
         at, both, cold = forecasts
         bars = [
-            _bar(bucket, files.count if files else 0, rate if isinstance(rate, float) else None, destination)
+            _bar(bucket, files.count if files else 0, rate if isinstance(rate, float) else None)
             for bucket, files in zip(both.buckets, cold.buckets if cold else [None] * len(both.buckets), strict=True)
         ]
         totals: Counter[str] = Counter()
@@ -234,13 +233,13 @@ class Overview(PageQueries):
         return await (await self.back_ends.queues()).count(self.back_ends.error_queue)
 
     @within_limit
-    async def _levels(self) -> list[Level]:
+    async def _levels(self) -> Sequence[DueWithin]:
         settings = self.back_ends.settings
         url = None if settings is None else delays_url(settings)
         counts = () if url is None else await backend_of(url).count_pending(url)
         if not counts:
             raise ConfigurationError("no messages wait in delay levels")
-        return [Level(number, level.count, level.span) for number, level in enumerate(counts)]
+        return counts
 
     @within_limit
     async def _forecast(self, span: str) -> tuple[datetime, DueForecast, DueForecast | None]:
@@ -283,13 +282,8 @@ def _processes(now: datetime, rows: Sequence[MinuteRow]) -> list[ProcessState] |
     return [ProcessState(row, now - row.written < ALIVE) for row in sorted(last.values(), key=lambda row: row.process)]
 
 
-def _bar(bucket: DueBucket, cold: int, rate: float | None, destination: str | None) -> ForecastBar:
+def _bar(bucket: DueBucket, cold: int, rate: float | None) -> ForecastBar:
     shares = Counter(bucket.destinations)
-    count = bucket.count
-    if destination is not None:
-        count = shares[destination]
-        shares = Counter({destination: count}) if count else Counter()
-        cold = min(cold, count)
     named = dict(shares.most_common(NAMED_DESTINATIONS))
     rest = shares.total() - sum(named.values())
     if rest:
@@ -300,13 +294,13 @@ def _bar(bucket: DueBucket, cold: int, rate: float | None, destination: str | No
     return ForecastBar(
         start=bucket.start,
         end=bucket.end,
-        hot=count - cold,
+        hot=bucket.count - cold,
         cold=cold,
         exact=bucket.exact,
         at_least=bucket.at_least,
         destinations=named,
         capacity=capacity,
-        exceeds=capacity is not None and count > capacity,
+        exceeds=capacity is not None and bucket.count > capacity,
     )
 
 

@@ -16,7 +16,7 @@ from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
-from delayline.dashboard import charts, overview
+from delayline.dashboard import charts
 from delayline.dashboard.actions import HIGHEST_RATE, MOST_CHANGED
 from delayline.dashboard.back_ends import unavailable
 from delayline.dashboard.contents import FORMS, Form
@@ -34,6 +34,7 @@ from delayline.dashboard.model import (
     PendingQuery,
     Unavailable,
 )
+from delayline.dashboard.overview import LATENESS_SPANS, SPANS, Overview
 from delayline.dashboard.rendering import PAGES, link_to, number, render
 from delayline.dashboard.service import EndpointService
 from delayline.errors import ConfigurationError, DelaylineError, InvalidMessage
@@ -57,8 +58,8 @@ LONGEST: Final = 500
 """Characters of a search field."""
 WIDE: Final = 1040
 NARROW: Final = 330
-SPANS: Final = {span: "a minute to years" if span == "all" else f"next {span}" for span in overview.SPANS}
-PAST: Final = {span: f"last {'30 days' if span == 'month' else span}" for span in overview.LATENESS_SPANS}
+SPAN_TITLES: Final = {span: "a minute to years" if span == "all" else f"next {span}" for span in SPANS}
+PAST_TITLES: Final = {span: f"last {'30 days' if span == 'month' else span}" for span in LATENESS_SPANS}
 FILTERS: Final = ("id", "destination", "type", "header", "value", "from", "before")
 """Fields of a search."""
 FRESH: Final = 1.0
@@ -93,13 +94,13 @@ class Pages:
         self._clock = clock
         self._notices: OrderedDict[str, Notice] = OrderedDict()
         self._streams = 0
-        self._now = Shared(self._read_now, FRESH, clock)
+        self._now = Shared(partial(self._of_all, Overview.now), FRESH, clock)
         self._forecasts = {
             (service.name, span): Shared(partial(service.overview.forecast, span), FRESH, clock)
             for service in services
             for span in SPANS
         }
-        self._findings = Shared(self._examine, FRESH, clock)
+        self._findings = Shared(partial(self._of_all, Overview.doctor), FRESH, clock)
         self.shown: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self.now,
             "/live/now": self.live_now,
@@ -146,18 +147,18 @@ class Pages:
 
         return self._stream(fragment)
 
-    async def _read_now(self) -> Sequence[tuple[EndpointService, Any]]:
-        """Return the state of all endpoints, read at the same time."""
+    async def _of_all(self, ask: Callable[[Overview], Awaitable[T]]) -> Sequence[tuple[EndpointService, T]]:
+        """Return the answers of all endpoints, asked at the same time."""
         services = list(self._services.values())
-        found = await asyncio.gather(*(service.overview.now() for service in services))
-        return list(zip(services, found, strict=True))
+        answers = await asyncio.gather(*(ask(service.overview) for service in services))
+        return list(zip(services, answers, strict=True))
 
     async def forecast(self, request: Request) -> Response:
         """Show when messages are due, and what of it the drain rate cannot dispatch."""
         service = self._service(request)
         span = request.query_params.get("span", "all")
         found = await self._forecasts[service.name, span if span in SPANS else "all"]()
-        context: dict[str, Any] = {"spans": SPANS, "span": span, "found": found, "drawing": None}
+        context: dict[str, Any] = {"spans": SPAN_TITLES, "span": span, "found": found, "drawing": None}
         if isinstance(found, Forecast):
             context["drawing"] = _drawn_forecast(found)
         return self._page(request, "forecast.html", "/forecast", service, **context)
@@ -166,10 +167,10 @@ class Pages:
         """Show how late messages were dispatched, over time."""
         service = self._service(request)
         asked = request.query_params.get("span", "day")
-        span = asked if asked in PAST else "day"
+        span = asked if asked in PAST_TITLES else "day"
         destination = request.query_params.get("destination", "")[:LONGEST] or None
         found = await service.overview.lateness(span, destination=destination)
-        context: dict[str, Any] = {"spans": PAST, "span": span, "destination": destination, "found": found}
+        context: dict[str, Any] = {"spans": PAST_TITLES, "span": span, "destination": destination, "found": found}
         context["drawing"] = _drawn_lateness(found) if isinstance(found, Lateness) else None
         return self._page(request, "lateness.html", "/lateness", service, **context)
 
@@ -200,16 +201,7 @@ class Pages:
         """Show a waiting message with headers and body."""
         service, message_id = self._service(request), _id(request.query_params)
         found = await service.pending.message(message_id, form=_form(request))
-        return self._page(
-            request,
-            "waiting_message.html",
-            "/waiting",
-            service,
-            title="Waiting message",
-            found=found,
-            id=message_id,
-            forms=_form_links(request, "/waiting/message", service.name, message_id),
-        )
+        return self._page(request, "waiting_message.html", "/waiting", service, found=found, id=message_id)
 
     async def waiting_all(self, request: Request) -> Response:
         """Show how many messages match before an action on all of them."""
@@ -217,14 +209,7 @@ class Pages:
         fields = _filters(request.query_params)
         found = await self._searched(fields, service.search.preview)
         return self._page(
-            request,
-            "waiting_all.html",
-            "/waiting",
-            service,
-            title="All that match",
-            found=found,
-            fields=fields,
-            most=MOST_CHANGED,
+            request, "waiting_all.html", "/waiting", service, found=found, fields=fields, most=MOST_CHANGED
         )
 
     async def errors(self, request: Request) -> Response:
@@ -245,24 +230,14 @@ class Pages:
         service, message_id = self._service(request), _id(request.query_params)
         found = await service.errors.message(message_id, form=_form(request))
         return self._page(
-            request,
-            "error_message.html",
-            "/errors",
-            service,
-            title="Failed message",
-            found=found,
-            id=message_id,
-            forms=_form_links(request, "/errors/message", service.name, message_id),
-            **_failure(found),
+            request, "error_message.html", "/errors", service, found=found, id=message_id, **_failure(found)
         )
 
     async def edit_form(self, request: Request) -> Response:
         """Show a failed message as a form."""
         service, message_id = self._service(request), _id(request.query_params)
         found = await service.errors.message(message_id, form="text")
-        return self._page(
-            request, "error_edit.html", "/errors", service, title="Edit a copy", found=found, id=message_id
-        )
+        return self._page(request, "error_edit.html", "/errors", service, found=found, id=message_id)
 
     async def life(self, request: Request) -> Response:
         """Show the recorded events of one message."""
@@ -289,12 +264,6 @@ class Pages:
     async def doctor(self, request: Request) -> Response:
         """Show what `delayline doctor` checks, of every endpoint."""
         return self._page(request, "doctor.html", "/doctor", None, checked=await self._findings())
-
-    async def _examine(self) -> Sequence[tuple[EndpointService, Any]]:
-        """Return the findings about all endpoints, examined at the same time."""
-        services = list(self._services.values())
-        found = await asyncio.gather(*(service.overview.doctor() for service in services))
-        return list(zip(services, found, strict=True))
 
     async def export(self, request: Request) -> Response:
         """Send failed messages as a file of JSON lines."""
@@ -381,20 +350,13 @@ class Pages:
     # Shared by all pages
 
     def _page(
-        self,
-        request: Request,
-        template: str,
-        path: str,
-        service: EndpointService | None,
-        *,
-        title: str | None = None,
-        **context: object,
+        self, request: Request, template: str, path: str, service: EndpointService | None, **context: object
     ) -> Response:
         notice = self._notices.pop(request.query_params.get("notice", ""), None)
         text = self._fragment(
             request,
             template,
-            title=title or dict(PAGES)[path],
+            title=dict(PAGES)[path],
             page=path,
             pages=PAGES,
             endpoint=service.name if service else None,
@@ -521,14 +483,6 @@ def _ids(form: ImmutableMultiDict[str, str]) -> list[str]:
     if not ids:
         raise InvalidMessage("no message is ticked")
     return ids
-
-
-def _form_links(request: Request, path: str, endpoint: str, message_id: str) -> list[tuple[str, str, str]]:
-    names = {"json": "JSON", "text": "Text", "hex": "Hexadecimal"}
-    return [
-        (form, name, link_to(request, path, endpoint=endpoint, id=message_id, form=form))
-        for form, name in names.items()
-    ]
 
 
 def _drawn_forecast(found: Forecast) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class EndpointService:
         search_time: float = SEARCH_TIME,
         clock: Clock | None = None,
     ) -> None:
-        self._back_ends = back_ends = BackEnds(source, time_limit, clock or SystemClock())
+        self.back_ends = back_ends = BackEnds(source, time_limit, clock or SystemClock())
         self.name = back_ends.name
         self.actions = Actions(back_ends)
         self.overview = Overview(back_ends)
@@ -66,11 +66,6 @@ class EndpointService:
     async def __aexit__(self, *error: object) -> None:
         await self.close()
 
-    @property
-    def delayed_at(self) -> str:
-        """Where delayed messages are: a URL without passwords, or the class of the store."""
-        return self._back_ends.delayed_at
-
     async def close(self) -> None:
         """Stop the jobs, and disconnect."""
-        await self._back_ends.close(self.actions.tasks())
+        await self.back_ends.close(self.actions.tasks())

@@ -144,14 +144,10 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         """Return the external transaction as one that storing can take part in."""
         return await self._database.enlist(external, self._statements.table)
 
-    def table_name(self, endpoint_name: str) -> str:
-        """Return the name of the endpoint's table."""
-        return self._table_name or f"{endpoint_name}.timeouts"
-
     @long_work
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Create the endpoint's table. Raises NewerSchema, BackendUnusable or BackendUnavailable."""
-        setup = self._setup_of(self._table(endpoint_name))
+        setup = self._setup_of(self.table_of(endpoint_name))
         await self._open_database()
         try:
             await self._database.set_up(setup.plan, setup.set_up)
@@ -160,12 +156,12 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
 
     async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; without running it. Raises the same errors."""
-        setup = self._setup_of(self._table(endpoint_name))
+        setup = self._setup_of(self.table_of(endpoint_name))
         return await self._database.plan(setup.plan, setup.required.script)
 
     async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
         """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
-        table, dialect = self._table(endpoint_name), self._database.dialect
+        table, dialect = self.table_of(endpoint_name), self._database.dialect
         needed: dict[Table, Sequence[str]] = {table: EVERY_RIGHT if takes else dialect.catalog.rights_to_store}
         journal = Journal(table, dialect)
         await self._database.look(journal.look)
@@ -179,7 +175,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         del mode
         if self._open is not None:
             return
-        table = self._table(endpoint_name)
+        table = self.table_of(endpoint_name)
         await self._open_database()
         try:
             setup = self._setup_of(table)
@@ -465,8 +461,10 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     def _setup_of(self, table: Table) -> StoreSetup:
         return StoreSetup(self._database.dialect, self._schema, table, keeps_journal=self._keeps_journal)
 
-    def _table(self, endpoint_name: str) -> Table:
-        return self._database.dialect.catalog.store_table(self.table_name(endpoint_name), self._schema)
+    def table_of(self, endpoint_name: str) -> Table:
+        """Return the table of the endpoint."""
+        name = self._table_name or f"{endpoint_name}.timeouts"
+        return self._database.dialect.catalog.store_table(name, self._schema)
 
     def _due(self, kept: object) -> datetime | None:
         return None if kept is None else self._database.dialect.values.from_due(kept)
