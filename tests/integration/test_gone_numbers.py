@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import re
 from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.cluster.harness import mariadb_at
 
 from delayline import SqlTransport
 from delayline.sql import gone_numbers
@@ -159,6 +161,33 @@ async def test_a_receiver_gets_past_the_claims_of_another_process_in_few_looks(
     assert ids(await received(greedy, 1)) == ["next"]
     await greedy.stop()
     await other.stop()
+
+
+async def test_where_the_server_does_not_tell_of_transactions_late_messages_are_found_by_the_check(
+    mariadb_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a message in a transaction that stays open for longer than those are taken to last
+    monkeypatch.setattr(gone_numbers, "SETTLED_AFTER", 1)
+    monkeypatch.setattr(gone_numbers, "SETTLED_EVERY", 0.0)
+    monkeypatch.setattr(gone_numbers, "ENDED_WITHIN", 0.0)
+    monkeypatch.setattr(gone_numbers, "CHEAP_LOOK", 0.0)
+    transport = SqlTransport(mariadb_url)
+    await transport.setup_infrastructure(["sales"])
+    await transport.start()
+    receiver = await transport.receiver("sales")
+    with contextlib.closing(mariadb_at(mariadb_url)) as order, order.cursor() as cursor:
+        cursor.execute(PUT, ["late"])
+        number = cursor.lastrowid
+        # When later ones are handled, then looks begin behind it
+        for _ in range(2):
+            await handle(transport, receiver, 50)
+        await looks_begin_behind(receiver, number)
+        # But when it is committed, the check from the first number on finds it
+        order.commit()
+        receiver._gone._check_at = 0.0
+        assert ids(await asyncio.wait_for(received(receiver, 1), PATIENCE)) == ["late"]
+    await receiver.stop()
+    await transport.stop()
 
 
 @pytest.mark.parametrize("live", [0, 5, 500])

@@ -60,9 +60,9 @@ class Page(NamedTuple):
 class TransactionsInProgress(NamedTuple):
     """Which transactions are in progress, of those that can put messages into a queue."""
 
-    oldest: int
-    """The number of the oldest one; all with lower numbers have ended."""
-    following: int
+    oldest: float
+    """The number of the oldest one, or the time of its beginning; all with lower ones have ended."""
+    following: float
     """The number of the next one to begin."""
     first: int | None
     """The number of the first message that was looked for, in the same snapshot; None for none."""

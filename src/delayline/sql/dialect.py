@@ -137,11 +137,15 @@ class StatementWords(ABC):
     def by_key(
         self, column: ColumnElement[Any], name: str, within: ColumnElement[bool] | None = None
     ) -> ColumnElement[bool]:
-        """Return the condition that the unique column is one of the list, of the rows within a condition.
+        """Return the condition that the unique column is one of the list, for rows that no other transaction changes.
 
-        No transaction changes such a row and leaves it meanwhile.
+        Args:
+            column: The column.
+            name: The list's parameter.
+            within: What is true of these rows anyway, for a planner that needs it to find them in few steps.
         """
-        return self.one_of(column, name) if within is None else and_(within, self.one_of(column, name))
+        del within
+        return self.one_of(column, name)
 
     def queued_after(self, queued: Table, after: ColumnElement[int]) -> ColumnElement[bool]:
         """Return the condition that a message is in the queue bound as `name`, and after a number in its order."""

@@ -6,7 +6,8 @@ entries of messages that are gone reads none.
 
 A message gets its number before it is committed, so a number that is not there may still appear. It cannot any more
 once every transaction has ended that was in progress when a higher number was seen. PostgreSQL numbers transactions and
-tells which are in progress; on other servers looks begin at the first number.
+tells which are in progress. On other servers they are taken to have ended after `ENDED_WITHIN` seconds; a message of a
+longer one is found by the check from the first number on, which is repeated more often there.
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ import asyncio
 import contextlib
 import math
 import time
-from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import DelaylineError
+from delayline.sql.claims import TransactionsInProgress
+from delayline.sql.server_database import ServerDatabase
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from sqlalchemy import Connection
 
     from delayline.sql.claims import ClaimsInStatements
     from delayline.sql.database import Database
@@ -35,6 +39,11 @@ SETTLED_EVERY: Final = 0.5
 #: begin anew. A check that takes long is repeated later, after so many times as long as it took.
 CHECKED_EVERY: Final = 10.0
 CHECKED_SHARE: Final = 50
+#: Where the server does not tell which transactions are in progress: the seconds after which each is taken to have
+#: ended, those between two checks, and those of a check that shows that looks can begin at the first number again.
+ENDED_WITHIN: Final = 5.0
+CHECKED_OFTEN: Final = 2.0
+CHEAP_LOOK: Final = 0.005
 
 
 class GoneNumbers:
@@ -42,7 +51,7 @@ class GoneNumbers:
 
     Args:
         database: The database of the queue.
-        claims: The claims on its messages, where the server numbers transactions; otherwise None.
+        claims: The claims on its messages, where the server tells which transactions are in progress; otherwise None.
         statements: Those of the queues.
         queue: The queue's name.
         found: Called when a message was found below the number, which has become lower.
@@ -64,10 +73,11 @@ class GoneNumbers:
         self._queue = queue
         self._found = found
         self._reached = 0
-        self._seen: tuple[int, int] | None = None
+        self._seen: tuple[int, float] | None = None
         """A number that was given, and the transaction before which all have to end until lower ones are settled."""
         self._settled_at = -math.inf
-        self._check_at = time.monotonic() + CHECKED_EVERY
+        self._check_every = CHECKED_EVERY if claims is not None else CHECKED_OFTEN
+        self._check_at = time.monotonic() + self._check_every
         self._task: asyncio.Task[None] | None = None
 
     def reach(self, number: int) -> None:
@@ -76,13 +86,13 @@ class GoneNumbers:
 
     def move_on(self) -> None:
         """Ask the server, beside the looks, if that is worth it; called now and then."""
-        if self._claims is None or self._task is not None:
+        if self._task is not None or not isinstance(self._database, ServerDatabase):  # a file keeps no such entries
             return
         now = time.monotonic()
         settles = self._reached - self.last >= SETTLED_AFTER and now - self._settled_at >= SETTLED_EVERY
         checks = self.last > 0 and now >= self._check_at
         if settles or checks:
-            asking = self._ask(self._claims, settles=settles, checks=checks)
+            asking = self._ask(settles=settles, checks=checks)
             self._task = asyncio.create_task(asking, name=f"delayline gone numbers {self._queue}")
             self._task.add_done_callback(self._ended)
 
@@ -94,17 +104,16 @@ class GoneNumbers:
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None
 
-    async def _ask(self, claims: ClaimsInStatements, *, settles: bool, checks: bool) -> None:
+    async def _ask(self, *, settles: bool, checks: bool) -> None:
         with contextlib.suppress(DelaylineError):  # the looks report a database that does not answer
             if settles:
-                await self._settle(claims)
+                await self._settle()
             if checks:
                 await self._check()
 
-    async def _settle(self, claims: ClaimsInStatements) -> None:
+    async def _settle(self) -> None:
         reached, self._settled_at = self._reached, time.monotonic()  # given before the query
-        work = partial(claims.in_progress, queued=self._statements.queued, queue=self._queue, after=self.last)
-        oldest, following, first = await self._database.read(work)
+        oldest, following, first = await self._database.read(self._in_progress)
         if self._seen is not None:
             number, before = self._seen
             if oldest < before:
@@ -112,14 +121,23 @@ class GoneNumbers:
             self.last = max(self.last, number if first is None else min(number, first - 1))
         self._seen = reached, following
 
+    def _in_progress(self, connection: Connection) -> TransactionsInProgress:
+        if self._claims is not None:
+            return self._claims.in_progress(connection, self._statements.queued, self._queue, self.last)
+        now = time.monotonic()  # in place of a transaction's number
+        first = self._statements.numbers.one(connection, self._queue, self.last, 1)
+        return TransactionsInProgress(now, now + ENDED_WITHIN, first)
+
     async def _check(self) -> None:
         began = time.monotonic()
         rows = await self._database.read(
             lambda connection: self._statements.numbers.rows(connection, self._queue, 0, 1)
         )
         ended = time.monotonic()
-        self._check_at = ended + max(CHECKED_EVERY, CHECKED_SHARE * (ended - began))
+        self._check_at = ended + max(self._check_every, CHECKED_SHARE * (ended - began))
         if rows and rows[0][0] <= self.last:
             self.last = rows[0][0] - 1
             self._seen = None
             self._found()
+        elif self._claims is None and ended - began < CHEAP_LOOK:
+            self.last, self._seen = 0, None

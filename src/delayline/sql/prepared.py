@@ -35,11 +35,18 @@ class Prepared:
     """One statement, given its parameters in the order of `names`, whatever the order in its SQL.
 
     A parameter that SQLAlchemy expands (`column.in_(bindparam(..., expanding=True))`) takes a list that is not empty.
-    `prefix` is put before the statement, as in `EXPLAIN `.
+    `prefix` is put before the statement, as in `EXPLAIN `. The value of a name in `may_lack` is dropped where the SQL
+    has no such parameter.
     """
 
     def __init__(
-        self, statement: ClauseElement, dialect: sqlalchemy.Dialect, names: Sequence[str], *, prefix: str = ""
+        self,
+        statement: ClauseElement,
+        dialect: sqlalchemy.Dialect,
+        names: Sequence[str],
+        *,
+        prefix: str = "",
+        may_lack: Sequence[str] = (),
     ) -> None:
         if isinstance(statement, Insert):
             statement = statement.inline()  # no caller needs the new row's number
@@ -49,7 +56,7 @@ class Prepared:
         order = list(getattr(compiled, "positiontup", None) or [])
         constants = [name for name in order if name not in names]
         self._constants = tuple(compiled.params[name] for name in constants)
-        if not set(names) <= set(order) or None in self._constants:
+        if not {*names} - {*may_lack} <= {*order} or None in self._constants:
             raise ValueError(f"the statement takes {order}, not {list(names)}: {self.sql}")
         #: The position of each parameter in the caller's values and the constants behind them; None if they are in
         #: order.

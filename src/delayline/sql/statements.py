@@ -169,15 +169,21 @@ class QueueStatements:
         self.put_expiring = Prepared(insert(queued), sql, [*PUT, "expires"])
         self.now = Prepared(select(dialect.values.in_seconds(0)), sql, [])
         self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
-        self.claimed = Prepared(kept.add_columns(expired).where(by_numbers), sql, ["name", "numbers"])
+        self.claimed = Prepared(
+            kept.add_columns(expired).where(by_numbers), sql, ["name", "numbers"], may_lack=["name"]
+        )
         """In no order: it might bring a scan of an index in that order."""
-        self.delete = Prepared(delete(queued).where(by_numbers), sql, ["name", "numbers"])
+        self.delete = Prepared(delete(queued).where(by_numbers), sql, ["name", "numbers"], may_lack=["name"])
         self.delete_returning = (
-            Prepared(delete(queued).where(by_numbers).returning(columns.seq), sql, ["name", "numbers"])
+            Prepared(
+                delete(queued).where(by_numbers).returning(columns.seq), sql, ["name", "numbers"], may_lack=["name"]
+            )
             if dialect.words.returns_deleted
             else None
         )
-        self._lock = Prepared(select(columns.seq).where(by_numbers).with_for_update(), sql, ["name", "numbers"])
+        self._lock = Prepared(
+            select(columns.seq).where(by_numbers).with_for_update(), sql, ["name", "numbers"], may_lack=["name"]
+        )
         self.count = Prepared(select(func.count()).where(of_queue), sql, ["name"])
         self.copies = Prepared(copies, sql, ["name", "key"])
         self.page = Prepared(page, sql, ["name", "number", "skip"])
