@@ -170,8 +170,8 @@ NAMED: dict[int, Sequence[str]] = {}
 def _named(monkeypatch: pytest.MonkeyPatch) -> None:
     begin = Prepared.__init__
 
-    def keep(self: Prepared, statement: Loose, dialect: Loose, names: Sequence[str]) -> None:
-        begin(self, statement, dialect, names)
+    def keep(self: Prepared, statement: Loose, dialect: Loose, names: Sequence[str], **options: Loose) -> None:
+        begin(self, statement, dialect, names, **options)
         NAMED[id(self)] = list(names)
 
     monkeypatch.setattr(Prepared, "__init__", keep)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import BinaryExpression, Table, UniqueConstraint, cast, collate, func, literal_column
+from sqlalchemy import BinaryExpression, Column, Table, UniqueConstraint, cast, collate, func, literal_column
 from sqlalchemy.dialects import mysql
 from sqlalchemy.dialects.mysql import insert
 from sqlalchemy.dialects.mysql.base import MySQLCompiler
@@ -272,8 +272,15 @@ class IndexedSql(MySQLCompiler):
     """Forces an index wherever rows are locked."""
 
     def visit_select(self, select_stmt: Select[Any], *arguments: object, **options: object) -> str:
-        """Force an index in SELECT ... FOR UPDATE."""
-        if select_stmt._for_update_arg is not None:
+        """Force an index in SELECT ... FOR UPDATE, and go through a list in the order it has."""
+        locks = select_stmt._for_update_arg
+        if locks is not None and not (
+            locks.skip_locked or select_stmt._order_by_clauses or select_stmt._has_row_limiting_clause
+        ):
+            listed, columns = self._listed(select_stmt.whereclause), map(self.process, select_stmt.selected_columns)
+            if listed and len(select_stmt.get_final_froms()) == 1:
+                return f"SELECT {', '.join(columns)} FROM {listed} FOR UPDATE"  # noqa: S608 - our own
+        if locks is not None:
             for table in select_stmt.get_final_froms():
                 hint = self._by_index(table).strip().replace("%", "%%")  # hints are templates
                 select_stmt = select_stmt.with_hint(table, hint)
@@ -294,15 +301,20 @@ class IndexedSql(MySQLCompiler):
         With as many ids in the list as there are rows left, the optimizer would read the table, whichever index is
         forced: pollers would wait for each other's rows, and deadlock.
         """
-        table, where = delete_stmt.table, delete_stmt.whereclause
-        if not (isinstance(table, Table) and isinstance(where, BinaryExpression) and where.operator is in_op):
-            text: str = super().visit_delete(delete_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
-            return text
-        name, column = self.preparer.format_table(table), where.left
+        if listed := self._listed(delete_stmt.whereclause):
+            return f"DELETE {self.preparer.format_table(delete_stmt.table)} FROM {listed}"
+        text: str = super().visit_delete(delete_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
+        return text
+
+    def _listed(self, where: object) -> str:
+        """Return a table's rows by the list of the condition, each found by its index; empty for another condition."""
+        if not (isinstance(where, BinaryExpression) and where.operator is in_op and isinstance(where.left, Column)):
+            return ""
+        column, table = where.left, where.left.table
         kind = self.dialect.type_compiler_instance.process(column.type)
         listed = f"JSON_TABLE(JSON_ARRAY{self.process(where.right)}, '$[*]' COLUMNS (one {kind} PATH '$')) AS listed"
-        joined = f"{name}{self._by_index(table)} ON {self.process(column)} = listed.one"
-        return f"DELETE {name} FROM {listed} STRAIGHT_JOIN {joined}"
+        name = self.preparer.format_table(table)
+        return f"{listed} STRAIGHT_JOIN {name}{self._by_index(table)} ON {self.process(column)} = listed.one"
 
     def delete_table_clause(
         self, delete_stmt: Delete, from_table: _DMLTableElement, extra_froms: list[FromClause], **options: object
