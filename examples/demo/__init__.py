@@ -18,7 +18,7 @@ from examples.demo.stage import REMINDERS, REPOSITORY, Stage
 from examples.demo.verdict import show, verdict_of
 from examples.demo.watching import watcher
 
-from delayline.cli.options import FAILED, ReportsErrors, examples, json_option
+from delayline.cli.options import EXIT_FAILED, ReportsErrors, examples, json_option
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def demo(
     documents = {"plot": plot, "directory": str(stage.directory), "held": held}
     screen.document({**verdict.document(), **documents, "audit": None if audited is None else asdict(audited)})
     if not verdict.kept or not (audited is None or audited.clean):
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _reminders(file: Path | None) -> list[reminders.Reminder]:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 GROUP: Final = "delayline.backends"
 #: delayline's own back ends by scheme. An entry point cannot replace one of them.
-OWN: Final = {
+OWN_BACKENDS: Final = {
     "memory": "delayline.memory.backend:MemoryBackend",
     "azure": "delayline.azure.backend:AzureBackend",
     **dict.fromkeys(("amqp", "amqps"), "delayline.rabbitmq.backend:RabbitMQBackend"),
@@ -334,7 +334,7 @@ def find_backend(url: str) -> Backend | None:
     """Return the back end of the URL's scheme, None for an unknown one. Raises the other errors of `backend_of`."""
     scheme = full_scheme(url).partition(":")[0].partition("+")[0].lower()
     if scheme not in _loaded:
-        made = _own(scheme) if scheme in OWN else _installed(scheme)
+        made = _own(scheme) if scheme in OWN_BACKENDS else _installed(scheme)
         if made is None:
             return None
         _loaded[scheme] = made
@@ -378,7 +378,7 @@ def backend_with_tables(url: str, kind: str) -> Backend:
 
 def known_schemes() -> list[str]:
     """Return delayline's own schemes and those of installed distributions, sorted."""
-    return sorted({*OWN, *(entry.name.lower() for entry in entry_points(group=GROUP))})
+    return sorted({*OWN_BACKENDS, *(entry.name.lower() for entry in entry_points(group=GROUP))})
 
 
 def schemes_with(ability: Callable[[Backend], bool]) -> list[str]:
@@ -396,7 +396,7 @@ def schemes_with(ability: Callable[[Backend], bool]) -> list[str]:
 
 
 def _own(scheme: str) -> Backend:
-    module, _, name = OWN[scheme].partition(":")
+    module, _, name = OWN_BACKENDS[scheme].partition(":")
     made: Backend = getattr(import_module(module), name)(scheme)
     return made
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+LATEST_TIME = datetime.max.replace(tzinfo=UTC)
 
 
 class Clock(Protocol):

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from delayline.timeouts.draining import RemainingTimeouts
 
 #: A message overdue for longer means that no poller dispatches.
-STALE: Final = timedelta(seconds=10)
-ALL_TIME: Final = timedelta(days=365_000)
+STALE_AFTER: Final = timedelta(seconds=10)
+LONGEST_SPAN: Final = timedelta(days=365_000)
 ONE_SECOND: Final = timedelta(seconds=1)
 
 
@@ -56,7 +56,7 @@ class Finding:
 class Thresholds:
     """The numbers above which an endpoint is not healthy."""
 
-    overdue: timedelta = STALE
+    overdue: timedelta = STALE_AFTER
     """How long the oldest pending message may be overdue."""
     errors: int | None = None
     """How many messages may be in the error queue; None for any number."""
@@ -174,7 +174,7 @@ async def _counts(store: SupportsManagement, now: datetime) -> Sequence[DueBucke
     """Return how many messages are overdue, and how many are due later."""
     if isinstance(store, SupportsDueForecast):
         return (await store.due_forecast([now])).buckets
-    waiting = sum(bucket.count for bucket in await store.count_by_due(ALL_TIME))
+    waiting = sum(bucket.count for bucket in await store.count_by_due(LONGEST_SPAN))
     overdue = sum(bucket.count for bucket in await store.count_by_due(ONE_SECOND) if bucket.start <= now)
     return DueBucket(None, now, overdue), DueBucket(now, None, waiting - overdue)
 
@@ -226,7 +226,7 @@ def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
         number, now = 0 if timeouts is None else timeouts.number, datetime.now(UTC)
         text = f"{number} timeouts wait, {remains.queued} messages are in its queues"
         first = None if timeouts is None else timeouts.first
-        stale = first is not None and now - first > STALE
+        stale = first is not None and now - first > STALE_AFTER
         if disabled:
             text += ". No process delivers them: take disable_timeout_manager out of the settings"
         elif first is not None:

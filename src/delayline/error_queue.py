@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 #: Messages that are read at a time.
-PAGE: Final = 200
+ERROR_PAGE: Final = 200
 
 
 class HeldMessage(NamedTuple):
@@ -61,7 +61,7 @@ async def browse(queues: SupportsQueueManagement, queue: str) -> AsyncGenerator[
                 yield message
         return
     offset = 0
-    while page := await queues.browse(queue, PAGE, offset=offset):
+    while page := await queues.browse(queue, ERROR_PAGE, offset=offset):
         for message in page:
             yield message
         offset += len(page)

@@ -36,8 +36,8 @@ BRIEF_TEXT: Final = 300  # characters of an exception in one line of a log
 EXCEPTION_TEXT_LIMITS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
 #: Of a longer chain of causes the stack trace has as many from each end.
 CAUSES_AT_EACH_END: Final = 4
-FIRST_BACK_OFF: Final = timedelta(seconds=1)
-LONGEST_BACK_OFF: Final = timedelta(seconds=60)
+FIRST_RETRY_DELAY: Final = timedelta(seconds=1)
+LONGEST_RETRY_DELAY: Final = timedelta(seconds=60)
 #: Headers that describe a failure: removed when a message is sent on its way again.
 FAILURE_HEADERS: Final = (
     Headers.EXCEPTION_PREFIX,
@@ -55,7 +55,7 @@ FAILURE_HEADERS: Final = (
 
 def back_off(attempts: int) -> timedelta:
     """Return how long a message waits after that many failed attempts: 1 s, doubling, 60 s at most."""
-    return min(FIRST_BACK_OFF * (1 << min(attempts - 1, 6)), LONGEST_BACK_OFF)
+    return min(FIRST_RETRY_DELAY * (1 << min(attempts - 1, 6)), LONGEST_RETRY_DELAY)
 
 
 def error_operations(

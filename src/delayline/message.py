@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: A body before encoding: bytes as they are, str as UTF-8, typed messages and anything else by the serializer.
 Body = Any
-JSON: Final = JsonSerializer()
+JSON_SERIALIZER: Final = JsonSerializer()
 
 _decode_texts: Final = msgspec.json.Decoder(dict[str, str]).decode
 _encode_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -35,7 +35,7 @@ MAXIMUM_ID_LENGTH: Final = 250  # NServiceBus's column Id nvarchar(250)
 MAXIMUM_DESTINATION_LENGTH: Final = 200  # NServiceBus's column Destination nvarchar(200)
 _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 UNUSABLE_IN_IDS: Final = re.compile("[\0\ud800-\udfff]")  # PostgreSQL keeps no NUL, UTF-8 has no lone surrogates
-UNUSABLE_IDS: Final = uuid.UUID("c3b0f4f2-7c0b-4b43-8a53-0f6f2f0d6c1e")
+UNUSABLE_ID_NAMESPACE: Final = uuid.UUID("c3b0f4f2-7c0b-4b43-8a53-0f6f2f0d6c1e")
 TIME_SPAN: Final = re.compile(r"(?:([0-9]{1,8})\.)?([0-9]{1,2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,7}))?")
 WIRE_TIME_LENGTH: Final = 28  # yyyy-MM-dd HH:mm:ss:ffffff Z; .NET's parser accepts no other length
 
@@ -353,7 +353,7 @@ def _decode_values(encoded: bytes, message_id: str) -> dict[str, str]:
     return {name: NO_VALUE if value is None else str(value) for name, value in headers.items()}
 
 
-def encode_body(body: Body, serializer: Serializer = JSON) -> tuple[bytes, str]:
+def encode_body(body: Body, serializer: Serializer = JSON_SERIALIZER) -> tuple[bytes, str]:
     """Return the body's bytes and content type; raises InvalidMessage if it cannot be serialized."""
     if isinstance(body, bytes | bytearray | memoryview):
         return bytes(body), "application/octet-stream"
@@ -388,7 +388,7 @@ def usable_id(text: str) -> str:
     """Return the text where every back end can keep it as a message id, else a UUID that follows from it."""
     if len(text) <= MAXIMUM_ID_LENGTH and UNUSABLE_IN_IDS.search(text) is None:
         return text
-    return id_from(UNUSABLE_IDS, text)
+    return id_from(UNUSABLE_ID_NAMESPACE, text)
 
 
 def id_from(namespace: uuid.UUID, text: str) -> str:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: The destination in `Observer.dispatched` where a store does not report it.
-UNKNOWN: Final = "(unknown)"
+UNKNOWN_DESTINATION: Final = "(unknown)"
 
 
 class Action(StrEnum):
@@ -154,7 +154,7 @@ class Observer(Protocol):
         """Due messages were moved to their destinations, a batch at a time.
 
         Args:
-            numbers: How many by destination and due time; where a store does not report them, `UNKNOWN` and None.
+            numbers: How many by destination and due time; `UNKNOWN_DESTINATION` and None where a store reports none.
             at: The time, on the endpoint's clock.
         """
         ...

@@ -19,7 +19,7 @@ from delayline.delayed.delivery import SupportsDeferMany
 from delayline.errors import ConfigurationError, DelaylineError, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.failures import MACHINE
 from delayline.message import (
-    JSON,
+    JSON_SERIALIZER,
     MAXIMUM_DESTINATION_LENGTH,
     MAXIMUM_ID_LENGTH,
     Body,
@@ -34,7 +34,7 @@ from delayline.message import (
     to_time_span,
     to_wire_time,
 )
-from delayline.serialization import PLAIN, names_of_value
+from delayline.serialization import PLAIN_TYPES, names_of_value
 from delayline.transport import SupportsQueueLookup, TransportOperation
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 HeaderMap = Mapping[str, str]
 NO_DELAY: Final = timedelta(0)
 LONGEST_TIME_SPAN: Final = timedelta(days=10_675_199)  # of .NET: https://learn.microsoft.com/dotnet/api/system.timespan
-SENT: Final = (
+HEADERS_OF_SEND: Final = (
     Headers.MESSAGE_ID,
     Headers.CORRELATION_ID,
     Headers.CONVERSATION_ID,
@@ -154,13 +154,13 @@ class Composer:
     """Composes one endpoint's outgoing operations from the arguments of `send`."""
 
     def __init__(
-        self, endpoint_name: str, clock: Clock, *, reply_to: str | None, serializer: Serializer = JSON
+        self, endpoint_name: str, clock: Clock, *, reply_to: str | None, serializer: Serializer = JSON_SERIALIZER
     ) -> None:
         self._latest, self._earliest = latest_of(clock), clock.now
         self._serializer = serializer
         self._fixed = fixed_headers(endpoint_name, reply_to)
-        self._sent_now = HeaderTemplate(SENT[:-1], self._fixed)
-        self._sent_delayed = HeaderTemplate(SENT, self._fixed)
+        self._sent_now = HeaderTemplate(HEADERS_OF_SEND[:-1], self._fixed)
+        self._sent_delayed = HeaderTemplate(HEADERS_OF_SEND, self._fixed)
         self.traces: SupportsTraces | None = None
         """What headers of traces come from."""
 
@@ -178,7 +178,7 @@ class Composer:
         else:
             check_name("message_id", message_id, MAXIMUM_ID_LENGTH)
         encoded, content_type = encode_body(body, self._serializer)
-        if type(body) not in PLAIN and (types := names_of_value(body)):
+        if type(body) not in PLAIN_TYPES and (types := names_of_value(body)):
             headers = {Headers.ENCLOSED_MESSAGE_TYPES: types, **(headers or {})}
         if expires is not None:
             headers = {**(headers or {}), Headers.TIME_TO_BE_RECEIVED: _time_to_be_received(expires)}
@@ -316,11 +316,11 @@ def check_endpoint_name(name: str) -> str:
 
 def sent_headers(message_id: str, content_type: str, now: datetime, due: datetime | None) -> dict[str, str]:
     """Return the headers that differ from one send to the next."""
-    return dict(zip(SENT, sent_values(message_id, content_type, now, due), strict=False))
+    return dict(zip(HEADERS_OF_SEND, sent_values(message_id, content_type, now, due), strict=False))
 
 
 def sent_values(message_id: str, content_type: str, now: datetime, due: datetime | None) -> tuple[str, ...]:
-    """Return the values in the order of `SENT`; the last one is omitted for messages due now."""
+    """Return the values in the order of `HEADERS_OF_SEND`; the last one is omitted for messages due now."""
     values = (message_id, message_id, message_id, content_type, to_wire_time(now))
     return values if due is None else (*values, to_wire_time(due))
 
@@ -391,7 +391,7 @@ def _check_time_span(value: str) -> None:
 
 
 #: A send waits no longer for the answer; without one the message is stored unchecked.
-PATIENCE: Final = 2.0  # seconds
+CHECK_PATIENCE: Final = 2.0  # seconds
 UNCHECKED_FOR: Final = timedelta(minutes=1)
 #: For so long a queue that is missing is not asked for again, as in a file with thousands of lines for it.
 MISSING_FOR: Final = timedelta(seconds=1)
@@ -430,7 +430,7 @@ class Destinations:
         until, similar = self._missing.pop(queue, (now, ()))
         if until <= now:
             try:
-                async with asyncio.timeout(PATIENCE):
+                async with asyncio.timeout(CHECK_PATIENCE):
                     there = await transport.has_queue(queue)
             except (DelaylineError, TimeoutError):  # the message can be stored all the same
                 self._unchecked_until = self._clock.now() + UNCHECKED_FOR
@@ -447,7 +447,7 @@ class Destinations:
 
 async def _similar(transport: SupportsQueueLookup, queue: str) -> list[str]:
     try:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(CHECK_PATIENCE):
             names = await transport.queues()
     except (DelaylineError, TimeoutError):
         return []

@@ -11,7 +11,7 @@ from delayline.errors import InvalidDueTime
 DELAYS: Final = "5s, 10m, 2h, 3d, 1h30m or ISO 8601 as in PT5M"
 INSTANTS: Final = "ISO 8601 with a zone, as in 2026-05-01T09:00:00+02:00 or 2026-05-01T07:00:00Z"
 
-LONGEST: Final = 100
+LONGEST_READABLE: Final = 100
 """Characters of a delay or an instant."""
 
 _UNITS: Final = {"w": "weeks", "d": "days", "h": "hours", "m": "minutes", "s": "seconds", "ms": "milliseconds"}
@@ -55,7 +55,7 @@ def parse_instant(text: str) -> datetime:
 
 def _short(what: str, text: str, forms: str) -> str:
     text = text.strip()
-    if len(text) > LONGEST:
+    if len(text) > LONGEST_READABLE:
         raise InvalidDueTime(f"{what} {text[:40]!r}... of {len(text)} characters is not understood: write {forms}")
     return text
 

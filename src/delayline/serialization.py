@@ -14,7 +14,7 @@ from delayline.errors import ConfigurationError, InvalidMessage, InvalidPayload
 Kind = TypeVar("Kind", bound=type)
 _NAME: Final = "__delayline_message_type__"
 #: Types whose values have no type name on the wire.
-PLAIN: Final = frozenset({bytes, str, dict, list, tuple, set, frozenset, int, float, bool, type(None)})
+PLAIN_TYPES: Final = frozenset({bytes, str, dict, list, tuple, set, frozenset, int, float, bool, type(None)})
 #: How deep the search for a value that cannot be serialized goes.
 _DEPTH: Final = 50
 
@@ -129,7 +129,7 @@ def name_of_kind(kind: Any) -> str:  # noqa: ANN401 - a type, or a name
 
 def is_message_kind(kind: type) -> bool:
     """Return whether values of the class are typed messages, whose type name is sent with them."""
-    return kind not in PLAIN and (
+    return kind not in PLAIN_TYPES and (
         _NAME in vars(kind)
         or dataclasses.is_dataclass(kind)
         or issubclass(kind, msgspec.Struct)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 FILE_NAME: Final = "delayline.toml"
-PREFIX: Final = "DELAYLINE_"
+VARIABLE_PREFIX: Final = "DELAYLINE_"
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def from_file(config: Path | str | None, known: Mapping[str, object]) -> Sourced
 def from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> Sourced:
     """Return the values of the environment variables for settings. Raises ConfigurationError for a likely typo."""
     for given in environ:
-        close = difflib.get_close_matches(given, variables, 1, 0.9) if given.startswith(PREFIX) else []
+        close = difflib.get_close_matches(given, variables, 1, 0.9) if given.startswith(VARIABLE_PREFIX) else []
         if close and given not in variables:
             raise ConfigurationError(
                 f"the variable {given} is not a setting; did you mean {close[0]}? Rename or unset it"
@@ -86,13 +86,13 @@ Read = Callable[[Any], Any]
 """Parses a setting's text; raises ValueError with the expected form."""
 
 #: The largest whole number that every server and driver takes as a limit.
-LARGEST: Final = 2**31 - 1
+LARGEST_LIMIT: Final = 2**31 - 1
 #: Characters of a value that is shown, or looked up.
 SHOWN: Final = 200
-MODES: Final = tuple(TransactionMode.__members__)
+TRANSACTION_MODES: Final = tuple(TransactionMode.__members__)
 
 
-def whole(at_least: int, at_most: int = LARGEST) -> Read:
+def whole(at_least: int, at_most: int = LARGEST_LIMIT) -> Read:
     """Read a whole number."""
 
     def read(value: object) -> int:
@@ -170,7 +170,7 @@ def mode(value: object) -> TransactionMode:
         return value
     word = str(value)[:SHOWN].strip().upper().replace("-", "_").replace(" ", "_")
     if word not in TransactionMode.__members__:
-        raise ValueError(f"must be one of {', '.join(MODES)}{did_you_mean(word, MODES)}")
+        raise ValueError(f"must be one of {', '.join(TRANSACTION_MODES)}{did_you_mean(word, TRANSACTION_MODES)}")
     return TransactionMode[word]
 
 

@@ -10,7 +10,7 @@ from delayline import setting_values
 from delayline.endpoint import DEFAULT_CONCURRENCY
 from delayline.errors import ConfigurationError
 from delayline.masking import masked
-from delayline.setting_values import FILE_NAME, PREFIX, Source, from_environment, from_file, from_flags
+from delayline.setting_values import FILE_NAME, VARIABLE_PREFIX, Source, from_environment, from_file, from_flags
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Settings:
     transaction_mode: TransactionMode | None = _setting(  # noqa: RUF009 - a field, made by dataclasses.field
         None,
         setting_values.mode,
-        f"{', '.join(setting_values.MODES)}; the strongest possible if left out.",
+        f"{', '.join(setting_values.TRANSACTION_MODES)}; the strongest possible if left out.",
         "TRANSACTION_SCOPE",
     )
     concurrency: int = _setting(DEFAULT_CONCURRENCY, setting_values.whole(1), "Messages handled at once.", "4")
@@ -143,7 +143,7 @@ class Settings:
         """The endpoint's name; raises ConfigurationError, saying how to give one, where there is none."""
         if self.endpoint is None:
             raise ConfigurationError(
-                f"no endpoint is named: use --endpoint NAME, the variable {PREFIX}ENDPOINT, "
+                f"no endpoint is named: use --endpoint NAME, the variable {VARIABLE_PREFIX}ENDPOINT, "
                 f'or endpoint = "NAME" in {FILE_NAME}'
             )
         return self.endpoint
@@ -164,7 +164,7 @@ def describe_setting(name: str) -> str:
 
 def variable_of(name: str) -> str:
     """Return the environment variable of a setting."""
-    return PREFIX + name.upper()
+    return VARIABLE_PREFIX + name.upper()
 
 
 def flag_of(name: str) -> str:

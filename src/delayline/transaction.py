@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
-CONFLICTS: Final = 5  # in a row; after that the caller decides
+CONFLICTS_IN_A_ROW: Final = 5  # in a row; after that the caller decides
 #: The task that waits for the one at work, so that a transaction of the former is not waited for by the latter.
 WAITING_TASK: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("delayline_waiting_task", default=None)
 
@@ -170,7 +170,7 @@ async def again_after_conflicts(work: Callable[[], Awaitable[Result]]) -> Result
 
     Raises the last of several conflicts in a row, for the caller to decide.
     """
-    for _ in range(CONFLICTS):
+    for _ in range(CONFLICTS_IN_A_ROW):
         try:
             return await work()
         except TransactionConflict:

@@ -177,7 +177,7 @@ async def test_a_scrape_during_a_database_outage_returns_the_other_metrics(monke
             await endpoint.send("shop", "x", delay=timedelta(hours=2))
             assert pending in (await asyncio.to_thread(metrics.text))[0]
             await asyncio.to_thread(server.kill)
-            monkeypatch.setattr(pending_module, "FRESH", 0.0)
+            monkeypatch.setattr(pending_module, "COUNT_USABLE_FOR", 0.0)
             began = time.monotonic()
             found = (await asyncio.to_thread(metrics.text))[0]
             assert time.monotonic() - began < 5

@@ -166,7 +166,7 @@ def test_a_batch_of_large_messages_has_fewer_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # Given messages whose bodies are as long as their ids, in a source whose tasks have room for ten bytes or so
-    monkeypatch.setattr("delayline.migration.holding_table.BATCH_BYTES", 10)
+    monkeypatch.setattr("delayline.migration.holding_table.LARGEST_BATCH", 10)
     url = f"sqlite:///{tmp_path / 'old.db'}" if product == "sqlite" else str(request.getfixturevalue(f"{product}_url"))
     before, after = StoreAt(url), StoreAt(f"sqlite:///{tmp_path / 'new.db'}")
     ids = ["a" * 4, "b" * 4, "c" * 35, "d" * 2, *(f"e{number}" for number in range(6))]

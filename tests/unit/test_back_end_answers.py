@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import pytest
 
 import delayline
-from delayline.backends import OWN
+from delayline.backends import OWN_BACKENDS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,7 +50,7 @@ def schemes_of(code: str, *, with_constants: bool) -> set[str]:
     """Return the schemes that code compares with, in any spelling."""
     tree = ast.parse(code)
     words = {*compared(tree), *(constants(tree) if with_constants else ())}
-    return {word for word in words if word.removesuffix("//").removesuffix(":").lower() in OWN}
+    return {word for word in words if word.removesuffix("//").removesuffix(":").lower() in OWN_BACKENDS}
 
 
 def modules(*left_out: str, within: str = "") -> Iterator[tuple[str, str]]:

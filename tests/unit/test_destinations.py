@@ -79,7 +79,7 @@ async def test_no_send_waits_long_for_the_answer(clock: ManualClock, monkeypatch
             await asyncio.Event().wait()
             return False
 
-    monkeypatch.setattr(module, "PATIENCE", 0)
+    monkeypatch.setattr(module, "CHECK_PATIENCE", 0)
     await Destinations(Silent(), clock).check("biling")
 
 

@@ -11,7 +11,7 @@ from tests.unit.conftest import MemoryStore, delayed
 
 from delayline import BackendUnavailable, InvalidMessage
 from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime
-from delayline.delayed.delivery import MAXIMUM_GROUP, StoreGroup
+from delayline.delayed.delivery import MAXIMUM_STORED_GROUP, StoreGroup
 from delayline.errors import BackendUnusable
 from delayline.testing import Fault, FaultyStore
 from delayline.testing.clock import settle
@@ -69,9 +69,9 @@ async def test_one_store_is_one_transaction(group: StoreGroup, store: FaultyStor
 
 
 async def test_concurrent_stores_share_transactions(group: StoreGroup, store: FaultyStore, memory: SlowStore) -> None:
-    await asyncio.gather(*[group.store(delayed(str(number))) for number in range(2 * MAXIMUM_GROUP + 2)])
-    assert groups(store) == [MAXIMUM_GROUP, MAXIMUM_GROUP, 2]
-    assert len(await memory.pending(limit=5000)) == 2 * MAXIMUM_GROUP + 2
+    await asyncio.gather(*[group.store(delayed(str(number))) for number in range(2 * MAXIMUM_STORED_GROUP + 2)])
+    assert groups(store) == [MAXIMUM_STORED_GROUP, MAXIMUM_STORED_GROUP, 2]
+    assert len(await memory.pending(limit=5000)) == 2 * MAXIMUM_STORED_GROUP + 2
 
 
 async def test_stores_during_a_transaction_go_into_the_next(

@@ -147,8 +147,8 @@ async def test_pending_messages_are_counted_by_due_bucket() -> None:
 
 async def test_a_store_that_hangs_or_fails_delays_a_scrape_by_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given numbers counted once, when the store then hangs, then scrapes return them quickly, and ask only once."""
-    monkeypatch.setattr(pending_module, "FRESH", 0.0)
-    monkeypatch.setattr(pending_module, "PATIENCE", 0.05)
+    monkeypatch.setattr(pending_module, "COUNT_USABLE_FOR", 0.0)
+    monkeypatch.setattr(pending_module, "READER_PATIENCE", 0.05)
     store = ForecastStore()
     endpoint, metrics, _ = watched(store)
     async with endpoint:

@@ -30,7 +30,7 @@ NEW = (
 def test_documents_of_both_shapes_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, packed: bool
 ) -> None:
-    monkeypatch.setattr(ravendb, "CHUNK", chunk)
+    monkeypatch.setattr(ravendb, "CHUNK_BYTES", chunk)
     path = tmp_path / "dump"
     for content, expected in (
         (OLD, [{"a": "}\\"}, {}]),
@@ -63,7 +63,7 @@ def test_a_file_that_cannot_be_read_is_reported(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a file whose documents take 8 MB
-    monkeypatch.setattr(ravendb, "CHUNK", 1 << 16)
+    monkeypatch.setattr(ravendb, "CHUNK_BYTES", 1 << 16)
     path = tmp_path / "dump"
     document = json.dumps({"State": "x" * 2000, "@metadata": {"@id": "TimeoutDatas/1"}}).encode()
     with gzip.open(path, "wb", compresslevel=1) as file, io.BufferedWriter(file, 1 << 20) as out:
@@ -78,4 +78,4 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
     tracemalloc.stop()
     # Then a few chunks were in memory
     assert number == 4001
-    assert peak < 12 * ravendb.CHUNK
+    assert peak < 12 * ravendb.CHUNK_BYTES

@@ -20,7 +20,7 @@ from delayline.migration import target_at
 from delayline.outgoing import check_headers, check_name
 from delayline.spark import JobTarget
 from delayline.spark.headers import invalid_reasons, raise_for_invalid, valid_rows
-from delayline.spark.options import COLUMNS, StoreOptions, check_columns, instant_option, whole_option
+from delayline.spark.options import SOURCE_COLUMNS, StoreOptions, check_columns, instant_option, whole_option
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -123,10 +123,10 @@ def test_no_rows_have_no_faults() -> None:
     ],
 )
 def test_columns_of_other_names_and_types_are_refused(column: str, kind: types.DataType | None, said: str) -> None:
-    schema = types.StructType([one for one in COLUMNS if one.name != column])
+    schema = types.StructType([one for one in SOURCE_COLUMNS if one.name != column])
     with pytest.raises(ConfigurationError, match=said):
         check_columns(schema if kind is None else schema.add(column, kind))
-    check_columns(COLUMNS)
+    check_columns(SOURCE_COLUMNS)
 
 
 @pytest.mark.parametrize(

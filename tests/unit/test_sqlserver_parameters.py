@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import event
 from sqlalchemy.engine import make_url
 
-from delayline.bulk.stream_claims import NAMES, stream_tables
+from delayline.bulk.stream_claims import CLAIM_COLUMNS, stream_tables
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.message import Message
 from delayline.sql.deadlines import FACTOR
@@ -272,7 +272,7 @@ def test_tables_of_streams_are_declared_too(binary: Binary) -> None:
     dialect = server()
     from sqlalchemy import insert
 
-    statement = Prepared(insert(stream_tables(dialect.catalog.schema_of(None))[1]), dialect.sql, NAMES)
+    statement = Prepared(insert(stream_tables(dialect.catalog.schema_of(None))[1]), dialect.sql, CLAIM_COLUMNS)
     row = ["reader", 1, ASCII, CYRILLIC, AT, b"{}", b""]
     statement.change_many(on(cursor()), [tuple(row), (*row[:2], CYRILLIC, *row[3:])])
     kinds = [kind for kind, _ in binary.batches[0]]

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from azure.core.pipeline import PipelineRequest, PipelineResponse
     from azure.core.pipeline.transport import AsyncHttpTransport
 
-SCHEME: Final = "azure"
+AZURE_SCHEME: Final = "azure"
 VARIABLE: Final = "AZURE_STORAGE_CONNECTION_STRING"
-SUFFIX: Final = "core.windows.net"
+DNS_SUFFIX: Final = "core.windows.net"
 ACCOUNT: Final = re.compile(r"[a-z0-9]{3,24}")
 #: Options of delayline's own in a URL.
-OPTIONS: Final = frozenset({"queue_name_sanitizer", "server_timeout"})
+URL_OPTIONS: Final = frozenset({"queue_name_sanitizer", "server_timeout"})
 SERVICES: Final = ("queue", "table", "blob")
 #: Azurite's account, the same on every machine (https://learn.microsoft.com/azure/storage/common/storage-use-azurite).
 DEVELOPMENT: Final = (
@@ -46,7 +46,7 @@ DEVELOPMENT: Final = (
     "http://127.0.0.1:10001/devstoreaccount1;TableEndpoint=http://127.0.0.1:10002/devstoreaccount1"
 )
 #: Retries inside the client, which obeys Retry-After; longer outages are for the circuit breakers.
-RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2}
+CLIENT_RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2}
 #: Seconds that a request may take unless set otherwise.
 SERVER_TIMEOUT: Final = 15.0
 
@@ -98,21 +98,21 @@ class AzureAccount:
 
     def __init__(
         self,
-        url: str = f"{SCHEME}:",
+        url: str = f"{AZURE_SCHEME}:",
         *,
         credential: AsyncTokenCredential | None = None,
         http: Callable[[], AsyncHttpTransport[Any, Any]] | None = None,
         server_timeout: float | None = None,
     ) -> None:
         scheme, _, place = url.partition(":")
-        if scheme.lower() != SCHEME:
+        if scheme.lower() != AZURE_SCHEME:
             raise ConfigurationError(f"{scheme}: is not the URL of a storage account. Write azure://ACCOUNT")
         if not url.isascii():
             raise ConfigurationError(
                 "the URL of the storage account has characters that are not ASCII: none of its parts can have one"
             )
         place, options = _options_of(place)
-        url = f"{SCHEME}:{place}"
+        url = f"{AZURE_SCHEME}:{place}"
         self.server_timeout = (
             _seconds(options.get("server_timeout"))
             if server_timeout is None
@@ -127,7 +127,7 @@ class AzureAccount:
             self.name, self._suffix, self._sas = _parts_of(url)
         else:
             self._connection = _connection_string(place)
-            self.name, self._suffix = _name_in(self._connection), SUFFIX
+            self.name, self._suffix = _name_in(self._connection), DNS_SUFFIX
         self._credential = credential
         self._http = http or _over_aiohttp
         self._users = 0
@@ -181,7 +181,7 @@ class AzureAccount:
             await self._open.aclose()
 
     def _made(self) -> Clients:
-        retries: dict[str, Any] = {**RETRIES, "timeout": self.server_timeout}
+        retries: dict[str, Any] = {**CLIENT_RETRIES, "timeout": self.server_timeout}
         queues: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**retries), "logger": HTTP_LOGGER}
         tables: dict[str, Any] = {"transport": self._http(), **retries, "logger": HTTP_LOGGER}
         blobs: dict[str, Any] = {"transport": self._http(), "retry_policy": Retries(**retries), "logger": HTTP_LOGGER}
@@ -222,7 +222,7 @@ def _options_of(place: str) -> tuple[str, dict[str, str]]:
     kept = []
     for part in query.split(separator):
         name, _, value = part.partition("=")
-        if name.strip() in OPTIONS:
+        if name.strip() in URL_OPTIONS:
             options[name.strip()] = value.strip()
         else:
             kept.append(part)
@@ -258,7 +258,7 @@ def _parts_of(url: str) -> tuple[str, str, str]:
         )
     if parts.query and "sig" not in query:
         raise ConfigurationError("what follows ? in azure://ACCOUNT?... must be a SAS: sv=...&sig=...")
-    return parts.netloc, SUFFIX, f"?{parts.query}" if parts.query else ""
+    return parts.netloc, DNS_SUFFIX, f"?{parts.query}" if parts.query else ""
 
 
 def _connection_string(given: str) -> str:
@@ -308,5 +308,5 @@ def _check_endpoints(pairs: Mapping[str, str]) -> None:
             if not usable:
                 raise ConfigurationError(
                     f"the {name} of the connection string is not a URL: write it as in "
-                    f"{name}=https://ACCOUNT.{name.removesuffix('Endpoint').lower()}.{SUFFIX}"
+                    f"{name}=https://ACCOUNT.{name.removesuffix('Endpoint').lower()}.{DNS_SUFFIX}"
                 )

@@ -21,8 +21,8 @@ from delayline.azure.envelope import check_size
 from delayline.azure.lease import ContainerLease
 from delayline.azure.names import Key, checked_table_name, delays_name, due_of, id_key
 from delayline.azure.requests import Requests
-from delayline.azure.rows import RETRIES, ForeignRow, MessageIndex, TableRow, from_entity, row_of, to_entity
-from delayline.azure.table import LARGEST_PAGE, Table
+from delayline.azure.rows import RETRIES_COLUMN, ForeignRow, MessageIndex, TableRow, from_entity, row_of, to_entity
+from delayline.azure.table import ENTITY_PAGE, Table
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH, SystemClock
 from delayline.delayed.delivery import StoredDelivery
@@ -57,7 +57,7 @@ ONE_SECOND: Final = timedelta(seconds=1)
 #: How long a process leaves the lease alone that another one has, with messages due.
 STAND_BY: Final = 1.0
 #: How long cancelling waits for the lease, which a poller has while it dispatches; in steps.
-PATIENCE: Final = (0.1, 0.2, 0.3, 0.5, 0.9)
+PAUSES_FOR_LEASE: Final = (0.1, 0.2, 0.3, 0.5, 0.9)
 #: A message due later than this cannot be in a poller's hands, whatever the machines' clock difference.
 FAR: Final = timedelta(minutes=5)
 MOST_REPORTED: Final = 1000
@@ -335,17 +335,17 @@ class AzureDelayedTable(SingleMessageVerbs):
 
         async def bucket(start: datetime | None, end: datetime | None) -> DueBucket:
             destinations: Counter[str] = Counter()
-            reading = self._open.between(start, end, at_least=LARGEST_PAGE, columns=["RowKey", "Destination"])
+            reading = self._open.between(start, end, at_least=ENTITY_PAGE, columns=["RowKey", "Destination"])
             async with room, contextlib.aclosing(reading) as entities:  # type: ignore[type-var]
                 async for entity in entities:
                     destination = entity.get("Destination")
                     if due_of(entity["RowKey"]) is not None and isinstance(destination, str) and destination:
                         destinations[destination] += 1
-                        if destinations.total() == LARGEST_PAGE:
+                        if destinations.total() == ENTITY_PAGE:
                             break
             number = destinations.total()
             shares = dict(destinations.most_common()) if by_destination else {}
-            return DueBucket(start, end, number, number < LARGEST_PAGE, number == LARGEST_PAGE, shares)
+            return DueBucket(start, end, number, number < ENTITY_PAGE, number == ENTITY_PAGE, shares)
 
         buckets = await asyncio.gather(*(bucket(*span) for span in spans))
         return DueForecast(buckets, await self.next_due())
@@ -420,7 +420,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         """
         table = self._open
         if old.key == new.key:
-            return await table.merge(old.key, {RETRIES: new.message.number_of_retries})
+            return await table.merge(old.key, {RETRIES_COLUMN: new.message.number_of_retries})
         if old.key.partition != new.key.partition:
             if await table.get(old.key) is None:
                 return False
@@ -439,7 +439,7 @@ class AzureDelayedTable(SingleMessageVerbs):
             return Outcome.NOT_PENDING
         if (row.message.id, row.message.due) in self._held:
             return Outcome.DISPATCHING
-        for wait in (*PATIENCE, 0.0):
+        for wait in (*PAUSES_FOR_LEASE, 0.0):
             if await self._leased.acquire():
                 return Outcome.DONE
             await asyncio.sleep(wait)

@@ -22,7 +22,7 @@ ROOM_FOR_FAILURE: Final = 2 * 1024
 SHORTEST_TRACE: Final = 200
 INTENTS: Final = ("", "Send", "Publish", "Subscribe", "Unsubscribe", "Reply")
 LONGEST_REASON: Final = 500
-BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
+UTF8_MARK: Final = b"\xef\xbb\xbf"
 #: Headers removed, in this order, from a message too large for the error queue; the reason goes last.
 DISPENSABLE: Final = (
     (Headers.EXCEPTION_STACK_TRACE,),
@@ -52,7 +52,7 @@ class UnwrappedMessage(Message):
 #: The member of a text that notes the delivery of a message that has crashed before, and how many crashes there were.
 NOTE: Final = "DelaylineDelivery"
 BEGUN: Final = "begun"
-ENDED: Final = "ended"
+HANDLING_ENDED: Final = "ended"
 LONGEST_COUNT: Final = 9  # digits
 
 
@@ -133,7 +133,7 @@ def _decoded(text: str) -> bytes:
         decoded = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"its text is not base64: {error}") from error
-    return decoded.removeprefix(BYTE_ORDER_MARK)
+    return decoded.removeprefix(UTF8_MARK)
 
 
 def _unwrapped(wrapper: Any) -> Message:  # noqa: ANN401 - whatever JSON there is

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 DURATION: Final = 15  # seconds; as in .NET, which takes turns with this
 RENEWED_EVERY: Final = 5.0
 #: Taken off the end of the lease: the answer that granted it was on its way for a while.
-MARGIN: Final = 1.0
+LEASE_MARGIN: Final = 1.0
 TAKEN: Final = 409
 
 
@@ -98,7 +98,7 @@ class ContainerLease:
                 if error.status_code != TAKEN:
                     raise
                 return False
-        self._until = asked + DURATION - MARGIN
+        self._until = asked + DURATION - LEASE_MARGIN
         return True
 
     async def _acquire_in_new(self) -> bool:
@@ -123,7 +123,7 @@ class ContainerLease:
             except Exception as error:  # whatever it is: a task that ended unseen would never renew again
                 return self._end(error)
             else:
-                self._until = asked + DURATION - MARGIN
+                self._until = asked + DURATION - LEASE_MARGIN
 
     def _end(self, error: Exception) -> None:
         self._until, self._renewing = 0.0, None

@@ -13,7 +13,7 @@ from delayline.errors import ConfigurationError, InvalidDueTime
 #: 3 to 63 lower-case letters, digits and single hyphens, none of them at either end (Azure's rule for queues).
 QUEUE: Final = re.compile(r"(?=.{3,63}\Z)[a-z0-9]+(?:-[a-z0-9]+)*")
 #: Names that are valid for both a table and, in lower case, a container.
-TABLE: Final = re.compile(r"[A-Za-z][A-Za-z0-9]{2,62}")
+TABLE_PATTERN: Final = re.compile(r"[A-Za-z][A-Za-z0-9]{2,62}")
 #: Ids that are row keys as they are; they keep their order there. Azure refuses `/ \\ # ?` and control characters.
 PLAIN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,250}")
 ROW_KEY: Final = re.compile(r"([0-9]{14})(?:_.*)?", re.DOTALL)
@@ -25,7 +25,7 @@ INDEX: Final = "id"
 #: Sorts behind the keys of the index's partitions.
 BEHIND_INDEX: Final = "ie"
 ONE_SECOND: Final = timedelta(seconds=1)
-LATEST: Final = datetime.max.replace(microsecond=0, tzinfo=UTC)
+LAST_SECOND: Final = datetime.max.replace(microsecond=0, tzinfo=UTC)
 
 
 Sanitizer = Callable[[str], str]
@@ -84,7 +84,7 @@ def delays_name(endpoint_name: str) -> str:
 
 def checked_table_name(name: str) -> str:
     """Return a name given by the user, in lower case; raises ConfigurationError."""
-    if not isinstance(name, str) or TABLE.fullmatch(name) is None:
+    if not isinstance(name, str) or TABLE_PATTERN.fullmatch(name) is None:
         raise ConfigurationError(
             f"table_name={name!r} cannot name a table and a container: use a letter, then 2 to 62 letters and digits"
         )
@@ -103,7 +103,7 @@ def message_key(message_id: str, due: datetime) -> Key:
         if due.year == 1:
             second = due.replace(microsecond=0)
         else:
-            raise InvalidDueTime(f"{due} cannot be rounded up to a second: use {LATEST} at the latest") from error
+            raise InvalidDueTime(f"{due} cannot be rounded up to a second: use {LAST_SECOND} at the latest") from error
     digits = _digits(second)
     return Key(digits[:10], f"{digits}_{id_key(message_id)}")
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from azure.core.exceptions import HttpResponseError, ResourceNotFoundError
 
-from delayline.azure.envelope import BEGUN, ENDED, UnwrappedMessage, crashes_noted, unwrap, with_note
+from delayline.azure.envelope import BEGUN, HANDLING_ENDED, UnwrappedMessage, crashes_noted, unwrap, with_note
 from delayline.azure.requests import code_of
 from delayline.errors import BackendUnavailable, BackendUnusable, QueueNotFound
 from delayline.events import Event, emit
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LARGEST_PAGE: Final = 32
+MESSAGE_PAGE: Final = 32
 #: Renewals of a message's invisibility within the time for which it is hidden.
 RENEWALS: Final = 3
 SHORTEST_WAIT: Final = 0.05
 #: Errors for a message that is gone, or was delivered to another receiver meanwhile.
-GONE: Final = frozenset({"MessageNotFound", "PopReceiptMismatch", "QueueNotFound"})
+GONE_ERRORS: Final = frozenset({"MessageNotFound", "PopReceiptMismatch", "QueueNotFound"})
 
 
 @dataclass(slots=True)
@@ -86,7 +86,7 @@ class AzureReceiver:
         wait = SHORTEST_WAIT
         while not self._stopped.is_set():
             self._event.clear()
-            batch = [] if self._holds_one() else await self._page(min(limit, LARGEST_PAGE))
+            batch = [] if self._holds_one() else await self._page(min(limit, MESSAGE_PAGE))
             if batch and self._holds_one():  # since it was asked for
                 await asyncio.gather(*map(self.release, batch))
                 self._event.clear()
@@ -115,7 +115,7 @@ class AzureReceiver:
         async with entry.lock:
             with contextlib.suppress(BackendUnavailable, BackendUnusable):
                 async with self._asking():
-                    text = with_note(entry.text, ENDED, entry.crashes) if entry.noted else None
+                    text = with_note(entry.text, HANDLING_ENDED, entry.crashes) if entry.noted else None
                     await shown(self._client, entry.id, entry.receipt, text)
         self._event.set()
 
@@ -229,7 +229,7 @@ async def deleted_with(client: QueueClient, message_id: str, receipt: str) -> bo
     try:
         await client.delete_message(message_id, receipt)
     except HttpResponseError as error:
-        if code_of(error) not in GONE:
+        if code_of(error) not in GONE_ERRORS:
             raise
         return False
     return True
@@ -240,7 +240,7 @@ async def shown(client: QueueClient, message_id: str, receipt: str, text: str | 
     try:
         return receipt_of(await client.update_message(message_id, receipt, content=text, visibility_timeout=0))
     except HttpResponseError as error:
-        if code_of(error) not in GONE:
+        if code_of(error) not in GONE_ERRORS:
             raise
         return None
 

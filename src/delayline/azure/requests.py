@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 PASSING: Final = frozenset({408, 429})
-DENIED: Final = frozenset({401, 403})
-UNKNOWN: Final = "Whether it was done is unknown: repeat it, with the same message_id where it sends a message. "
+DENIED_STATUSES: Final = frozenset({401, 403})
+MAYBE_DONE: Final = "Whether it was done is unknown: repeat it, with the same message_id where it sends a message. "
 #: Seconds, from the begin of a stop, in which requests may still take their time; each later one has the second limit.
 STOPPING: Final = 8.0
-STOPPING_EACH: Final = 2.0
+STOPPING_REQUEST: Final = 2.0
 
 
 class Requests:
@@ -101,12 +101,12 @@ class Requests:
     def _limit_now(self) -> float:
         if self._stop_at is None:
             return self._limit
-        return min(self._limit, max(self._stop_at - asyncio.get_running_loop().time(), STOPPING_EACH))
+        return min(self._limit, max(self._stop_at - asyncio.get_running_loop().time(), STOPPING_REQUEST))
 
 
 def _silent(doing: str, limit: float) -> BackendUnavailable:
     return BackendUnavailable(
-        f"cannot {doing}: Azure Storage did not answer within {limit:.3g} s (server_timeout). {UNKNOWN}".rstrip()
+        f"cannot {doing}: Azure Storage did not answer within {limit:.3g} s (server_timeout). {MAYBE_DONE}".rstrip()
     )
 
 
@@ -144,7 +144,7 @@ def _translated(error: AzureError, doing: str) -> Exception | None:
         return BackendUnusable(f"cannot {doing}: no credential works here. {_remedy('')}")
     if isinstance(error, HttpResponseError):
         status = error.status_code or 0
-        if status in DENIED:
+        if status in DENIED_STATUSES:
             code = code_of(error)
             return BackendUnusable(f"cannot {doing}: Azure Storage answered {status} {code}. {_remedy(code)}")
         if status >= 500 or status in PASSING:
@@ -152,7 +152,7 @@ def _translated(error: AzureError, doing: str) -> Exception | None:
         return None
     if isinstance(error, ServiceRequestError | ServiceResponseError):
         return BackendUnavailable(
-            f"cannot {doing}: {type(error).__name__}, no answer. {UNKNOWN}Is the account's name right, and does it "
+            f"cannot {doing}: {type(error).__name__}, no answer. {MAYBE_DONE}Is the account's name right, and does it "
             "have queues and tables? One for blobs alone, or a premium one, does not"
         )
     return None

@@ -31,10 +31,10 @@ Entity = dict[str, Any]
 #: Azure's limit for one property that is a text.
 LONGEST_TEXT: Final = 32 * 1024
 #: Columns that .NET neither writes nor reads. A row without the first was not written here.
-RETRIES: Final = "NumberOfRetries"
+RETRIES_COLUMN: Final = "NumberOfRetries"
 ENCODED_HEADERS: Final = "EncodedHeaders"
 #: Column of an index row: the row key of the message.
-PLACE: Final = "Place"
+PLACE_COLUMN: Final = "Place"
 
 
 #: Characters that Azure accepts in a row key.
@@ -72,7 +72,7 @@ def to_entity(row: TableRow) -> Entity:
         "Body": message.body,
         "MessageId": message.id,
         "Headers": text,
-        RETRIES: row.message.number_of_retries,
+        RETRIES_COLUMN: row.message.number_of_retries,
     }
     return entity if encoded is None else entity | {ENCODED_HEADERS: encoded}
 
@@ -95,7 +95,7 @@ def _row_in(entity: Mapping[str, Any]) -> TableRow:
     message_id, destination = entity.get("MessageId"), entity.get("Destination")
     if not isinstance(message_id, str) or not message_id or not isinstance(destination, str) or not destination:
         raise ForeignRow("it has no MessageId or no Destination")
-    body, headers, retries = entity.get("Body", b""), entity.get(ENCODED_HEADERS), entity.get(RETRIES)
+    body, headers, retries = entity.get("Body", b""), entity.get(ENCODED_HEADERS), entity.get(RETRIES_COLUMN)
     if headers is None:
         headers = str(entity.get("Headers") or "").encode("utf-8", "surrogatepass")
     if not isinstance(body, bytes) or not isinstance(headers, bytes):
@@ -108,12 +108,12 @@ def _row_in(entity: Mapping[str, Any]) -> TableRow:
 def place_entity(message_id: str, key: Key) -> Entity:
     """Return the index entity of that message id."""
     place = place_key(message_id)
-    return {"PartitionKey": place.partition, "RowKey": place.row, PLACE: key.row}
+    return {"PartitionKey": place.partition, "RowKey": place.row, PLACE_COLUMN: key.row}
 
 
 def place_in(entity: Mapping[str, Any]) -> Key | None:
     """Return the message's key in an index entity; None where it is not a message's key."""
-    row = entity.get(PLACE)
+    row = entity.get(PLACE_COLUMN)
     return Key(row[:10], row) if isinstance(row, str) and USABLE_KEY.fullmatch(row) and due_of(row) else None
 
 
@@ -134,7 +134,7 @@ def _headers(message: Message) -> tuple[str, bytes | None]:
     return text, None
 
 
-ATTEMPTS: Final = 5
+CLAIM_ATTEMPTS: Final = 5
 SWEPT_AT_ONCE: Final = 400
 ORPHANS_AT_ONCE: Final = 100
 
@@ -207,7 +207,7 @@ class MessageIndex:
         Only rows whose message was due `before` that time, and that are older: a message is stored after its index row.
         """
         latest = latest_due(before).row
-        query = f"PartitionKey ge '{INDEX}' and PartitionKey lt '{BEHIND_INDEX}' and {PLACE} lt '{latest}'"
+        query = f"PartitionKey ge '{INDEX}' and PartitionKey lt '{BEHIND_INDEX}' and {PLACE_COLUMN} lt '{latest}'"
         chunk: list[Any] = []
         async with contextlib.aclosing(self._table.query(query, ORPHANS_AT_ONCE)) as rows:  # type: ignore[type-var]
             async for row in rows:
@@ -234,7 +234,7 @@ class MessageIndex:
 
     async def _take_over(self, row: TableRow) -> bool:
         """Claim an id that was claimed before, unless its message is there; the same message twice is one."""
-        for _ in range(ATTEMPTS):
+        for _ in range(CLAIM_ATTEMPTS):
             place = await self._table.get(place_key(row.message.id))
             mine = place_entity(row.message.id, row.key)
             if place is None:

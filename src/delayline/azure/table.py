@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 LARGEST_TRANSACTION: Final = 100
 #: Azure accepts 4 MiB; only bodies are counted here.
 TRANSACTION_BYTES: Final = 2 * 1024 * 1024
-LARGEST_PAGE: Final = 1000
-AT_ONCE: Final = 16
+ENTITY_PAGE: Final = 1000
+MOST_REQUESTS: Final = 16
 #: Errors of an entity that is missing, exists already, or was changed.
 UNEXPECTED: Final = frozenset({404, 409, 412})
 
@@ -40,7 +40,7 @@ class Table:
     def __init__(self, client: TableClient, requests: Requests) -> None:
         self._client = client
         self._requests = requests
-        self._slots = asyncio.Semaphore(AT_ONCE)
+        self._slots = asyncio.Semaphore(MOST_REQUESTS)
 
     @property
     def name(self) -> str:
@@ -60,16 +60,16 @@ class Table:
         """Yield the messages due not after `at`, earliest first, over as many pages as there are."""
         key = latest_due(at)
         query = f"PartitionKey le '{key.partition}' and RowKey le '{key.row}'"
-        async for entity in self.query(query, min(at_least, LARGEST_PAGE)):
+        async for entity in self.query(query, min(at_least, ENTITY_PAGE)):
             yield entity
 
     async def waiting(
-        self, *, at_least: int = LARGEST_PAGE, only: Mapping[str, str] | None = None, columns: list[str] | None = None
+        self, *, at_least: int = ENTITY_PAGE, only: Mapping[str, str] | None = None, columns: list[str] | None = None
     ) -> AsyncIterator[Entity]:
         """Yield all messages, earliest first, or only those whose columns have these values."""
         only = only or {}
         query = " and ".join([f"PartitionKey lt '{BEHIND_DIGITS}'", *(f"{name} eq @{name}" for name in only)])
-        async for entity in self.query(query, min(at_least, LARGEST_PAGE), parameters=only, select=columns):
+        async for entity in self.query(query, min(at_least, ENTITY_PAGE), parameters=only, select=columns):
             yield entity
 
     async def between(
@@ -82,7 +82,7 @@ class Table:
             parts.append(f"PartitionKey ge '{first.partition}' and RowKey gt '{first.row}'")
         if last is not None:
             parts.append(f"PartitionKey le '{last.partition}' and RowKey le '{last.row}'")
-        async for entity in self.query(" and ".join(parts), min(at_least, LARGEST_PAGE), select=columns):
+        async for entity in self.query(" and ".join(parts), min(at_least, ENTITY_PAGE), select=columns):
             yield entity
 
     async def get(self, key: Key, *, columns: list[str] | None = None) -> Any | None:  # noqa: ANN401

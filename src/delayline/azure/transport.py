@@ -13,7 +13,7 @@ from azure.core.exceptions import ResourceExistsError, ResourceNotFoundError
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import unwrap, wrap
 from delayline.azure.names import can_be_queue, checked_sanitizer, queue_name
-from delayline.azure.receiver import LARGEST_PAGE, AzureReceiver, deleted_with, page_of, receipt_of, shown
+from delayline.azure.receiver import MESSAGE_PAGE, AzureReceiver, deleted_with, page_of, receipt_of, shown
 from delayline.azure.requests import Requests, code_of
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH
@@ -47,7 +47,7 @@ SENT_AT_ONCE: Final = 32
 FOR_EVER: Final = -1
 LONGEST_LIFE: Final = 2**31 - 1  # seconds
 #: Seconds for which a queue that does not exist is not asked for again.
-MISSING_FOR: Final = 1.0
+QUEUE_MISSING_FOR: Final = 1.0
 #: How long a walk through a queue hides messages from others, at most.
 WALK: Final = 60
 #: How many addresses are compared with new ones; those of replies come from outside.
@@ -208,7 +208,7 @@ class AzureStorageQueueTransport:
 
         More than 32 cannot be looked at without taking them: the queue is hidden from others for the moment.
         """
-        if offset + limit <= LARGEST_PAGE:
+        if offset + limit <= MESSAGE_PAGE:
             async with self._asking("look into", queue):
                 found = await self._client(queue).peek_messages(max_messages=offset + limit)
         else:
@@ -265,7 +265,7 @@ class AzureStorageQueueTransport:
 
     async def _page(self, doing: str, queue: str) -> list[QueueMessage]:
         async with self._asking(doing, queue):
-            return await page_of(self._client(queue), LARGEST_PAGE, WALK)
+            return await page_of(self._client(queue), MESSAGE_PAGE, WALK)
 
     async def _send(self, operation: TransportOperation) -> None:
         message, queue = operation.message, operation.destination
@@ -282,7 +282,7 @@ class AzureStorageQueueTransport:
                 self._check_not_missing(queue, name)
                 await client.send_message(text, time_to_live=_life(span))
         except QueueNotFound:
-            self._missing.setdefault(name, asyncio.get_running_loop().time() + MISSING_FOR)
+            self._missing.setdefault(name, asyncio.get_running_loop().time() + QUEUE_MISSING_FOR)
             raise
         self._missing.pop(name, None)
         self._event_of(queue).set()
@@ -294,10 +294,10 @@ class AzureStorageQueueTransport:
         now = asyncio.get_running_loop().time()
         if now < self._missing.get(name, 0.0):
             raise QueueNotFound(queue)
-        for other in [other for other, until in self._missing.items() if until <= now - MISSING_FOR]:
+        for other in [other for other, until in self._missing.items() if until <= now - QUEUE_MISSING_FOR]:
             del self._missing[other]
         if name in self._missing:
-            self._missing[name] = now + MISSING_FOR
+            self._missing[name] = now + QUEUE_MISSING_FOR
 
     async def _create(self, name: str) -> None:
         self._missing.pop(name, None)

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Dialect
 
-LONGEST_FILE_NAME: Final = 64
-HOUR: Final = 3_600_000_000  # microseconds
+LONGEST_COLD_FILE_NAME: Final = 64
+MICROS_A_HOUR: Final = 3_600_000_000  # microseconds
 #: How long obsolete files are kept: a reader may still use them.
-KEPT_FOR: Final = timedelta(days=1)
+OBSOLETE_FILES_KEPT_FOR: Final = timedelta(days=1)
 
 
 class FileState(StrEnum):
@@ -70,7 +70,7 @@ class ColdTables:
         self.files = Table(
             "delayline_cold_files",
             metadata,
-            Column("name", text(LONGEST_FILE_NAME), primary_key=True),
+            Column("name", text(LONGEST_COLD_FILE_NAME), primary_key=True),
             Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), nullable=False),
             Column("state", text(16), nullable=False),
             Column("due_hour", text(10), nullable=False),
@@ -83,14 +83,14 @@ class ColdTables:
         self.counts = Table(
             "delayline_cold_counts",
             metadata,
-            Column("file", text(LONGEST_FILE_NAME), primary_key=True),
+            Column("file", text(LONGEST_COLD_FILE_NAME), primary_key=True),
             Column("destination", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
             Column("messages", BigInteger, nullable=False),
         )
         self.tombstones = Table(
             "delayline_cold_tombstones",
             metadata,
-            Column("file", text(LONGEST_FILE_NAME), primary_key=True),
+            Column("file", text(LONGEST_COLD_FILE_NAME), primary_key=True),
             Column("id", text(MAXIMUM_ID_LENGTH), primary_key=True),
             Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
         )
@@ -234,7 +234,7 @@ class ColdFiles:
         """Return the files that have been obsolete for a day."""
         columns = self.tables.files.c
         query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
-        long_ago = self._dialect.values.in_seconds(-int(KEPT_FOR.total_seconds()))
+        long_ago = self._dialect.values.in_seconds(-int(OBSOLETE_FILES_KEPT_FOR.total_seconds()))
         mine = columns.store == self._store, columns.state != FileState.HELD.value, columns.changed < long_ago
         return [ColdFile(*row, {}) for row in connection.execute(query.where(*mine))]
 
@@ -257,7 +257,7 @@ class ColdFiles:
 
 def hour_of(due: int) -> str:
     """Return the due hour of an instant in microseconds since 1970."""
-    hour = from_microseconds(due // HOUR * HOUR)
+    hour = from_microseconds(due // MICROS_A_HOUR * MICROS_A_HOUR)
     return f"{hour.year:04}{hour.month:02}{hour.day:02}{hour.hour:02}"
 
 

@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from delayline.bulk.cold_catalog import HOUR, ColdFile, hour_of
+from delayline.bulk.cold_catalog import MICROS_A_HOUR, ColdFile, hour_of
 from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
 from delayline.masking import masked
 from delayline.sql.schema import MESSAGE_COLUMNS
@@ -33,7 +33,7 @@ ROWS_AT_ONCE: Final = 10_000
 ROWS_A_FILE: Final = 250_000
 #: Hadoop's names of S3, as Spark users write them.
 S3: Final = re.compile(r"^s3[an]://")
-SUFFIX: Final = ".parquet"
+FILE_SUFFIX: Final = ".parquet"
 
 
 class ColdRow(NamedTuple):
@@ -163,7 +163,7 @@ class ColdFolder:
         with self._plainly(f"look through {self.path}"):
             infos = system.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
         for info in infos:
-            name, hour = info.base_name.removesuffix(SUFFIX), Path(info.path).parent.name.removeprefix("due_hour=")
+            name, hour = info.base_name.removesuffix(FILE_SUFFIX), Path(info.path).parent.name.removeprefix("due_hour=")
             if info.base_name.startswith(f"{self.tier}-") and info.mtime is not None:
                 yield FoundFile(name, hour, info.mtime)
 
@@ -199,7 +199,7 @@ class ColdFolder:
         return found
 
     def _address(self, name: str, due_hour: str) -> str:
-        return f"{self._place[1]}/due_hour={due_hour}/{name}{SUFFIX}"
+        return f"{self._place[1]}/due_hour={due_hour}/{name}{FILE_SUFFIX}"
 
     def _rows(self, file: ColdFile, dead: Sequence[str], destination: str | None) -> Iterator[ColdRow]:
         for batch in self.batches(file, dead):
@@ -234,7 +234,7 @@ class HourWriter:
     def write(self, batch: pa.RecordBatch) -> None:
         """Write the rows: columns id, destination, due, headers, body."""
         batch = batch.select(list(MESSAGE_COLUMNS)).cast(schema())
-        hours = _due(batch) // HOUR
+        hours = _due(batch) // MICROS_A_HOUR
         changes = (hours[1:] != hours[:-1]).nonzero()[0] + 1
         for start, end in pairwise([0, *changes.tolist(), batch.num_rows]):
             if end > start:
@@ -260,8 +260,8 @@ class _Growing:
 
     def __init__(self, folder: ColdFolder, hour: int) -> None:
         self.hour, self.messages = hour, 0
-        self._folder, self._name, self._due_hour = folder, folder.new_name(), hour_of(hour * HOUR)
-        self._first, self._last = (hour + 1) * HOUR, hour * HOUR
+        self._folder, self._name, self._due_hour = folder, folder.new_name(), hour_of(hour * MICROS_A_HOUR)
+        self._first, self._last = (hour + 1) * MICROS_A_HOUR, hour * MICROS_A_HOUR
         self._destinations: Counter[str] = Counter()
         self._writer = folder.open_new(self._name, self._due_hour)
 

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 if TYPE_CHECKING:
     import pyarrow as pa
 
-COLUMNS: Final = ("id", "destination", "due", "headers", "body")
+FINGERPRINT_COLUMNS: Final = ("id", "destination", "due", "headers", "body")
 MODULUS: Final = 1 << 64
 #: In place of the hash of a null.
-NULL: Final = 0x9E3779B97F4A7C15
-FACTOR: Final = 0x100000001B3
+HASH_OF_NULL: Final = 0x9E3779B97F4A7C15
+HASH_FACTOR: Final = 0x100000001B3
 
 
 class Fingerprint(NamedTuple):
@@ -35,7 +35,7 @@ class Fingerprint(NamedTuple):
 
         rows: Any = None
         ids = 0
-        for name in COLUMNS:
+        for name in FINGERPRINT_COLUMNS:
             column = batch.column(name)
             values: Any
             if name == "due":
@@ -44,8 +44,8 @@ class Fingerprint(NamedTuple):
             else:
                 values = pc.fill_null(column, b"" if name == "body" else "").to_numpy(zero_copy_only=False)
             hashes = hash_array(values, categorize=False)
-            hashes[column.is_null().to_numpy(zero_copy_only=False)] = NULL
-            rows = hashes if rows is None else rows * FACTOR ^ hashes
+            hashes[column.is_null().to_numpy(zero_copy_only=False)] = HASH_OF_NULL
+            rows = hashes if rows is None else rows * HASH_FACTOR ^ hashes
             if name == "id":
                 ids = int(hashes.sum(dtype="uint64"))
         return cls(batch.num_rows, ids, int(hash_array(rows).sum(dtype="uint64")))

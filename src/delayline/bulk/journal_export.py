@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Select
 
-AT_ONCE: Final = 10_000
-COLUMNS: Final = ("seq", "store", "event", "id", "destination", "due", "at", "retries")
+EVENTS_AT_ONCE: Final = 10_000
+EVENT_COLUMNS: Final = ("seq", "store", "event", "id", "destination", "due", "at", "retries")
 
 
 class EntryRange(NamedTuple):
@@ -58,11 +58,11 @@ class JournalExport:
         """Yield some entries of a run at a time, their columns in the order of COLUMNS, times in UTC."""
         columns = self._tables.entries.c
         chosen, moment = (
-            select(*(columns[name] for name in COLUMNS)).order_by(columns.seq),
+            select(*(columns[name] for name in EVENT_COLUMNS)).order_by(columns.seq),
             self._dialect.values.from_due,
         )
-        for first in range(run.first, run.last + 1, AT_ONCE):
-            query = chosen.where(columns.seq.between(first, min(first + AT_ONCE - 1, run.last)))
+        for first in range(run.first, run.last + 1, EVENTS_AT_ONCE):
+            query = chosen.where(columns.seq.between(first, min(first + EVENTS_AT_ONCE - 1, run.last)))
             rows = self._read(partial(_all, query=query))
             yield [(*row[:5], moment(row[5]), moment(row[6]), row[7]) for row in rows]
 

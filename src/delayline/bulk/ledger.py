@@ -43,7 +43,7 @@ NONE_YET: Final = -1
 #: In place of an attempt: there may be none any more.
 CLOSED: Final = 0
 #: Names that are asked for in one statement.
-AT_ONCE: Final = 1000
+RUNS_AT_ONCE: Final = 1000
 LONGEST_KIND: Final = 16
 LONGEST_FINGERPRINT: Final = 64
 
@@ -213,8 +213,8 @@ class JobLedger:
         if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
             return {}
         found: dict[str, int] = {}
-        for first in range(0, len(runs), AT_ONCE):
-            named = (columns.run.in_(runs[first : first + AT_ONCE]), columns.kind == RunKind.MIGRATION.value)
+        for first in range(0, len(runs), RUNS_AT_ONCE):
+            named = (columns.run.in_(runs[first : first + RUNS_AT_ONCE]), columns.kind == RunKind.MIGRATION.value)
             rows = connection.execute(select(columns.run, columns.batch).where(*named, columns.batch > CLOSED))
             found |= {run: int(attempt) for run, attempt in rows}
         return found

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: The number of the entry that holds the parameters.
 PARAMETERS: Final = -1
-LONGEST_NAME: Final = 64
+LONGEST_JOB_NAME: Final = 64
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def partitions_table(schema: str | None = None) -> Table:
     return Table(
         "delayline_spark_pieces",
         MetaData(schema=schema),
-        Column("name", text(LONGEST_NAME), primary_key=True),
+        Column("name", text(LONGEST_JOB_NAME), primary_key=True),
         Column("run", text(MAXIMUM_ID_LENGTH), nullable=False),
         Column("piece", BigInteger, nullable=False),
         Column("content", CONTENT, nullable=False),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Dialect
 
-SIGNS: Final[dict[str, Callable[[Any, Any], Any]]] = {
+OPERATORS: Final[dict[str, Callable[[Any, Any], Any]]] = {
     "=": operator.eq,
     "<": operator.lt,
     "<=": operator.le,
@@ -97,7 +97,7 @@ class PendingScan:
         if column == "due":
             convert = self._dialect.values.to_due
             value = [convert(due) for due in value] if sign == "in" else convert(value)
-        compared: ColumnElement[bool] = SIGNS[sign](self._table.c[column], value)
+        compared: ColumnElement[bool] = OPERATORS[sign](self._table.c[column], value)
         return compared
 
 

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from delayline.sql.transactions import SqlTransaction
 
 KEY_LENGTH: Final = 64
-AT_ONCE: Final = 1000
+CLAIMS_AT_ONCE: Final = 1000
 BYTES_AT_ONCE: Final = 64 * 1024 * 1024
-NAMES: Final = ("reader", "claim", *MESSAGE_COLUMNS)
+CLAIM_COLUMNS: Final = ("reader", "claim", *MESSAGE_COLUMNS)
 
 
 @lru_cache(maxsize=64)
@@ -108,7 +108,7 @@ class StreamClaims:
             at = at if until is None else min(at, until)
             left = limit
             while left is None or left > 0:
-                most = AT_ONCE if left is None else min(left, AT_ONCE)
+                most = CLAIMS_AT_ONCE if left is None else min(left, CLAIMS_AT_ONCE)
                 found = await self._store.fetch_due(at, most, max_bytes=BYTES_AT_ONCE, transaction=transaction)
                 if not found:
                     break
@@ -177,7 +177,7 @@ class StreamClaims:
             )
             for number, message in enumerate(messages, last + 1)
         ]
-        statement = Prepared(insert(self._claimed), dialect.sql, NAMES)
+        statement = Prepared(insert(self._claimed), dialect.sql, CLAIM_COLUMNS)
         await transaction.run(lambda connection: statement.change_many(connection, rows))
         await self._store.remove_many(messages, transaction)
 

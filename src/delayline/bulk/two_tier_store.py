@@ -11,7 +11,7 @@ from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from delayline.bulk.cold_catalog import HOUR, ColdFiles
+from delayline.bulk.cold_catalog import MICROS_A_HOUR, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.checks import time_span
 from delayline.clock import EPOCH, from_microseconds, to_microseconds
@@ -101,7 +101,7 @@ class TwoTierStore(SqlDelayedMessageStore):
         """Count pending messages; files are read only for buckets smaller than an hour."""
         width = time_span("bucket", bucket) // MICROSECOND
         counts: dict[tuple[datetime, str], int] = defaultdict(int)
-        found = self._count_hours(width) if width % HOUR == 0 else self._count_rows(width)
+        found = self._count_hours(width) if width % MICROS_A_HOUR == 0 else self._count_rows(width)
         for (start, destination), number in (await found).items():
             counts[from_microseconds(start), destination] += number
         for bucket_count in await super().count_by_due(bucket):
@@ -168,10 +168,10 @@ class TwoTierStore(SqlDelayedMessageStore):
         hours, earliest = await self._database.read(read)
         for (hour, destination), number in hours.items():
             start, left = _start_of(hour), number
-            first, last = bisect_right(bounds, start), bisect_left(bounds, start + HOUR)
+            first, last = bisect_right(bounds, start), bisect_left(bounds, start + MICROS_A_HOUR)
             since = start
             for position in range(first, last):
-                part = number * (bounds[position] - since) // HOUR
+                part = number * (bounds[position] - since) // MICROS_A_HOUR
                 shares[position][destination] += part
                 left, since = left - part, bounds[position]
             shares[last][destination] += left

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 #: The staging area of all streams.
 STREAMS: Final = f"{PREFIX}streams"
-MADE: Final = "%Y%m%d%H%M"
+MINUTE_FORMAT: Final = "%Y%m%d%H%M"
 #: Of an attempt's number; the rest is the hour in which it began.
 RANDOM_BITS: Final = 44
 SWEPT_AFTER: Final = timedelta(days=1)
@@ -409,7 +409,7 @@ def earliest_due(batch: pa.RecordBatch) -> int:
 
 def new_area() -> str:
     """Return a name for the staging area of one job."""
-    return f"{PREFIX}{datetime.now(UTC).strftime(MADE)}_{uuid.uuid4().hex[:12]}"
+    return f"{PREFIX}{datetime.now(UTC).strftime(MINUTE_FORMAT)}_{uuid.uuid4().hex[:12]}"
 
 
 def _first_number(ago: timedelta) -> int:
@@ -419,7 +419,7 @@ def _first_number(ago: timedelta) -> int:
 def _is_old(name: str) -> bool:
     made = name.removeprefix(PREFIX).partition("_")[0]
     try:
-        return datetime.now(UTC) - datetime.strptime(made, MADE).replace(tzinfo=UTC) > SWEPT_AFTER
+        return datetime.now(UTC) - datetime.strptime(made, MINUTE_FORMAT).replace(tzinfo=UTC) > SWEPT_AFTER
     except ValueError:  # a stream's, which stays
         return False
 

@@ -43,6 +43,6 @@ def main() -> None:
 
 
 PENDING: Final = (pending, cancel, reschedule)
-QUEUES: Final = (queues, peek, pause, resume, limit, purge)
-for command in (setup, run, send, *PENDING, *QUEUES, errors, doctor, dashboard, rabbitmq, spark, migrate):
+QUEUE_COMMANDS: Final = (queues, peek, pause, resume, limit, purge)
+for command in (setup, run, send, *PENDING, *QUEUE_COMMANDS, errors, doctor, dashboard, rabbitmq, spark, migrate):
     main.add_command(command)

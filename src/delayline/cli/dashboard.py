@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.cli.options import PLACES, examples, json_option, settings_options
+from delayline.cli.options import PLACE_SETTINGS, examples, json_option, settings_options
 from delayline.cli.run import load_endpoint
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.opening import refuse_memory
@@ -88,7 +88,7 @@ class Address:
     metavar="FILE",
     help=f"Ask for a user name and password, which are lines NAME:PASSWORD of this file. [{USERS}: the lines]",
 )
-@settings_options(*PLACES)
+@settings_options(*PLACE_SETTINGS)
 @json_option
 def dashboard(
     settings: Settings,

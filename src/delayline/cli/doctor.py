@@ -10,7 +10,7 @@ import click
 
 from delayline.cli.connection import table_groups
 from delayline.cli.due import delay_given
-from delayline.cli.options import FAILED, examples, json_option, settings_options, without_management_option
+from delayline.cli.options import EXIT_FAILED, examples, json_option, settings_options, without_management_option
 from delayline.cli.screen import MARKS
 from delayline.doctor import Thresholds, check_urls, examine_endpoint
 from delayline.opening import refuse_memory
@@ -64,4 +64,4 @@ def doctor(
     healthy = all(finding.ok or (finding.ok is None and without_management) for finding in findings)
     screen.document({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
     if not healthy:
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from delayline import error_queue
-from delayline.cli.options import FAILED, Commands, examples, json_option, settings_options
+from delayline.cli.options import EXIT_FAILED, Commands, examples, json_option, settings_options
 from delayline.error_queue import RetryOutcome, managed_queues
 from delayline.errors import CorruptHeaders
 from delayline.message import Headers, from_wire_time
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from delayline.settings import Settings
 
 #: The remedy for a message without a header that names its queue.
-REMEDY: Final = "Name the queue with --to QUEUE"
-PLACES: Final = ("url", "transport_url", "error_queue")
+NAME_THE_QUEUE: Final = "Name the queue with --to QUEUE"
+ERROR_QUEUE_SETTINGS: Final = ("url", "transport_url", "error_queue")
 
 
 @click.group(cls=Commands, epilog=examples("delayline errors list", "delayline errors retry --all"))
@@ -37,7 +37,7 @@ def errors() -> None:
 @click.option(
     "--limit", type=click.IntRange(1, 2**31 - 1), default=50, show_default=True, help="How many to list at most."
 )
-@settings_options(*PLACES)
+@settings_options(*ERROR_QUEUE_SETTINGS)
 @json_option
 def list_errors(settings: Settings, screen: Screen, limit: int) -> None:
     """List failed messages, oldest first: which, where it failed, when and why."""
@@ -57,7 +57,7 @@ def list_errors(settings: Settings, screen: Screen, limit: int) -> None:
 
 @errors.command(epilog=examples("delayline errors show 0197a1c5-7e52-7d3e-b7a6-0242ac120002"))
 @click.argument("message_id", metavar="ID")
-@settings_options(*PLACES)
+@settings_options(*ERROR_QUEUE_SETTINGS)
 @json_option
 def show(settings: Settings, screen: Screen, message_id: str) -> None:
     """Show one failed message: headers, stack trace and body."""
@@ -70,7 +70,7 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
     message = asyncio.run(work())
     if message is None:
         screen.complain(f"no message {message_id!r} in queue {settings.error_queue!r}. See: delayline errors list")
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
     headers = _headers(message)
     screen.table(("header", "value"), [(name, value) for name, value in headers.items() if "\n" not in value])
     for name, value in headers.items():
@@ -89,7 +89,7 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
 @click.argument("ids", nargs=-1, metavar="[ID...]")
 @click.option("--all", "every", is_flag=True, help="Retry everything that is in the error queue now.")
 @click.option("--to", metavar="QUEUE", help=f"Send there instead of to the message's {Headers.FAILED_QUEUE}.")
-@settings_options(*PLACES)
+@settings_options(*ERROR_QUEUE_SETTINGS)
 @json_option
 def retry(settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool, to: str | None) -> None:
     """Send failed messages to the queue they failed in, without the headers that describe the failure.
@@ -116,12 +116,12 @@ def retry(settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool,
         }
     )
     if failed:
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 @errors.command(epilog=examples("delayline errors purge --yes"))
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@settings_options(*PLACES)
+@settings_options(*ERROR_QUEUE_SETTINGS)
 @json_option
 def purge(settings: Settings, screen: Screen, yes: bool) -> None:
     """Drop every message of the error queue, for good."""
@@ -149,7 +149,7 @@ async def _retry(settings: Settings, ids: tuple[str, ...], to: str | None) -> li
         found = error_queue.holding_ids(transport, queue, set(ids)) if ids else error_queue.holding(transport, queue)
         async with contextlib.aclosing(found) as messages:
             outcomes = [
-                await error_queue.retry(transport, queue, held, to=to, remedy=REMEDY) async for held in messages
+                await error_queue.retry(transport, queue, held, to=to, remedy=NAME_THE_QUEUE) async for held in messages
             ]
     if not ids:
         return outcomes

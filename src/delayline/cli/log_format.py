@@ -13,8 +13,8 @@ from delayline.events import LOGGER_NAME, Event
 from delayline.message import DelayedMessage, Message
 from delayline.receiving import reports
 
-FORMATS: Final = ("text", "json")
-LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+LOG_FORMATS: Final = ("text", "json")
+LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 TRACE: Final = "traceparent"
 MOST_IDS: Final = 10
 

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 KEYS: Final = ("destination", "body", "delay", "delay_ms", "deliver_at", "id", "headers")
-REASON: Final = "reason"
-REJECTED: Final = ".rejected"
+REASON_FIELD: Final = "reason"
+REJECTED_SUFFIX: Final = ".rejected"
 #: Bytes of a line, or characters of a CSV row, read into memory at once.
 LONGEST_LINE: Final = 64 * 1024 * 1024
 #: Characters of a name or value in a reason, and of a reason.
-SHOWN: Final = 80
+LONGEST_SHOWN: Final = 80
 LONGEST_REASON: Final = 500
 _SHOW: Final = reprlib.Repr()
-_SHOW.maxstring = _SHOW.maxother = _SHOW.maxlong = SHOWN
+_SHOW.maxstring = _SHOW.maxother = _SHOW.maxlong = LONGEST_SHOWN
 
 TOO_LONG: Final = f"longer than {LONGEST_LINE // 1024 // 1024} MiB: keep large content elsewhere, and send where it is"
 
@@ -67,8 +67,8 @@ class RowFile:
         self.path = path
         self.read_bytes = 0
         name = path.name
-        while name.endswith(REJECTED):
-            name = name.removesuffix(REJECTED)
+        while name.endswith(REJECTED_SUFFIX):
+            name = name.removesuffix(REJECTED_SUFFIX)
         self.is_csv = _is_csv(path, Path(name).suffix.lower())
         self.columns: list[str] = []
         self._ids: dict[str, int] = {}
@@ -86,7 +86,7 @@ class RowFile:
         if line.problem is not None:
             raise InvalidMessage(line.problem)
         given = {name: value for name, value in line.fields.items() if value is not None and value != ""}
-        unknown = given.keys() - {*KEYS, REASON}
+        unknown = given.keys() - {*KEYS, REASON_FIELD}
         if unknown:
             raise InvalidMessage(_unknown("key", min(unknown), given))
         if "destination" not in given:
@@ -165,7 +165,7 @@ class RowFile:
             )
         columns = [name.strip() for name in header or []]
         for name in columns:
-            if name not in {*KEYS, REASON}:
+            if name not in {*KEYS, REASON_FIELD}:
                 raise ConfigurationError(f"{self.path}: {_unknown('column', name, columns)}")
             if columns.count(name) > 1:
                 raise ConfigurationError(f"{self.path} has two columns {name}: leave one of them out")
@@ -191,7 +191,7 @@ class RejectedFile:
     """Writes rejected lines in the input's format with their reasons; creates the file with the first one."""
 
     def __init__(self, rows: RowFile) -> None:
-        self.path = rows.path.with_name(rows.path.name + REJECTED)
+        self.path = rows.path.with_name(rows.path.name + REJECTED_SUFFIX)
         self.count = 0
         self._rows = rows
         self._file: IO[str] | None = None
@@ -202,7 +202,7 @@ class RejectedFile:
         if self._file is None:
             self._open()
         self.count += 1
-        self._write(line, {REASON: f"line {line.number}: {reason}"})
+        self._write(line, {REASON_FIELD: f"line {line.number}: {reason}"})
 
     def __enter__(self) -> RejectedFile:
         try:
@@ -224,7 +224,7 @@ class RejectedFile:
         except OSError as error:
             raise self._unwritable(error) from error
         if self._rows.is_csv:
-            columns = [*(name for name in self._rows.columns if name != REASON), REASON]
+            columns = [*(name for name in self._rows.columns if name != REASON_FIELD), REASON_FIELD]
             writer = csv.DictWriter(file, columns, restval="", extrasaction="ignore")
             writer.writeheader()
             self._write = lambda line, added: writer.writerow(line.fields | added)
@@ -266,7 +266,7 @@ def _is_csv(path: Path, suffix: str) -> bool:
 
 
 def _unknown(what: str, name: str, given: Mapping[str, object] | list[str]) -> str:
-    close = difflib.get_close_matches(name[:SHOWN], [key for key in KEYS if key not in given], 1)
+    close = difflib.get_close_matches(name[:LONGEST_SHOWN], [key for key in KEYS if key not in given], 1)
     hint = f"; did you mean {close[0]!r}?" if close else "."
     return f"unknown {what} {_SHOW.repr(name)}{hint} Known are: {', '.join(KEYS)}"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from delayline.cli.due import delay_given, instant_given
-from delayline.cli.options import FAILED, Command, Commands, examples, json_option
+from delayline.cli.options import EXIT_FAILED, Command, Commands, examples, json_option
 from delayline.errors import ConfigurationError
 from delayline.readable import DELAYS, INSTANTS
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SOURCE_VARIABLE: Final = "DELAYLINE_MIGRATE_SOURCE"
 TARGET_VARIABLE: Final = "DELAYLINE_MIGRATE_TARGET"
 JOURNAL_VARIABLE: Final = "DELAYLINE_MIGRATE_JOURNAL"
-KINDS: Final = (
+SOURCE_KINDS: Final = (
     "nservicebus-sql",
     "nhibernate",
     "delayline",
@@ -65,10 +65,10 @@ def on_a_source(command: Command) -> Command:
         return command(*args, source=source, **arguments)
 
     where = f"The database, or other place, to empty. [{SOURCE_VARIABLE}]"
-    kinds = f"The kind of source: {', '.join(KINDS)}."
+    kinds = f"The kind of source: {', '.join(SOURCE_KINDS)}."
     kept = f"The database of the journal, where the source is none. [{JOURNAL_VARIABLE}]"
     options = (
-        click.option("--from", "kind", metavar="KIND", required=True, type=click.Choice(KINDS), help=kinds),
+        click.option("--from", "kind", metavar="KIND", required=True, type=click.Choice(SOURCE_KINDS), help=kinds),
         click.option("--source", "source_url", required=True, metavar="URL", help=where, envvar=SOURCE_VARIABLE),
         click.option("--schema", metavar="NAME", help="Where the source's tables are; the user's own if left out."),
         click.option("--journal", metavar="URL", help=kept, envvar=JOURNAL_VARIABLE),
@@ -164,7 +164,7 @@ def report_option(command: Command) -> Command:
     return click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=text)(command)
 
 
-SHOWN: Final = 10
+ROWS_SHOWN: Final = 10
 FROM_TO: Final = "--from nservicebus-sql --source postgresql://db/nsb --target amqp://broker"
 FROM: Final = "--from nservicebus-sql"
 
@@ -210,7 +210,7 @@ def preview(screen: Screen, plan: Plan) -> None:
     _show(screen, found)
     screen.document({"endpoints": [_described(endpoint) for endpoint in found]})
     if any(endpoint.problems or endpoint.unmovable for endpoint in found):
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 @migrate.command(
@@ -290,10 +290,10 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
     from delayline.migration.verify import details, left_in, run_named
 
     found = run_named(source, name)
-    progress, reasons, rejected = details(source, found, SHOWN)
+    progress, reasons, rejected = details(source, found, ROWS_SHOWN)
     left = left_in(source, found)
     reasons = [*reasons, *((group.reason, group.rows) for group in left)]
-    rejected = [*rejected, *((name, group.reason) for group in left for name in group.names)][:SHOWN]
+    rejected = [*rejected, *((name, group.reason) for group in left for name in group.names)][:ROWS_SHOWN]
     counts = {
         "rows": progress.rows, "moved": progress.moved, "on_their_way": progress.delivered,
         "to_go": progress.staged, "restored": progress.restored, "rejected": progress.rejected,
@@ -349,7 +349,7 @@ def verify(screen: Screen, source: TableSource, target: Target | None, name: str
     verified = compare(source, target, _spark(), run=name)
     _print_verified(screen, verified)
     if not verified.ok:
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _migration(plan: Plan, progress: Any) -> Any:  # noqa: ANN401 - loaded with PySpark
@@ -388,12 +388,12 @@ def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
         for problem in preview.problems:
             screen.echo(f"  ✗ {problem}", "red")
         screen.table(
-            ("count", "destination"), [(number, name or "(none)") for name, number in preview.destinations[:SHOWN]]
+            ("count", "destination"), [(number, name or "(none)") for name, number in preview.destinations[:ROWS_SHOWN]]
         )
         if preview.unmovable:
             screen.table(
                 ("count", "rejected because", "for example"),
-                [(number, reason, example or "") for reason, number, example in preview.unmovable[:SHOWN]],
+                [(number, reason, example or "") for reason, number, example in preview.unmovable[:ROWS_SHOWN]],
             )
     if not found:
         screen.echo("no messages to move")
@@ -442,19 +442,19 @@ def _print_outcome(screen: Screen, plan: Plan, outcome: MigrationResult, report:
         screen.echo(f"the report is in {report}")
     _print_left(screen, plan, outcome)
     if outcome.reasons:
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _print_reasons(screen: Screen, reasons: Sequence[tuple[str, int]], examples: Sequence[tuple[str, str]]) -> None:
-    screen.table(("count", "rejected because"), [(number, why) for why, number in reasons[:SHOWN]])
+    screen.table(("count", "rejected because"), [(number, why) for why, number in reasons[:ROWS_SHOWN]])
     if examples:
-        screen.table(("id", "reason"), examples[:SHOWN])
+        screen.table(("id", "reason"), examples[:ROWS_SHOWN])
 
 
 def _print_left(screen: Screen, plan: Plan, outcome: MigrationResult) -> None:
     if outcome.left:
         screen.echo(f"✗ {outcome.left} could not be returned to {plan.source}: abort again once it is available", "red")
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _print_verified(screen: Screen, found: Verified) -> None:
@@ -479,9 +479,9 @@ def _print_verified(screen: Screen, found: Verified) -> None:
     rows += [(len(found.repeatable), "possibly delivered more than once")]
     screen.table(("count", f"messages of migration {found.run.name}"), rows)
     for title, ids in (("missing", found.missing), ("changed", found.changed), ("in both", found.doubled)):
-        for message_id in ids[:SHOWN]:
+        for message_id in ids[:ROWS_SHOWN]:
             screen.echo(f"{title}: {message_id}", "red")
-    for message_id in found.repeatable[:SHOWN]:
+    for message_id in found.repeatable[:ROWS_SHOWN]:
         screen.echo(f"possibly twice: {message_id}")
     screen.echo(
         "✓ nothing is missing" if found.ok else "✗ source, journal and target differ", "green" if found.ok else "red"

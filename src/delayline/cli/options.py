@@ -13,11 +13,11 @@ from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
 from delayline.setting_values import FILE_NAME
 from delayline.settings import describe_setting, flag_of, load_settings, setting_names, variable_of
 
-FAILED: Final = 1
+EXIT_FAILED: Final = 1
 WRONG_USAGE: Final = 2
 
 #: Settings for the place of messages and their endpoint; `run` and `doctor` take all of them.
-PLACES: Final = (
+PLACE_SETTINGS: Final = (
     "endpoint",
     "url",
     "store_url",
@@ -44,7 +44,7 @@ class ReportsErrors(click.Command):
             return super().invoke(ctx)
         except DelaylineError as error:
             Screen.complain(_sentence(error))
-            ctx.exit(WRONG_USAGE if isinstance(error, ConfigurationError) else FAILED)
+            ctx.exit(WRONG_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED)
 
 
 class Commands(ReportsErrors, click.Group):

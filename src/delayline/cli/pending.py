@@ -10,7 +10,7 @@ import click
 
 from delayline.cli.connection import start_of_delay
 from delayline.cli.due import delay_given, due_options
-from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
+from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, examples, json_option, settings_options
 from delayline.cli.screen import bar
 from delayline.delayed.store import Outcome, SupportsClock
 from delayline.opening import open_waiting
@@ -46,7 +46,7 @@ MOST_WITHOUT_TIME = 1000
 @click.option("--count", "counting", is_flag=True, help="Count by due time and destination instead.")
 @click.option("--bucket", callback=delay_given, default="1h", show_default=True, help="Width of a due time bucket.")
 @timeouts_option
-@settings_options(*PLACES)
+@settings_options(*PLACE_SETTINGS)
 @json_option
 def pending(
     settings: Settings,
@@ -71,7 +71,7 @@ def pending(
 @click.command(epilog=examples("delayline cancel 0197a1c5-7e52-7d3e-b7a6-0242ac120002 --endpoint sales"))
 @click.argument("ids", nargs=-1, required=True, metavar="ID...")
 @timeouts_option
-@settings_options(*PLACES)
+@settings_options(*PLACE_SETTINGS)
 @json_option
 def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...], timeouts: bool) -> None:
     """Cancel messages that wait. Exit code 1 when any could not be cancelled."""
@@ -92,7 +92,7 @@ def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...], timeouts: b
 @click.argument("message_id", metavar="ID")
 @due_options
 @timeouts_option
-@settings_options(*PLACES)
+@settings_options(*PLACE_SETTINGS)
 @json_option
 def reschedule(
     settings: Settings,
@@ -218,4 +218,4 @@ def _print_outcomes(screen: Screen, outcomes: dict[str, Outcome], done: str) -> 
         )
     screen.document({"outcomes": {message_id: outcome.value for message_id, outcome in outcomes.items()}})
     if any(outcome is not Outcome.DONE for outcome in outcomes.values()):
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)

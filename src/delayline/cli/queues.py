@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from delayline.message import Message
     from delayline.settings import Settings
 
-PLACES: Final = ("url", "transport_url")
+QUEUE_SETTINGS: Final = ("url", "transport_url")
 NONE: Final = "none"
 
 
 @click.command(epilog=examples("delayline queues", "delayline queues --json"))
-@settings_options(*PLACES)
+@settings_options(*QUEUE_SETTINGS)
 @json_option
 def queues(settings: Settings, screen: Screen) -> None:
     """List the queues: how many messages are in each, and its limits. Counts include messages that are handled now."""
@@ -44,7 +44,7 @@ def queues(settings: Settings, screen: Screen) -> None:
 
 @click.command(epilog=examples("delayline pause billing"))
 @click.argument("queue")
-@settings_options(*PLACES)
+@settings_options(*QUEUE_SETTINGS)
 @json_option
 def pause(settings: Settings, screen: Screen, queue: str) -> None:
     """Receive no more messages from a queue, in any process, until `resume`. Messages at work are still handled."""
@@ -53,7 +53,7 @@ def pause(settings: Settings, screen: Screen, queue: str) -> None:
 
 @click.command(epilog=examples("delayline resume billing"))
 @click.argument("queue")
-@settings_options(*PLACES)
+@settings_options(*QUEUE_SETTINGS)
 @json_option
 def resume(settings: Settings, screen: Screen, queue: str) -> None:
     """Receive messages from a paused queue again."""
@@ -76,7 +76,7 @@ def resume(settings: Settings, screen: Screen, queue: str) -> None:
     metavar="NAME",
     help="Let --concurrency limit the messages of this type only; none for the number in the program.",
 )
-@settings_options(*PLACES)
+@settings_options(*QUEUE_SETTINGS)
 @json_option
 def limit(
     settings: Settings, screen: Screen, queue: str, concurrency: str | None, rate: str | None, kind: str | None
@@ -96,7 +96,7 @@ def limit(
 @click.command(epilog=examples("delayline peek billing", "delayline peek billing --limit 3 --json"))
 @click.argument("queue")
 @click.option("--limit", type=click.IntRange(1, 10_000), default=20, show_default=True, help="How many at most.")
-@settings_options(*PLACES)
+@settings_options(*QUEUE_SETTINGS)
 @json_option
 def peek(settings: Settings, screen: Screen, queue: str, limit: int) -> None:
     """Show the messages of a queue, oldest first, without receiving them."""
@@ -116,7 +116,7 @@ def peek(settings: Settings, screen: Screen, queue: str, limit: int) -> None:
 @click.command(epilog=examples("delayline purge billing --yes"))
 @click.argument("queue")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@settings_options(*PLACES)
+@settings_options(*QUEUE_SETTINGS)
 @json_option
 def purge(settings: Settings, screen: Screen, queue: str, yes: bool) -> None:
     """Delete the messages of a queue for ever, except those that are handled now."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from delayline.cli.options import (
-    FAILED,
+    EXIT_FAILED,
     Command,
     Commands,
     examples,
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
     from delayline.settings import Settings
 
-SHOWN: Final = 10
+ROWS_SHOWN: Final = 10
 
 
 @click.group(
@@ -109,7 +109,7 @@ def create(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, 
     document = {"broker": str(address), "prefix": levels.prefix, **made}
     screen.document(document | {"catch_all": caught._asdict(), "delivery_limits": limits._asdict()})
     if any(step.ok is False or (step.ok is None and not without_management) for step in (caught, limits)):
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 @rabbitmq.command(
@@ -175,7 +175,7 @@ def verify(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure, 
     healthy = all(check.ok for check in checks)
     screen.document({"healthy": healthy, "checks": [check._asdict() for check in checks]})
     if not healthy:
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 async def _verify(address: BrokerAddress, levels: DelayInfrastructure, url: str | None) -> Sequence[Check]:
@@ -257,7 +257,7 @@ def _move(
             raise
     _print_report(screen, move.report, dry_run=dry_run)
     if move.report.poison or _fails(move.report.blocked, without_management=without_management):
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _print_report(screen: Screen, report: Report, *, dry_run: bool) -> None:
@@ -268,7 +268,7 @@ def _print_report(screen: Screen, report: Report, *, dry_run: bool) -> None:
     if report.destinations:
         screen.table(("destination", "count"), report.destinations.most_common())
     if report.reasons:
-        screen.table(("count", "not moved because"), [(n, why) for why, n in report.reasons.most_common(SHOWN)])
+        screen.table(("count", "not moved because"), [(n, why) for why, n in report.reasons.most_common(ROWS_SHOWN)])
     would = "would be " if dry_run else ""
     screen.echo(
         f"{report.moved} {would}moved, {report.poison} not"
@@ -356,7 +356,7 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure,
         }
     )
     if _fails(blocked, without_management=without_management):
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _row(window: Window, total: int) -> Sequence[object]:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delayline.cli.due import delay_given
-from delayline.cli.log_format import FORMATS, LEVELS, log_to_stderr
-from delayline.cli.options import FAILED, examples, json_option, settings_options
+from delayline.cli.log_format import LOG_FORMATS, LOG_LEVELS, log_to_stderr
+from delayline.cli.options import EXIT_FAILED, examples, json_option, settings_options
 from delayline.cli.screen import Screen
 from delayline.composition import endpoint_from
 from delayline.endpoint import GRACE, Endpoint
@@ -49,10 +49,10 @@ if TYPE_CHECKING:
 )
 @click.argument("target", required=False, metavar="[MODULE:ENDPOINT]")
 @click.option("--verbose", "-v", is_flag=True, help="Log every step: the same as --log-level debug.")
-@click.option("--log-level", type=click.Choice(LEVELS), default="info", show_default=True, help="What to log.")
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="What to log.")
 @click.option(
     "--log-format",
-    type=click.Choice(FORMATS),
+    type=click.Choice(LOG_FORMATS),
     default="text",
     show_default=True,
     help="Lines for people, or a JSON document a line.",
@@ -130,7 +130,7 @@ def run(  # noqa: PLR0913 - the options of the command
     screen.document({"endpoint": endpoint.name, "stopped_by": stopped_by})
     if stopped_by is None:
         Screen.complain(f"endpoint {endpoint.name!r} stopped after a critical error; see the log above")
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _servers(

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-WIDE: Final = 10_000
+UNWRAPPED_WIDTH: Final = 10_000
 """Columns where no terminal is: nothing is cut or wrapped that a script may read."""
 NUMBERS: Final = frozenset({"retries", "size", "count", "messages", "attempts", "bytes", "line"})
 
@@ -27,7 +27,7 @@ class Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = _console(width=None if sys.stdout.isatty() else WIDE, quiet=as_json)
+        self.console = _console(width=None if sys.stdout.isatty() else UNWRAPPED_WIDTH, quiet=as_json)
 
     @property
     def animated(self) -> bool:
@@ -55,7 +55,7 @@ class Screen:
         if self.as_json:
             return
         table = table_of(columns, rows, plain=not self.console.is_terminal)
-        needed = self.console.measure(table, options=self.console.options.update(width=WIDE)).maximum
+        needed = self.console.measure(table, options=self.console.options.update(width=UNWRAPPED_WIDTH)).maximum
         _console(width=max(needed, self.console.width)).print(table, crop=False)
 
     def document(self, document: Mapping[str, object]) -> None:

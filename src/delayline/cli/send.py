@@ -14,7 +14,7 @@ import click
 from delayline.cli.connection import sending_endpoint, start_of_delay
 from delayline.cli.due import due_options
 from delayline.cli.message_file import InputLine, InputRow, RejectedFile, RowFile, reason_of
-from delayline.cli.options import FAILED, PLACES, examples, json_option, settings_options
+from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, examples, json_option, settings_options
 from delayline.errors import DelaylineError, InvalidMessage, QueueNotFound
 from delayline.outgoing import due_time
 from delayline.readable import in_the_future, local, relative
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from delayline.endpoint import Endpoint
     from delayline.settings import Settings
 
-AT_ONCE: Final = 2000
+SENT_AT_ONCE: Final = 2000
 """Rows that are stored concurrently, and so in few transactions."""
-SHOWN: Final = 10
+ROWS_SHOWN: Final = 10
 """Rejected lines shown on the screen; the file has them all."""
 
 
@@ -57,7 +57,7 @@ SHOWN: Final = 10
     is_flag=True,
     help="Store delayed messages also for queues that do not exist now.",
 )
-@settings_options(*PLACES)
+@settings_options(*PLACE_SETTINGS)
 @json_option
 def send(  # noqa: PLR0913 - an option each
     settings: Settings,
@@ -166,7 +166,7 @@ def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destinat
         }
     )
     if rejected.count:
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 class Bulk:
@@ -185,7 +185,7 @@ class Bulk:
         """Store everything; raises the first error that is not a row's own fault."""
         async with sending_endpoint(settings) as endpoint:
             lines = self._rows.lines()
-            while chunk := list(islice(lines, AT_ONCE)):
+            while chunk := list(islice(lines, SENT_AT_ONCE)):
                 now = _start(endpoint)
                 good: list[InputRow] = []
                 for line in chunk:
@@ -220,5 +220,5 @@ class Bulk:
     def _reject(self, line: InputLine, error: Exception) -> None:
         reason = reason_of(error)
         self._rejected.add(line, reason)
-        if len(self._shown) < SHOWN:
+        if len(self._shown) < ROWS_SHOWN:
             self._shown.append((line.number, reason))

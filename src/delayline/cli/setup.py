@@ -10,8 +10,8 @@ import click
 from delayline.backends import backend_of
 from delayline.cli.connection import table_groups
 from delayline.cli.options import (
-    FAILED,
-    PLACES,
+    EXIT_FAILED,
+    PLACE_SETTINGS,
     examples,
     json_option,
     settings_options,
@@ -59,7 +59,7 @@ FEATURES: Final = ("broker_jobs", "cold_tier", "dispatchers", "jobs", "migration
     help="Create the tables of a feature in the store's database before its first use; repeatable.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the SQL that would run, and run none of it.")
-@settings_options(*PLACES, "journal")
+@settings_options(*PLACE_SETTINGS, "journal")
 @without_management_option
 @json_option
 def setup(
@@ -114,7 +114,7 @@ def setup(
         }
     )
     if undone or (unknown and not without_management):
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _show(screen: Screen, planned: Mapping[str, Sequence[str]]) -> None:

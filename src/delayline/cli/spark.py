@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from delayline.cli.due import delay_given
-from delayline.cli.options import FAILED, PLACES, Commands, examples, json_option, settings_options
+from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, Commands, examples, json_option, settings_options
 from delayline.masking import masked
 from delayline.readable import DELAYS
 
@@ -123,8 +123,8 @@ def in_thread(work: Callable[[], object]) -> None:
         raise failures[0]
 
 
-FORMS = ("parquet", "csv", "jsonl", "jdbc")
-SHOWN = 10
+READABLE_FORMATS = ("parquet", "csv", "jsonl", "jdbc")
+ROWS_SHOWN = 10
 """Rejected rows shown on the screen."""
 
 
@@ -153,7 +153,9 @@ def spark() -> None:
     )
 )
 @click.argument("path")
-@click.option("--format", "form", type=click.Choice(FORMS), help="The file's format, if its name does not show it.")
+@click.option(
+    "--format", "form", type=click.Choice(READABLE_FORMATS), help="The file's format, if its name does not show it."
+)
 @click.option(
     "--option",
     "reading",
@@ -216,7 +218,7 @@ def schedule(
             done.rejected_rows.write.mode("overwrite").json(rejected)
         _print_scheduled(screen, done, rejected)
     if done.rejected:
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _print_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> None:
@@ -224,7 +226,7 @@ def _print_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> Non
     elsewhere = f"{done.cold:,} in the cold tier, " if done.cold else ""
     elsewhere += f"{done.sent:,} sent to delay levels, " if done.sent else ""
     screen.echo(f"{done.stored:,} {again}, {elsewhere}{done.duplicates:,} there already, {done.rejected:,} rejected")
-    rows = done.rejected_rows.limit(SHOWN).toArrow().to_pylist() if done.rejected else []
+    rows = done.rejected_rows.limit(ROWS_SHOWN).toArrow().to_pylist() if done.rejected else []
     for row in rows:
         screen.echo(f"  {row['file'] or ''} line {row['line'] or '?'}: {row['reason']}", "yellow")
     if folder is not None and done.rejected:
@@ -249,7 +251,7 @@ def _print_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> Non
 @click.option("--name", help="The dispatcher's; the endpoint's name if left out.")
 @click.option("--stop", "stops", is_flag=True, help="Stop the running dispatcher, on whichever machine; do not wait.")
 @click.option("--status", "shows", is_flag=True, help="Show the progress of its tasks.")
-@settings_options(*PLACES, "number_of_retries", "batch_size")
+@settings_options(*PLACE_SETTINGS, "number_of_retries", "batch_size")
 @session_options
 @json_option
 def dispatch(
@@ -378,7 +380,7 @@ def audit(
         screen.echo(fault, "red")
     screen.document({**asdict(totals), "clean": totals.clean, "report": None if report is None else str(report)})
     if not totals.clean:
-        click.get_current_context().exit(FAILED)
+        click.get_current_context().exit(EXIT_FAILED)
 
 
 def _show_audit(screen: Screen, found: Audit, totals: Totals) -> None:

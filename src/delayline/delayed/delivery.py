@@ -457,7 +457,7 @@ class StoredDelivery:
 
 logger = logging.getLogger(__name__)
 
-MAXIMUM_GROUP: Final = 500
+MAXIMUM_STORED_GROUP: Final = 500
 #: Stores at the same time of a store without batches.
 SINGLE_STORES: Final = 1000
 
@@ -484,7 +484,7 @@ class StoreGroup:
         self._stored = stored
         self._breaker = breaker
         self._group: Grouping[DelayedMessage, None] = (
-            Grouping(self._store_many, maximum=MAXIMUM_GROUP, abandoned=_log_abandoned)
+            Grouping(self._store_many, maximum=MAXIMUM_STORED_GROUP, abandoned=_log_abandoned)
             if isinstance(store, SupportsBatches)
             else Grouping(self._store_each, maximum=1, at_once=SINGLE_STORES, abandoned=_log_abandoned)
         )

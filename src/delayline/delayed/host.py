@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 
-TIMEOUTS: Final = "Timeouts"
+TIMEOUTS_QUEUE: Final = "Timeouts"
 DISPATCHER: Final = "TimeoutsDispatcher"
 
 
@@ -27,8 +27,8 @@ def satellite_queues(transport: Transport, endpoint_name: str) -> tuple[str, str
     NServiceBus names them so: https://docs.particular.net/nservicebus/messaging/timeout-manager
     """
     if isinstance(transport, SupportsQualifiedQueues):
-        return transport.qualified(endpoint_name, TIMEOUTS), transport.qualified(endpoint_name, DISPATCHER)
-    return f"{endpoint_name}.{TIMEOUTS}", f"{endpoint_name}.{DISPATCHER}"
+        return transport.qualified(endpoint_name, TIMEOUTS_QUEUE), transport.qualified(endpoint_name, DISPATCHER)
+    return f"{endpoint_name}.{TIMEOUTS_QUEUE}", f"{endpoint_name}.{DISPATCHER}"
 
 
 class SatelliteWork(Protocol):

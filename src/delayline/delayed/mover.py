@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.delayed.blame import FOLLOWS_WITHIN
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 #: Errors by which a back end says that the fault is not a message's.
 OF_BACK_END: Final = (BackendUnavailable, BackendUnusable)
 #: How long a prefetched batch may be used: a store's lock may be a lease, and a transport may block for minutes.
-FRESH: Final = timedelta(seconds=5)
+BATCH_USABLE_FOR: Final = timedelta(seconds=5)
 #: Failed messages that are recovered before the next batch is fetched, where their claims outlast a batch; fewer if
 #: that takes more than so many seconds ...
 RECOVERED_AT_ONCE: Final = 32
@@ -52,9 +52,7 @@ MOST_LOCKED: Final = 48
 #: ... and how long each stays open at most, once there are so many.
 LOCKED_FOR: Final = timedelta(seconds=1)
 #: Where one message has failed alone, so many are looked at for others to its destination.
-LOOKED_AT: Final = 100
-#: Later than any end of a sleep.
-LATEST: Final = datetime.max.replace(tzinfo=UTC)
+SEARCHED_MESSAGES: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +372,7 @@ class Mover:
         fetched = await self._take_prefetched()
         if fetched is None:
             return await self._fetch(now, limit)
-        if fetched.messages and now - fetched.at <= FRESH:
+        if fetched.messages and now - fetched.at <= BATCH_USABLE_FOR:
             return fetched
         await self._undo(fetched)
         await self.release(())
@@ -470,7 +468,7 @@ class Mover:
         try:
             if self._lookup is not None:
                 until = self._recovery.now + FOLLOWS_WITHIN
-                found = await self._lookup.due_between(None, until, limit=LOOKED_AT)
+                found = await self._lookup.due_between(None, until, limit=SEARCHED_MESSAGES)
                 due = [each.message for each in found]
             elif isinstance(self._store, OneAtATime) and self._scope.begin is None:
                 due = await self._store.fetch_due(self._recovery.now, 1, max_bytes=self._batch_bytes)

@@ -34,14 +34,14 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.circuit_breaker import first_of, is_cancelled
-from delayline.clock import EPOCH
-from delayline.delayed.mover import LATEST, OF_BACK_END, Batch
+from delayline.clock import EPOCH, LATEST_TIME
+from delayline.delayed.mover import OF_BACK_END, Batch
 from delayline.delayed.one_at_a_time import OneAtATime
 from delayline.delayed.store import Forwarded
 from delayline.errors import StorageFull
 from delayline.events import Event, emit
 from delayline.failures import brief
-from delayline.observer import UNKNOWN
+from delayline.observer import UNKNOWN_DESTINATION
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 MAXIMUM_SLEEP: Final = timedelta(seconds=60)
 #: After a move inside the database the poller rests so many times as long as the move took, so that messages due at
 #: nearly the same time move together ...
-RESTS: Final = 4
+RESTS_AFTER_MOVE: Final = 4
 #: ... but no longer than this from the beginning of one move to the next.
 MOVES_WITHIN: Final = timedelta(milliseconds=6)
 #: Pause while all due messages are locked by other processes; without one the poller would query in a tight loop.
@@ -181,7 +181,7 @@ class Poller:
             self._observer.polled(0, None)
         if self._mover.has_failures or self._mover.try_unsent(now):
             return
-        latest = min(now + self._maximum_sleep, self._mover.set_aside_until or LATEST)
+        latest = min(now + self._maximum_sleep, self._mover.set_aside_until or LATEST_TIME)
         if due is None or due > latest:
             await self._sleep_until(latest)
         elif await self._sleep_until(due):
@@ -249,12 +249,12 @@ class Poller:
             self._known = forwarded
             if forwarded.next_due is None or forwarded.next_due > now:
                 ended = self._clock.now()
-                self._rests_until = min(ended + RESTS * (ended - now), now + MOVES_WITHIN)
+                self._rests_until = min(ended + RESTS_AFTER_MOVE * (ended - now), now + MOVES_WITHIN)
             self._bypass_forwarding = forwarded.left > 0
             self._fetch_breaker.success()
             self._dispatch_breaker.success()
             if self._observer is not None:
-                numbers = forwarded.moved or {(UNKNOWN, None): forwarded.number}
+                numbers = forwarded.moved or {(UNKNOWN_DESTINATION, None): forwarded.number}
                 self._observer.dispatched(numbers, self._clock.now())
                 self._observer.polled(forwarded.number, None)
             if logger.isEnabledFor(logging.DEBUG):

@@ -38,7 +38,7 @@ class Reason(Enum):
     """It was sent and could not be removed, while others could."""
 
 
-SENT: Final = frozenset({Reason.IN_DOUBT, Reason.UNREMOVABLE})
+SENT_REASONS: Final = frozenset({Reason.IN_DOUBT, Reason.UNREMOVABLE})
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class AsideMessage:
     @property
     def sent(self) -> bool:
         """Whether it was sent, and must not be sent again."""
-        return self.reason in SENT
+        return self.reason in SENT_REASONS
 
     async def end_lock(self) -> None:
         """End the transaction that locks it, if there is one."""

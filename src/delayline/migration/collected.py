@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from delayline.migration.tally import Bounds, Tally
 
 KEY: Final = 200
-ENDPOINT: Final = 250
+LONGEST_ENDPOINT: Final = 250
 #: State of a message that has left its source, and of one that the source may have as well.
 SURE: Final = 1
 IN_DOUBT: Final = 0
 #: Messages, with their bodies, that are in memory at once.
-PAGE: Final = 200
+ROWS_A_PAGE: Final = 200
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class CollectedSource(TableSource):
         """Return the columns of a collected message."""
         return [
             Column(self.key, text(KEY), primary_key=True),
-            Column("endpoint", text(ENDPOINT), nullable=False),
+            Column("endpoint", text(LONGEST_ENDPOINT), nullable=False),
             *(Column(name, CONTENT) for name in ("id", "destination")),
             Column("due", DUE),
             *(Column(name, CONTENT) for name in ("headers", "body", "why", "original")),
@@ -260,7 +260,7 @@ class CollectedSource(TableSource):
 
     def _kept_rows(self, connection: Connection, after: str) -> list[CollectedMessage]:
         columns = self.kept.c
-        query = select(self.kept).where(columns[self.key] > after).order_by(columns[self.key]).limit(PAGE)
+        query = select(self.kept).where(columns[self.key] > after).order_by(columns[self.key]).limit(ROWS_A_PAGE)
         return [self._from_row(tuple(row)) for row in connection.execute(query)]
 
     def _row(self, message: CollectedMessage) -> dict[str, Any]:

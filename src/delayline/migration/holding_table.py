@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 #: Bytes of bodies in a batch, about, at most: a task has a few of them in memory.
-BATCH_BYTES: Final = 16 * 1024 * 1024
+LARGEST_BATCH: Final = 16 * 1024 * 1024
 
 
 def create_holding_table(connection: Connection, source: TableSource, name: str) -> None:
@@ -86,7 +86,7 @@ def _into_batches(source: TableSource, held: Table, some: Slice, movable: Column
     number = func.count().over(order_by=order, rows=(None, 0)) - 1
     so_far = func.sum(lengths).over(order_by=order, rows=(None, 0))
     columns = [column.name for column in source.columns()]
-    batch = number // size + so_far // BATCH_BYTES
+    batch = number // size + so_far // LARGEST_BATCH
     numbered = select(batch, number, *(rows.c[name] for name in columns)).where(movable)
     return insert(held).from_select([BATCH, NUMBER, *columns], numbered)
 
@@ -152,7 +152,7 @@ GROWTH: Final = 4
 #: Approximate rows of the largest slices, unless there would be more than MOST of them.
 SLICE_ROWS: Final = 250_000
 #: The most slices of that size in a partition: each has its own holding table.
-MOST: Final = 50
+MOST_SLICES: Final = 50
 
 
 class Slice(NamedTuple):
@@ -196,7 +196,7 @@ def slices_of(
 
 def _places(rows: int) -> Iterator[int]:
     """Yield the number of rows before the end of each slice but the last."""
-    largest = max(SLICE_ROWS, -(-rows // MOST))
+    largest = max(SLICE_ROWS, -(-rows // MOST_SLICES))
     size = place = min(FIRST_ROWS, largest)
     while place < rows:
         yield place

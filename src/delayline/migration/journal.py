@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Dialect
 
-RUN: Final = 40
-NAME: Final = 250
-REASON: Final = 1000
+LONGEST_RUN: Final = 40
+LONGEST_TABLE_NAME: Final = 250
+LONGEST_KEPT_REASON: Final = 1000
 #: The table of runs, and the lock of the process that works on them.
 MIGRATIONS_TABLE: Final = "delayline_migrations"
 
@@ -126,12 +126,12 @@ class MigrationTables:
 
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
-        run = ("run", text(RUN))
+        run = ("run", text(LONGEST_RUN))
         self.runs = Table(
             MIGRATIONS_TABLE,
             metadata,
             Column(*run, primary_key=True),
-            Column("state", text(RUN), nullable=False),
+            Column("state", text(LONGEST_RUN), nullable=False),
             Column("parameters", CONTENT, nullable=False),
             Column("started", DUE, nullable=False),
             Column("finished", DUE),
@@ -141,9 +141,9 @@ class MigrationTables:
             metadata,
             Column(*run, primary_key=True),
             Column("part", BigInteger, primary_key=True, autoincrement=False),
-            *(Column(name, text(NAME), nullable=False) for name in ("endpoint", "source_table")),
-            Column("owner", text(NAME)),
-            *(Column(name, text(NAME), nullable=False) for name in ("target", "held")),
+            *(Column(name, text(LONGEST_TABLE_NAME), nullable=False) for name in ("endpoint", "source_table")),
+            Column("owner", text(LONGEST_TABLE_NAME)),
+            *(Column(name, text(LONGEST_TABLE_NAME), nullable=False) for name in ("target", "held")),
             Column("rows", BigInteger, nullable=False),
             Column("batches", BigInteger, nullable=False),
         )
@@ -153,7 +153,7 @@ class MigrationTables:
             Column(*run, primary_key=True),
             *(Column(name, BigInteger, primary_key=True, autoincrement=False) for name in ("part", "batch")),
             Column("rows", BigInteger, nullable=False),
-            Column("state", text(RUN), nullable=False),
+            Column("state", text(LONGEST_RUN), nullable=False),
             Column("attempts", BigInteger, nullable=False),
         )
         self.rejected = Table(
@@ -165,7 +165,7 @@ class MigrationTables:
                 for name in ("part", "batch", "attempt", "number")
             ),
             Column("id", CONTENT, nullable=False),
-            Column("reason", text(REASON), nullable=False),
+            Column("reason", text(LONGEST_KEPT_REASON), nullable=False),
         )
 
     @property
@@ -319,7 +319,7 @@ class MigrationJournal:
         connection.execute(delete(self.rejected).where(before))
         rows = [
             {"run": run, "part": partition, "batch": batch, "attempt": attempt, "number": number,
-             "id": key.encode("utf-8", "replace"), "reason": reason[:REASON]}
+             "id": key.encode("utf-8", "replace"), "reason": reason[:LONGEST_KEPT_REASON]}
             for number, (key, reason) in rejected.items()
         ]  # fmt: skip
         if rows:

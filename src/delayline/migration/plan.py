@@ -15,7 +15,7 @@ from delayline.checks import whole_number
 from delayline.errors import BackendUnusable, ConfigurationError, DelaylineError
 from delayline.message import in_utc
 from delayline.migration.collected import CollectedSource, Selection
-from delayline.migration.source import LATEST, NO_ENDPOINT, chosen, skipped_rows
+from delayline.migration.source import LATEST_MOVABLE, NO_ENDPOINT, chosen, skipped_rows
 from delayline.migration.tally import Bounds
 from delayline.migration.targets import NOOP
 from delayline.migration.work import LOOKED, PreviewWork
@@ -36,11 +36,11 @@ BATCH_ROWS: Final = 1000
 BATCH_ROWS_ONCE: Final = 10_000
 #: Rows that go together, about, as one job of Spark's.
 ROUND_ROWS: Final = 500_000
-ALL: Final = "*"
+ALL_ENDPOINTS: Final = "*"
 ANY_SIZE: Final = 1 << 40
 TOO_FAR: Final = "it is due later than {} can hold it"
 #: Spans of due time that a look is cut into, for each core.
-SPANS: Final = 2
+SPANS_A_CORE: Final = 2
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Plan:
             "schema": self.source.schema or "",
             "to": NOOP if self.target is None else self.target.kind,
             "target": NOOP if self.target is None else str(self.target),
-            "endpoints": ALL if self.endpoints is None else ", ".join(sorted(self.endpoints)),
+            "endpoints": ALL_ENDPOINTS if self.endpoints is None else ", ".join(sorted(self.endpoints)),
             "cutoff": "" if self.cutoff is None else self.cutoff.isoformat(),
             "batch_size": str(self.batch_rows),
         }
@@ -210,7 +210,7 @@ def looked_through(
     last: datetime | None,
 ) -> tuple[int, list[tuple[str, int, str | None]]]:
     """Read all rows of the partition; return the number of valid ones, and reason, number and an id of the others."""
-    number = max(1, SPANS * parallelism(spark)) if first != last else 1
+    number = max(1, SPANS_A_CORE * parallelism(spark)) if first != last else 1
     cuts = [] if first is None or last is None else [first + (last - first) / number * cut for cut in range(1, number)]
     largest = ANY_SIZE if plan.target is None else plan.target.largest_message
     look = PreviewWork(plan.source, partition, plan.cutoff, cuts, bodies, largest)
@@ -251,7 +251,7 @@ def _preview(plan: Plan, partition: SourcePartition, spark: SparkSession, *, bod
 def _latest(plan: Plan, now: datetime) -> datetime:
     """Return the last due time that the target accepts."""
     longest = None if plan.target is None else plan.target.longest
-    return LATEST if longest is None or longest > LATEST - now else now + longest
+    return LATEST_MOVABLE if longest is None or longest > LATEST_MOVABLE - now else now + longest
 
 
 def _name_of_one(plan: Plan, partition: SourcePartition, condition: ColumnElement[bool]) -> str | None:

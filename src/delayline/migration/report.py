@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from delayline.migration.plan import Plan
     from delayline.migration.run import MigrationResult
 
-PAGE: Final = """<!doctype html>
+REPORT_PAGE: Final = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>Migration {run}</title>
 <style>body {{ font: 16px/1.5 system-ui, sans-serif; margin: 3rem auto; max-width: 50rem }}
 table {{ border-collapse: collapse; margin: 1rem 0 }} td, th {{ padding: .2rem .8rem .2rem 0; text-align: left }}
@@ -35,7 +35,7 @@ def page(plan: Plan, outcome: MigrationResult) -> str:
         counts.append(("skipped", str(outcome.skipped)))
     rejected = [(reason, str(number)) for reason, number in outcome.reasons]
     verdict = "Everything has moved" if outcome.complete and plan.target is not None else "Not everything has moved"
-    return PAGE.format(
+    return REPORT_PAGE.format(
         run=escape(outcome.run or "(dry run)"),
         verdict=verdict,
         state=escape(str(outcome.state)),

@@ -23,7 +23,7 @@ MESSAGE: Final = pa.schema(
     ]
 )
 #: Columns by which `verify` compares pending messages.
-WAITING: Final = "id STRING, destination STRING, due TIMESTAMP"
+WAITING_COLUMNS: Final = "id STRING, destination STRING, due TIMESTAMP"
 WAITING_SCHEMA: Final = pa.schema([MESSAGE.field(name) for name in ("id", "destination", "due")])
 #: The reason for which a row of the source cannot become a message.
 WHY: Final = pa.field("why", pa.string())

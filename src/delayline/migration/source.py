@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 BATCH: Final = "delayline_batch"
 NUMBER: Final = "delayline_number"
 #: Rows without a due time that are named.
-SHOWN: Final = 10
+NAMES_SHOWN: Final = 10
 #: How rows of a shared table that name no endpoint are called.
 NO_ENDPOINT: Final = "(no endpoint)"
 #: The range of times that every product supports; a preview lists rows outside it, and no run moves them.
-EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
-LATEST: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
+EARLIEST_MOVABLE: Final = datetime(1753, 1, 1, tzinfo=UTC)
+LATEST_MOVABLE: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
 
 
 @dataclass(frozen=True)
@@ -168,8 +168,8 @@ class TableSource(ABC):
     def movable(self, partition: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
         """Return the condition on the partition's rows due at the cutoff or later; on all its rows for None."""
         columns = self.table(partition.table).c
-        first = EARLIEST if cutoff is None else max(cutoff, EARLIEST)
-        times = and_(columns[self.due] >= self.kept_due(first), columns[self.due] <= self.kept_due(LATEST))
+        first = EARLIEST_MOVABLE if cutoff is None else max(cutoff, EARLIEST_MOVABLE)
+        times = and_(columns[self.due] >= self.kept_due(first), columns[self.due] <= self.kept_due(LATEST_MOVABLE))
         return and_(times, self.owned(partition))
 
     def unmovable(self, partition: SourcePartition) -> ColumnElement[bool]:
@@ -270,8 +270,8 @@ def skipped_rows(connection: Connection, source: TableSource, endpoints: Sequenc
         for partition in those:
             table, mine = source.table(partition.table), source.unmovable(partition)
             rows += int(connection.execute(select(func.count()).select_from(table).where(mine)).scalar_one())
-            some = connection.execute(select(source.name_column(table)).where(mine).limit(SHOWN)).scalars()
+            some = connection.execute(select(source.name_column(table)).where(mine).limit(NAMES_SHOWN)).scalars()
             names += [source.shown_name(value) for value in some]
         if rows:
-            found.append(SkippedMessage(reason, rows, names[:SHOWN]))
+            found.append(SkippedMessage(reason, rows, names[:NAMES_SHOWN]))
     return found

@@ -16,8 +16,8 @@ from delayline.bulk.writer import blocking
 from delayline.errors import ConfigurationError
 from delayline.migration.holding_table import read_batch
 from delayline.migration.journal import BatchState, HeldPartition, MigrationJournal, MigrationRun
-from delayline.migration.plan import ALL
-from delayline.migration.rows import WAITING, WAITING_SCHEMA
+from delayline.migration.plan import ALL_ENDPOINTS
+from delayline.migration.rows import WAITING_COLUMNS, WAITING_SCHEMA
 from delayline.migration.source import BATCH, NUMBER, SkippedMessage, skipped_rows
 from delayline.spark.errors import translated_errors
 from delayline.sql.store import MICROSECOND
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from delayline.migration.source import TableSource
     from delayline.migration.target import Target
 
-SHOWN: Final = 100
+IDS_SHOWN: Final = 100
 BATCHES_A_TASK: Final = 50
 
 
@@ -155,7 +155,7 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
             changed += counted[3]
     return Verified(
         found, progress.rows, progress.moved, progress.marked - progress.moved, progress.staged + progress.delivered,
-        progress.restored, waiting, gone, missing[:SHOWN], changed[:SHOWN], doubled[:SHOWN],
+        progress.restored, waiting, gone, missing[:IDS_SHOWN], changed[:IDS_SHOWN], doubled[:IDS_SHOWN],
         sum(group.rows for group in left_in(source, found)), repeatable,
     )  # fmt: skip
 
@@ -169,7 +169,7 @@ def _sent(
     table = pa.table({"id": pa.array(marked, pa.int64())})
     partitions = max(1, -(-len(marked) // BATCHES_A_TASK))
     numbers = spark.createDataFrame(table).repartition(partitions) if marked else spark.range(0)
-    return numbers.mapInArrow(DeliveredBatches(source, run.name, partition).rows, WAITING)
+    return numbers.mapInArrow(DeliveredBatches(source, run.name, partition).rows, WAITING_COLUMNS)
 
 
 def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int, int, list[str], list[str]]:
@@ -194,7 +194,7 @@ def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int,
         .otherwise("changed")
     )
     joined = sent.join(theirs, F.col("id") == F.col("there"), "left").select("id", state.alias("state"))
-    some = F.slice(F.collect_list(F.when(F.col("state").isin("missing", "changed"), F.col("id"))), 1, SHOWN)
+    some = F.slice(F.collect_list(F.when(F.col("state").isin("missing", "changed"), F.col("id"))), 1, IDS_SHOWN)
     rows = joined.groupBy("state").agg(F.count("*").alias("rows"), some.alias("ids")).toArrow().to_pylist()
     by_state = {row["state"]: row for row in rows}
     ids = [by_state.get(name, {"ids": []})["ids"] for name in ("missing", "changed")]
@@ -217,7 +217,7 @@ def _in_source(
     )
     rejected = select(journal.rejected.c.number).where(journal.rejected_in(run.name, partition.number))
     query = select(source.name_column(held)).join(table, held.c[source.key] == table.c[source.key])
-    query = query.where(held.c[BATCH].in_(marked), held.c[NUMBER].not_in(rejected)).limit(SHOWN)
+    query = query.where(held.c[BATCH].in_(marked), held.c[NUMBER].not_in(rejected)).limit(IDS_SHOWN)
     return [source.shown_name(value) for value in connection.execute(query).scalars()]
 
 
@@ -237,8 +237,8 @@ def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, part
 
 def left_in(source: TableSource, run: MigrationRun) -> list[SkippedMessage]:
     """Return the rows of the run's endpoints that no run moves."""
-    endpoints = run.parameters.get("endpoints", ALL)
-    chosen = None if endpoints == ALL else endpoints.split(", ")
+    endpoints = run.parameters.get("endpoints", ALL_ENDPOINTS)
+    chosen = None if endpoints == ALL_ENDPOINTS else endpoints.split(", ")
     return blocking(source.database.look(partial(skipped_rows, source=source, endpoints=chosen)))
 
 

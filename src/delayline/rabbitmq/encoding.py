@@ -11,7 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import CorruptHeaders, InvalidMessage
-from delayline.message import NO_VALUE, UNUSABLE_IDS, Headers, Message, encode_headers, id_from
+from delayline.message import NO_VALUE, UNUSABLE_ID_NAMESPACE, Headers, Message, encode_headers, id_from
 from delayline.rabbitmq.amqp.errors import Unsendable
 from delayline.rabbitmq.amqp.wire import (
     CONTENT_HEAD,
@@ -185,7 +185,7 @@ def with_headers_in_body(message: Message) -> Message | None:
 
 
 def _usable(message_id: str) -> str:
-    return message_id if _short(message_id) else id_from(UNUSABLE_IDS, message_id)
+    return message_id if _short(message_id) else id_from(UNUSABLE_ID_NAMESPACE, message_id)
 
 
 def encode_properties(message: Message, delay: int | None, in_body: int | None = None) -> bytes:

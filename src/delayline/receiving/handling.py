@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from delayline.transport import ReceivedMessage
 
 #: So often a handler is repeated, within one attempt, whose own transaction has ended in favour of another ...
-CONFLICTS: Final = 20
+MOST_CONFLICTS: Final = 20
 #: ... after a pause in seconds that doubles from a millisecond up to this, so that each of many gets its turn.
 LONGEST_CONFLICT_PAUSE: Final = 0.25
 
@@ -154,7 +154,7 @@ class Handling:
                 failure = self.intake.tasks.failure(caught)
                 if failure is None:
                     raise
-                if conflicts < CONFLICTS and not self.intake.tasks.stopping.is_set() and attempt.gave_way(failure):
+                if conflicts < MOST_CONFLICTS and not self.intake.tasks.stopping.is_set() and attempt.gave_way(failure):
                     self.intake.reports.repeated(message.logical, failure)
                     await self.intake.tasks.wait(_pause_after_conflict(conflicts))
                     conflicts += 1

@@ -53,8 +53,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SYNCHRONOUS: Final = (("sqlalchemy", "Engine"), ("sqlalchemy.orm", "sessionmaker"))
-ASYNCHRONOUS: Final = (("sqlalchemy.ext.asyncio", "AsyncEngine"), ("sqlalchemy.ext.asyncio", "async_sessionmaker"))
+SYNC_FACTORIES: Final = (("sqlalchemy", "Engine"), ("sqlalchemy.orm", "sessionmaker"))
+ASYNC_FACTORIES: Final = (("sqlalchemy.ext.asyncio", "AsyncEngine"), ("sqlalchemy.ext.asyncio", "async_sessionmaker"))
 SOURCES: Final = (
     "an Engine, AsyncEngine, sessionmaker or async_sessionmaker of SQLAlchemy, a pool of psycopg's, a function that "
     "connects, or an alias of Django's"
@@ -275,7 +275,7 @@ class LoopTransaction:
     async def begin(self) -> Any:  # noqa: ANN401 - the connection or session
         """Open the connection, once, and return it."""
         if self.connection is None:
-            made = _made_by(self.source, *ASYNCHRONOUS[0])
+            made = _made_by(self.source, *ASYNC_FACTORIES[0])
             self.connection = await made if isawaitable(made) else made
         return self.connection
 
@@ -328,7 +328,7 @@ class ThreadTransaction:
             if isinstance(self.source, str):
                 self.connection = self._begin_in_django(self.source)
             else:
-                self.connection = _made_by(self.source, *SYNCHRONOUS[0])
+                self.connection = _made_by(self.source, *SYNC_FACTORIES[0])
         return self.connection
 
     def serve(self, *, given_up: bool) -> None:
@@ -445,7 +445,7 @@ def _is(source: object, module: str, name: str) -> bool:
 
 def _connects(source: object, *, asynchronous: bool) -> bool:
     """Return whether a handler that is a coroutine function, or one that is not, can use the source."""
-    fits, others = (ASYNCHRONOUS, SYNCHRONOUS) if asynchronous else (SYNCHRONOUS, ASYNCHRONOUS)
+    fits, others = (ASYNC_FACTORIES, SYNC_FACTORIES) if asynchronous else (SYNC_FACTORIES, ASYNC_FACTORIES)
     if any(_is(source, *kind) for kind in fits):
         return True
     makes = getattr(source, "getconn", source)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
 
-from delayline.bulk.cold_catalog import KEPT_FOR, FileState
+from delayline.bulk.cold_catalog import OBSOLETE_FILES_KEPT_FOR, FileState
 from delayline.bulk.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter, schema
 from delayline.spark.cold_tier import (
     ColdTier,
@@ -100,7 +100,7 @@ def delete_unregistered(tier: ColdTier) -> int:
         return 0
     folder = tier.create()
     now = datetime.now(UTC)
-    old = [lying for lying in folder.lying() if now - lying.changed.astimezone(UTC) > KEPT_FOR]
+    old = [lying for lying in folder.lying() if now - lying.changed.astimezone(UTC) > OBSOLETE_FILES_KEPT_FOR]
     known = tier.read(tier.catalog.known)  # after the listing: a new file is registered after it was written
     unknown = [lying for lying in old if lying.name not in known]
     for lying in unknown:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 
 from delayline.errors import ConfigurationError
-from delayline.spark.options import COLUMNS, FORMAT, check_columns, choice
+from delayline.spark.options import FORMAT, SOURCE_COLUMNS, check_columns, choice
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -26,7 +26,7 @@ class DelayedMessages(DataSource):
 
     def schema(self) -> StructType:
         """Return the columns of a message."""
-        return COLUMNS
+        return SOURCE_COLUMNS
 
     def reader(self, schema: StructType) -> BatchReader:
         """Return a reader of the selected columns."""

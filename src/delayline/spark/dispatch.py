@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TEN_MINUTES: Final = timedelta(minutes=10)
-FIRST_PAUSE: Final = 1.0  # seconds after a failed job, doubling
-LONGEST_PAUSE: Final = 60.0
-MOST_FAILURES: Final = 8
+FIRST_RESTART_PAUSE: Final = 1.0  # seconds after a failed job, doubling
+LONGEST_RESTART_PAUSE: Final = 60.0
+FAILURES_IN_A_ROW: Final = 8
 SPECULATION: Final = "spark.speculation"
 
 
@@ -106,7 +106,7 @@ class Dispatcher:
                     _run_generation(spark, self._settings, generation, self._shards)
             except DelaylineError as error:
                 failures += 1
-                if failures >= MOST_FAILURES:
+                if failures >= FAILURES_IN_A_ROW:
                     raise
                 text = "generation %d of dispatcher %s failed and will be restarted: %s"
                 emit(
@@ -119,7 +119,7 @@ class Dispatcher:
                     error,
                     exception=error,
                 )
-                self._stopping.wait(min(FIRST_PAUSE * 2 ** (failures - 1), LONGEST_PAUSE))
+                self._stopping.wait(min(FIRST_RESTART_PAUSE * 2 ** (failures - 1), LONGEST_RESTART_PAUSE))
             else:
                 failures = 0
 

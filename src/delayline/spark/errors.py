@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 #: The last line of a Python traceback inside an error of Java.
 OURS: Final = re.compile(r"delayline\.errors\.(\w+): (.+)")
 #: The condition of Spark when its Python cannot import delayline.
-UNKNOWN: Final = "DATA_SOURCE_NOT_FOUND"
+SOURCE_NOT_FOUND: Final = "DATA_SOURCE_NOT_FOUND"
 MISSING: Final = re.compile(r"No module named '(delayline|pyspark_delayline|pyarrow|sqlalchemy|psycopg|pymysql)")
 #: An error condition of Spark.
 CONDITION: Final = re.compile(r"\[[A-Z][A-Z0-9_.]+\] .+")
 #: The class of Java errors that PySpark does not convert; compared by name, as Spark Connect works without Py4J.
 OF_JAVA: Final = "Py4JJavaError"
-LONGEST: Final = 500
+LONGEST_CAUSE: Final = 500
 #: Loggers of PySpark that write errors with the stack trace of Java to stderr.
 STACKS: Final = ("SQLQueryContextLogger", "DataFrameQueryContextLogger")
 
@@ -65,7 +65,7 @@ def translate_error(error: Exception) -> DelaylineError:
             f"the executors cannot import {missing[1]!r}: install 'delayline[spark]' with the store's extra there, or "
             "ship it with --archives, and delayline alone with --py-files as a .zip"
         )
-    if UNKNOWN in text and FORMAT in text:
+    if SOURCE_NOT_FOUND in text and FORMAT in text:
         return ConfigurationError(
             f"Spark finds no data source {FORMAT!r}: install 'delayline[spark]' in the Python that Spark's driver "
             "starts, which PYSPARK_PYTHON names"
@@ -74,4 +74,4 @@ def translate_error(error: Exception) -> DelaylineError:
     named = (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b.*: ", line))
     condition = CONDITION.search(text)
     summary = next(named, condition[0] if condition else lines[0] if lines else type(error).__name__)
-    return ConfigurationError(f"the Spark job failed: {summary[:LONGEST]}")
+    return ConfigurationError(f"the Spark job failed: {summary[:LONGEST_CAUSE]}")

@@ -114,15 +114,15 @@ def _wire_times(due: pa.Array) -> pa.Array:
 
 INSTANT: Final = pa.timestamp("us", "UTC")
 #: Due times that Python and every database can hold: the years 1 to 9999.
-EARLIEST: Final = -62_135_596_800_000_000
-LATEST: Final = 253_402_300_799_999_999
+YEAR_1: Final = -62_135_596_800_000_000
+END_OF_YEAR_9999: Final = 253_402_300_799_999_999
 BEYOND_LEVELS: Final = "due is beyond the reach of delay levels, 3106 days: give a store for such messages"
-SHOWN: Final = 80  # characters of a value in a reason
+LONGEST_SHOWN: Final = 80  # characters of a value in a reason
 SPACE: Final = r"[ \t\r\n]*"
-TEXT: Final = r'"[^"\\\x00-\x1f]{}"'
-PAIR: Final = SPACE.join(["", TEXT.format("+"), ":", TEXT.format("*"), ""])
+JSON_TEXT: Final = r'"[^"\\\x00-\x1f]{}"'
+JSON_PAIR: Final = SPACE.join(["", JSON_TEXT.format("+"), ":", JSON_TEXT.format("*"), ""])
 #: A JSON object of texts without escapes, like nearly all headers.
-PLAIN_HEADERS: Final = rf"^{SPACE}\{{({PAIR}(,{PAIR})*|{SPACE})\}}{SPACE}$"
+PLAIN_HEADERS: Final = rf"^{SPACE}\{{({JSON_PAIR}(,{JSON_PAIR})*|{SPACE})\}}{SPACE}$"
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
         *_name_faults("id", batch.column("id"), MAXIMUM_ID_LENGTH),
         *_name_faults("destination", batch.column("destination"), MAXIMUM_DESTINATION_LENGTH),
         (pc.is_null(due), "due is missing: give an instant"),
-        (pc.or_(pc.less(due, EARLIEST), pc.greater(due, LATEST)), "due is not in the years 1 to 9999"),
+        (pc.or_(pc.less(due, YEAR_1), pc.greater(due, END_OF_YEAR_9999)), "due is not in the years 1 to 9999"),
         (pc.greater(size, largest), f"headers and body have more than {largest:,} bytes: keep large content elsewhere"),
     ]
     reasons = _header_faults(headers)
@@ -237,4 +237,4 @@ def _length(column: pa.Array) -> pa.Array:
 
 def _shown(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Choice = TypeVar("Choice", bound=str)
 FORMAT: Final = "delayed_messages"
-COLUMNS: Final = StructType(
+SOURCE_COLUMNS: Final = StructType(
     [
         StructField("id", StringType()),
         StructField("destination", StringType()),
@@ -51,7 +51,7 @@ CASTS: Final = {
     "body": "CAST(body AS BINARY)",
 }
 #: Expressions that make an instant of a due time of another type, in any session's time zone.
-INSTANTS: Final = {
+INSTANT_EXPRESSIONS: Final = {
     TimestampNTZType: "CAST(concat(due, ' Europe/Berlin') AS TIMESTAMP), with the zone of its times",
     DateType: "CAST(concat(due, ' 00:00:00 Europe/Berlin') AS TIMESTAMP), for the start of the day in a zone",
     StringType: "CAST(due AS TIMESTAMP) where all texts have their offset from UTC",
@@ -120,13 +120,13 @@ class StoreOptions:
 
 def check_columns(schema: StructType) -> None:
     """Raise ConfigurationError for a missing, unknown or wrongly typed column."""
-    wanted: dict[str, DataType] = {field.name: field.dataType for field in COLUMNS}
+    wanted: dict[str, DataType] = {field.name: field.dataType for field in SOURCE_COLUMNS}
     given = {field.name: field.dataType for field in schema}
     for name in REQUIRED:
         if name not in given:
             raise ConfigurationError(
                 f"the DataFrame has no column {name!r}, only {', '.join(given)}: rename or add it. "
-                f"The columns are {COLUMNS.simpleString()}"
+                f"The columns are {SOURCE_COLUMNS.simpleString()}"
             )
     for name, kind in given.items():
         if name not in wanted:
@@ -136,7 +136,7 @@ def check_columns(schema: StructType) -> None:
         if not isinstance(kind, type(wanted[name])):
             use = CASTS[name]
             if name == "due":
-                use = next((text for type_, text in INSTANTS.items() if isinstance(kind, type_)), use)
+                use = next((text for type_, text in INSTANT_EXPRESSIONS.items() if isinstance(kind, type_)), use)
             raise ConfigurationError(
                 f"column {name!r} is {kind.simpleString()}, not {wanted[name].simpleString()}: use {use}"
             )

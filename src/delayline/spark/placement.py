@@ -18,7 +18,7 @@ import time
 import uuid
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, get_args
@@ -29,13 +29,13 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.window import Window
 
 from delayline.backends import Backend, backend_of
-from delayline.bulk.cold_catalog import HOUR
+from delayline.bulk.cold_catalog import MICROS_A_HOUR
 from delayline.bulk.cold_folder import HourWriter
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.ledger import Committed, JobLedger, RunKey, RunKind, Sink, check_input
 from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
 from delayline.bulk.writer import Attempt, blocking, new_area
-from delayline.clock import SystemClock, from_microseconds, to_microseconds
+from delayline.clock import LATEST_TIME, SystemClock, from_microseconds, to_microseconds
 from delayline.delayed.store import OnConflict
 from delayline.errors import ConfigurationError, DuplicateMessage
 from delayline.spark.cold_tier import (
@@ -48,8 +48,8 @@ from delayline.spark.cold_tier import (
     waiting_messages,
 )
 from delayline.spark.headers import HEADER_ALLOWANCE, INSTANT, SendHeaders, Validator, valid_rows
-from delayline.spark.options import COLUMNS, choice
-from delayline.spark.sources import HIDDEN, content_type, prepared
+from delayline.spark.options import SOURCE_COLUMNS, choice
+from delayline.spark.sources import OWN_COLUMNS, content_type, prepared
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 
@@ -68,11 +68,10 @@ if TYPE_CHECKING:
     from delayline.spark.sources import Columns
 
 Result = TypeVar("Result")
-LATEST: Final = datetime.max.replace(tzinfo=UTC)
 #: The name of the broker connections.
 CONNECTION_NAME: Final = "delayline schedule"
 #: Partitions of the rows for a broker. One that was confirmed and not yet recorded may be sent twice.
-PARTITIONS: Final = 1024
+HASH_PARTITIONS: Final = 1024
 #: Column: the partition of a row for the broker, 0 or more; negative for the store and the cold tier.
 PARTITION: Final = "_delayline_partition"
 #: Column: whether the id is already in store or cold tier, or belongs to an earlier row of the job.
@@ -276,7 +275,7 @@ class _Job:
         """
         reach = self._settings.hot_horizon
         if self._backend is not None:
-            longest = self._backend.longest_delay or LATEST - self._now
+            longest = self._backend.longest_delay or LATEST_TIME - self._now
             reach = longest if self._store is None else min(reach, longest)
         refused: Mapping[str, str] = {}
         if rows is not None and self._broker is not None:
@@ -287,7 +286,7 @@ class _Job:
 
     def _fingerprint(self, rows: DataFrame, parameters: JobParameters) -> Fingerprint:
         """Read the input once, without writing anything."""
-        messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*HIDDEN)
+        messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
         take = partial(_fingerprints, since=self._due_since(parameters))
         found, total = messages.mapInArrow(take, FINGERPRINT).toArrow(), Fingerprint()
         for text in found.column(0).to_pylist():
@@ -327,7 +326,7 @@ class _Job:
         A store alone takes any order, and its primary key finds duplicates; for the other sinks they are marked first.
         Files need the rows of an hour together. A partition for the broker is the work of one task.
         """
-        messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*HIDDEN)
+        messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
         if self._broker is None and self._tier is None:
             return messages
         known = None
@@ -335,11 +334,11 @@ class _Job:
             known = waiting_messages(rows.sparkSession, self._store.options, self._tier)
         messages = _with_duplicates_marked(messages, known)
         if self._broker is None:
-            messages = messages.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {HOUR}"))
+            messages = messages.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {MICROS_A_HOUR}"))
             return messages.hint("rebalance", DUE_HOUR).sortWithinPartitions("due").drop(DUE_HOUR)
         far = F.expr(f"unix_micros(due) >= {parameters.far_from}")
-        partition = F.when(far, F.expr(f"-1 - unix_micros(due) div {HOUR}")).otherwise(
-            F.pmod(F.xxhash64("id"), F.lit(PARTITIONS))
+        partition = F.when(far, F.expr(f"-1 - unix_micros(due) div {MICROS_A_HOUR}")).otherwise(
+            F.pmod(F.xxhash64("id"), F.lit(HASH_PARTITIONS))
         )
         messages = messages.withColumn(PARTITION, partition)
         return messages.repartition(PARTITION).sortWithinPartitions(PARTITION, "due")
@@ -595,7 +594,7 @@ class _Task:
                 counts.duplicate_id = rows.filter(duplicate).column("id")[0].as_py()
             counts.duplicates += number
             rows = rows.filter(pc.invert(duplicate)) if number else rows
-        return self.headers.complete(rows.select(COLUMNS.names))
+        return self.headers.complete(rows.select(SOURCE_COLUMNS.names))
 
 
 class _TaskRows:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
@@ -15,7 +15,7 @@ from delayline.bulk.cold_catalog import FileState
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.bulk.writer import Attempt, new_area
 from delayline.checks import time_span, whole_number
-from delayline.clock import to_microseconds
+from delayline.clock import LATEST_TIME, to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.spark.cold_tier import ColdTier, planned, planned_files
 from delayline.spark.errors import translated_errors
@@ -40,8 +40,7 @@ if TYPE_CHECKING:
 ONE_DAY: Final = timedelta(days=1)
 ONE_HOUR: Final = timedelta(hours=1)
 #: Messages of one transaction, about; a cancellation of one of them waits for the transaction.
-AT_ONCE: Final = 1_000_000
-LATEST: Final = datetime.max.replace(tzinfo=UTC)
+PROMOTED_ROWS: Final = 1_000_000
 STAGED: Final = "number LONG, rows LONG, earliest LONG"
 
 
@@ -72,7 +71,7 @@ class _Moved(NamedTuple):
 
 
 def promote(
-    target: JobTarget, *, horizon: timedelta = ONE_DAY, at_once: int = AT_ONCE, spark: SparkSession | None = None
+    target: JobTarget, *, horizon: timedelta = ONE_DAY, at_once: int = PROMOTED_ROWS, spark: SparkSession | None = None
 ) -> Promoted:
     """Move the messages due within the horizon from the cold tier to the store. Blocks.
 
@@ -96,7 +95,7 @@ def promote(
     with translated_errors():
         tier = ColdTier(target.options, target.cold_tier)
         now = tier.store.staging().now()
-        until = to_microseconds(now + horizon if horizon < LATEST - now else LATEST)
+        until = to_microseconds(now + horizon if horizon < LATEST_TIME - now else LATEST_TIME)
         done = Promoted()
         while True:
             files, dead = tier.files(until=until)

@@ -21,7 +21,7 @@ from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.bulk.stream_claims import StreamClaims
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
-from delayline.spark.options import COLUMNS, FORMAT, StoreOptions, instant_option, whole_option
+from delayline.spark.options import FORMAT, SOURCE_COLUMNS, StoreOptions, instant_option, whole_option
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
 
-PARTITIONS: Final = 2
+DEFAULT_PARTITIONS: Final = 2
 ROWS_AT_ONCE: Final = 10_000
 #: The filters of Spark that the store's table can evaluate exactly, with their operators.
 COMPARISONS: Final = {
@@ -59,7 +59,7 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
         self._schema = checked_schema(schema)
-        self._partitions = whole_option(options, "numPartitions", PARTITIONS)
+        self._partitions = whole_option(options, "numPartitions", DEFAULT_PARTITIONS)
         self._at_once = whole_option(options, "fetchSize", ROWS_AT_ONCE)
         self._conditions: list[Condition] = []
         due_from, due_to = instant_option(options, "dueFrom"), instant_option(options, "dueTo")
@@ -110,12 +110,12 @@ class PushingReader(BatchReader):
 
 def checked_schema(schema: StructType) -> StructType:
     """Return the schema. Raises ConfigurationError for a column that messages do not have."""
-    kinds = {field.name: field.dataType for field in COLUMNS}
+    kinds = {field.name: field.dataType for field in SOURCE_COLUMNS}
     for field in schema:
         if kinds.get(field.name) != field.dataType:
             raise ConfigurationError(
                 f"there is no column {field.name!r} of type {field.dataType.simpleString()} to read; "
-                f"choose from {COLUMNS.simpleString()}"
+                f"choose from {SOURCE_COLUMNS.simpleString()}"
             )
     return schema
 
@@ -131,7 +131,7 @@ def arrow_batch(rows: Sequence[Sequence[Any]], schema: StructType) -> pa.RecordB
 
 Result = TypeVar("Result")
 ROWS_PER_TRIGGER: Final = 10_000
-OFFSET: Final = "claim"
+OFFSET_KEY: Final = "claim"
 
 
 @dataclass
@@ -151,7 +151,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
         self._schema = checked_schema(schema)
-        self._partitions = whole_option(options, "numPartitions", PARTITIONS)
+        self._partitions = whole_option(options, "numPartitions", DEFAULT_PARTITIONS)
         self._limit = whole_option(options, "maxMessagesPerTrigger", ROWS_PER_TRIGGER)
         self._app = options.get("app", "")
         if not self._app.strip():
@@ -214,13 +214,13 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return self._open
 
     def _offset(self, number: int) -> dict[str, Any]:
-        return {OFFSET: number, **self._identity}
+        return {OFFSET_KEY: number, **self._identity}
 
     def _number(self, offset: dict[str, Any]) -> int:
         """Return the number in an offset. Rejects another stream's checkpoint, which would delete unread messages."""
-        number = offset.get(OFFSET)
+        number = offset.get(OFFSET_KEY)
         if not isinstance(number, int) or self._identity != {
-            name: value for name, value in offset.items() if name != OFFSET
+            name: value for name, value in offset.items() if name != OFFSET_KEY
         }:
             raise ConfigurationError(
                 f"the checkpoint belongs to another stream: its offset is {offset}, this one reads {self._identity}. "

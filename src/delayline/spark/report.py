@@ -163,10 +163,10 @@ def _shown(value: object) -> str:
 WIDTH: Final = 900
 HEIGHT: Final = 220
 LEFT: Final = 60
-BOTTOM: Final = 40
-TOP: Final = 20
+CHART_BOTTOM: Final = 40
+CHART_TOP: Final = 20
 COLORS: Final = ("var(--a)", "var(--b)", "var(--c)", "var(--d)")
-OTHERS: Final = "var(--e)"
+COLOR_OF_OTHERS: Final = "var(--e)"
 NOTHING: Final = '<p class="none">no data</p>'
 MOST_LABELS: Final = 12
 
@@ -181,7 +181,7 @@ def bars(values: Sequence[tuple[str, int]], title: str) -> str:
     for place, (name, number) in enumerate(values):
         x = LEFT + place * step
         parts.append(_rectangle(x, 0, number, top, step, COLORS[0], f"{name}: {number:,}"))
-        parts.append(_text(x + step / 2, HEIGHT - BOTTOM + 16, name))
+        parts.append(_text(x + step / 2, HEIGHT - CHART_BOTTOM + 16, name))
     return _svg(title, parts)
 
 
@@ -202,12 +202,12 @@ def stacked(values: Sequence[tuple[datetime, str, int]]) -> str:
     for place, (hour, column) in enumerate(columns.items()):
         below = 0
         for name, number in column.items():
-            color = COLORS[named.index(name)] if name in named else OTHERS
+            color = COLORS[named.index(name)] if name in named else COLOR_OF_OTHERS
             tooltip = f"{hour:%Y-%m-%d %H:00} {name or 'others'}: {number:,}"
             parts.append(_rectangle(LEFT + place * step, below, number, top, step, color, tooltip))
             below += number
     parts += _hours(list(columns))
-    colors = dict(zip(named, COLORS, strict=False)) | ({"others": OTHERS} if len(sums) > len(named) else {})
+    colors = dict(zip(named, COLORS, strict=False)) | ({"others": COLOR_OF_OTHERS} if len(sums) > len(named) else {})
     return _svg("messages by due hour", [*parts, *_legend(colors)])
 
 
@@ -240,7 +240,7 @@ def _svg(title: str, parts: Sequence[str]) -> str:
 
 
 def _height(value: float, top: float) -> float:
-    return HEIGHT - BOTTOM - value / top * (HEIGHT - BOTTOM - TOP)
+    return HEIGHT - CHART_BOTTOM - value / top * (HEIGHT - CHART_BOTTOM - CHART_TOP)
 
 
 def _rectangle(x: float, below: int, number: int, top: int, step: float, color: str, tooltip: str) -> str:
@@ -255,9 +255,9 @@ def _rectangle(x: float, below: int, number: int, top: int, step: float, color: 
 
 def _axis(top: float) -> str:
     shown = f"{top:,}" if isinstance(top, int) else f"{top:,.3f}"
-    floor = HEIGHT - BOTTOM
+    floor = HEIGHT - CHART_BOTTOM
     return (
-        f'<text x="{LEFT - 6}" y="{TOP + 4}" text-anchor="end">{shown}</text>'
+        f'<text x="{LEFT - 6}" y="{CHART_TOP + 4}" text-anchor="end">{shown}</text>'
         f'<text x="{LEFT - 6}" y="{floor}" text-anchor="end">0</text>'
         f'<line x1="{LEFT}" y1="{floor}" x2="{WIDTH}" y2="{floor}" stroke="currentColor" stroke-opacity=".4"/>'
     )
@@ -267,7 +267,7 @@ def _hours(hours: Sequence[datetime]) -> list[str]:
     step, each = (WIDTH - LEFT) / len(hours), -(-len(hours) // MOST_LABELS)
     form = "%H:00" if hours[0].date() == hours[-1].date() else "%m-%d %H:00"
     return [
-        _text(LEFT + (place + 0.5) * step, HEIGHT - BOTTOM + 16, f"{hours[place]:{form}}")
+        _text(LEFT + (place + 0.5) * step, HEIGHT - CHART_BOTTOM + 16, f"{hours[place]:{form}}")
         for place in range(0, len(hours), each)
     ]
 

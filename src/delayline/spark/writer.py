@@ -19,13 +19,13 @@ from delayline.bulk.writer import STREAMS, Attempt, BulkWriter, new_area
 from delayline.delayed.store import OnConflict
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, invalid_reasons, raise_for_invalid, valid_rows
-from delayline.spark.options import COLUMNS, StoreOptions, choice
+from delayline.spark.options import SOURCE_COLUMNS, StoreOptions, choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 INVALID: Final = ("fail", "skip")
-CONFLICTS: Final[tuple[OnConflict, ...]] = ("raise", "keep", "replace")
+ON_CONFLICT_CHOICES: Final[tuple[OnConflict, ...]] = ("raise", "keep", "replace")
 
 
 @dataclass
@@ -43,7 +43,7 @@ class StagingWriter:
     def __init__(self, options: Mapping[str, str], area: str) -> None:
         self._store = StoreOptions.of(options)
         self._area = area
-        self._on_conflict = choice(options, "onConflict", CONFLICTS)
+        self._on_conflict = choice(options, "onConflict", ON_CONFLICT_CHOICES)
         self._skips = choice(options, "invalid", INVALID) == "skip"
         self._sender = SendHeaders.of(options)
         self._staging.create()
@@ -153,9 +153,9 @@ def completed(batch: pa.RecordBatch) -> pa.RecordBatch:
     kinds = {"headers": pa.string(), "body": pa.binary()}
     columns = [
         batch.column(name) if name in batch.schema.names else pa.nulls(batch.num_rows, kinds[name])
-        for name in COLUMNS.names
+        for name in SOURCE_COLUMNS.names
     ]
-    return pa.RecordBatch.from_arrays(columns, names=COLUMNS.names)
+    return pa.RecordBatch.from_arrays(columns, names=SOURCE_COLUMNS.names)
 
 
 def _attempts(messages: Sequence[WriterCommitMessage | None]) -> list[Attempt]:

@@ -33,7 +33,7 @@ RETRY: Final = "delayline.retry"
 BREAKER: Final = "delayline.breaker"
 NSERVICEBUS_QUEUE: Final = "nservicebus.queue"
 #: The actions that count as retries.
-RETRIES: Final = {Action.RETRIED: "immediate", Action.DELAYED: "delayed", Action.BACKED_OFF: "dispatch"}
+RETRY_KINDS: Final = {Action.RETRIED: "immediate", Action.DELAYED: "delayed", Action.BACKED_OFF: "dispatch"}
 
 
 class Kind(StrEnum):
@@ -117,10 +117,10 @@ def _done(reading: Reading, action: Action) -> Values:
 
 
 def _retries(reading: Reading) -> Values:
-    tally = Tally(dict.fromkeys(RETRIES.values(), 0))
+    tally = Tally(dict.fromkeys(RETRY_KINDS.values(), 0))
     for (action, _), number in reading.snapshot.recovered.items():
-        if action in RETRIES:
-            tally[RETRIES[action]] += number
+        if action in RETRY_KINDS:
+            tally[RETRY_KINDS[action]] += number
     return (((kind,), number) for kind, number in tally.items())
 
 

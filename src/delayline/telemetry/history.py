@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-KEPT_FOR: Final = timedelta(days=30)
-MINUTE: Final = 60_000_000  # microseconds
+HISTORY_KEPT_FOR: Final = timedelta(days=30)
+MICROS_A_MINUTE: Final = 60_000_000  # microseconds
 #: Minutes that a row covers.
 SCALES: Final = (1, 60)
 #: Minutes whose rows are deleted in one transaction.
@@ -114,7 +114,7 @@ class MinuteHistory(Measurements):
     """
 
     def __init__(
-        self, url: str, *, schema: str | None = None, kept_for: timedelta = KEPT_FOR, clock: Clock | None = None
+        self, url: str, *, schema: str | None = None, kept_for: timedelta = HISTORY_KEPT_FOR, clock: Clock | None = None
     ) -> None:
         super().__init__()
         self._database = database_at(url)
@@ -147,7 +147,7 @@ class MinuteHistory(Measurements):
             try:
                 while True:
                     now = to_microseconds(clock.now())
-                    await clock.sleep((MINUTE - now % MINUTE) / 1_000_000)
+                    await clock.sleep((MICROS_A_MINUTE - now % MICROS_A_MINUTE) / 1_000_000)
                     try:
                         if not prepared:
                             await self._database.set_up(table.plan, table.set_up)
@@ -166,7 +166,7 @@ class MinuteHistory(Measurements):
 
     async def write(self, now: datetime) -> None:
         """Write the rows of the minutes and hours that have ended by `now`, and delete a few old ones."""
-        snapshot, minute = self.snapshot(), to_microseconds(now) // MINUTE
+        snapshot, minute = self.snapshot(), to_microseconds(now) // MICROS_A_MINUTE
         for scale in SCALES:
             start, base = self._bases[scale]
             if minute // scale * scale > start:
@@ -175,7 +175,7 @@ class MinuteHistory(Measurements):
         await self._database.write(lambda connection: self._delete_old(connection, snapshot.endpoint, minute))
 
     def _begin(self, now: datetime) -> None:
-        minute = to_microseconds(now) // MINUTE
+        minute = to_microseconds(now) // MICROS_A_MINUTE
         self._bases = {scale: (minute // scale * scale, self._first) for scale in SCALES}
 
     async def _write_last(self, clock: Clock) -> None:
@@ -238,7 +238,7 @@ def read_minutes(
     table = minutes_table(schema)
     if not inspect(connection).has_table(table.name, schema=table.schema):
         return None
-    first, last = (to_microseconds(due) // MINUTE for due in (start, end))
+    first, last = (to_microseconds(due) // MICROS_A_MINUTE for due in (start, end))
     query = select(table.c.process, table.c.minute, table.c.content).where(
         table.c.endpoint == endpoint, table.c.scale == scale, table.c.minute >= first, table.c.minute < last
     )
@@ -267,7 +267,7 @@ def difference(process: str, scale: int, start: int, before: Snapshot, after: Sn
 
     return MinuteRow(
         process=process,
-        start=from_microseconds(start * MINUTE),
+        start=from_microseconds(start * MICROS_A_MINUTE),
         minutes=scale,
         written=now,
         sent=sent(after) - sent(before),
@@ -327,7 +327,7 @@ def decoded(process: str, minute: int, scale: int, content: bytes) -> MinuteRow 
             lateness[str(name)] = buckets
         return MinuteRow(
             process=str(process),
-            start=from_microseconds(minute * MINUTE),
+            start=from_microseconds(minute * MICROS_A_MINUTE),
             minutes=scale,
             written=from_microseconds(int(found["written"])),
             sent=sent,

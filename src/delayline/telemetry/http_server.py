@@ -28,8 +28,8 @@ MOST_REQUESTS: Final = 16
 #: Seconds until a connection is closed, whatever its client does.
 LONGEST_REQUEST: Final = 10.0
 #: Seconds to wait for the next bytes of a client.
-PATIENCE: Final = 5.0
-TEXT: Final = "text/plain; charset=utf-8"
+CLIENT_PATIENCE: Final = 5.0
+TEXT_TYPE: Final = "text/plain; charset=utf-8"
 EXAMPLE: Final = "write HOST:PORT, as in 127.0.0.1:9464 or [::1]:9464"
 
 
@@ -38,7 +38,7 @@ class Response(NamedTuple):
 
     body: str
     status: int = HTTPStatus.OK
-    content_type: str = TEXT
+    content_type: str = TEXT_TYPE
 
 
 class HttpServer:
@@ -178,7 +178,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
-    timeout = PATIENCE
+    timeout = CLIENT_PATIENCE
     server_version = "delayline"
     sys_version = ""
 

@@ -61,7 +61,7 @@ SHARED: Final = 0.5
 LONGEST_TRACE: Final = timedelta(minutes=1)
 TRACEPARENT: Final = "traceparent"
 START_NEW_TRACE: Final = Headers.START_NEW_TRACE
-MESSAGE_ID: Final = "messaging.message.id"
+MESSAGE_ID_ATTRIBUTE: Final = "messaging.message.id"
 CONVERSATION_ID: Final = "messaging.message.conversation_id"
 BATCH_SIZE: Final = "messaging.batch.message_count"
 #: Whether the current span is around a send of this endpoint, whose headers then name it.
@@ -303,7 +303,7 @@ class _Traces(_Silent):
             links = [Link(trace.get_current_span(sender).get_span_context())]
             sender = trace.set_span_in_context(trace.INVALID_SPAN, sender)
         attributes = {OPERATION: "process", OPERATION_TYPE: "process", DESTINATION: queue}
-        attributes[MESSAGE_ID] = headers.get(Headers.MESSAGE_ID) or message.id
+        attributes[MESSAGE_ID_ATTRIBUTE] = headers.get(Headers.MESSAGE_ID) or message.id
         if conversation := headers.get(Headers.CONVERSATION_ID):
             attributes[CONVERSATION_ID] = conversation
         token = IN_SEND.set(False)

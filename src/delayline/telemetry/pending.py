@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 ENDS: Final = {"1m": timedelta(minutes=1), "1h": timedelta(hours=1), "1d": timedelta(days=1)}
 BUCKETS: Final = ("overdue", *ENDS, "later")
 #: Seconds for which numbers are used again: several scrapers, and one that is too eager, cost no more.
-FRESH: Final = 10.0
+COUNT_USABLE_FOR: Final = 10.0
 #: Seconds that a reader waits for new numbers; after that it gets the last ones.
-PATIENCE: Final = 1.0
+READER_PATIENCE: Final = 1.0
 #: Seconds until a count is given up.
-LONGEST_COUNT: Final = 10.0
+COUNT_PATIENCE: Final = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,11 @@ class PendingCounts:
 
         May be called from any thread. On the event loop it does not wait, and returns the numbers counted before.
         """
-        if time.monotonic() - self._counted_at >= FRESH:
+        if time.monotonic() - self._counted_at >= COUNT_USABLE_FOR:
             counting = self._begin()
             if counting is not None and not self._runs_here():
                 with contextlib.suppress(Exception):
-                    counting.result(PATIENCE)
+                    counting.result(READER_PATIENCE)
         last = self._last
         return None if last is None else replace(last, age=time.monotonic() - self._counted_at)
 
@@ -93,7 +93,7 @@ class PendingCounts:
 
     async def _count(self, store: SupportsDueForecast, clock: Clock) -> None:
         now = clock.now()
-        async with asyncio.timeout(LONGEST_COUNT):
+        async with asyncio.timeout(COUNT_PATIENCE):
             forecast = await store.due_forecast([now, *(now + end for end in ENDS.values())])
         named = dict(zip(BUCKETS, forecast.buckets, strict=True))
         overdue = 0.0 if forecast.earliest is None else (now - forecast.earliest).total_seconds()

@@ -33,7 +33,7 @@ FAILURE_LIMIT: Final = 30.0
 #: Seconds between turns of the event loop that are noted.
 BEAT: Final = 1.0
 #: Seconds between touches of the heartbeat file.
-HEARTBEAT: Final = 5.0
+SECONDS_BETWEEN_BEATS: Final = 5.0
 TRIGGERED: Final = 2
 
 
@@ -151,7 +151,7 @@ class Probes:
         touched = notified = 0.0
         while True:
             now = self._turned = time.monotonic()
-            if self._heartbeat is not None and now - touched >= HEARTBEAT:
+            if self._heartbeat is not None and now - touched >= SECONDS_BETWEEN_BEATS:
                 touched = now
                 self._touch(self._heartbeat)
             if self._systemd.watchdog is not None and now - notified >= self._systemd.watchdog / 3:

@@ -36,7 +36,7 @@ FAMILIES: Final = {
     Kind.HISTOGRAM: HistogramMetricFamily,
 }
 COMMON: Final = (ENDPOINT, SYSTEM)
-REFUSED: Final = "only GET and HEAD\n"
+REFUSED_METHOD: Final = "only GET and HEAD\n"
 
 
 class PrometheusMetrics:
@@ -86,7 +86,7 @@ class PrometheusMetrics:
             raise ValueError(f"metrics are for HTTP requests, not for {scope['type']!r}: mount them at a path")
         headers = [(b"cache-control", b"no-store")]
         if scope["method"] not in ("GET", "HEAD"):
-            status, body, content_type = HTTPStatus.METHOD_NOT_ALLOWED, REFUSED, "text/plain"
+            status, body, content_type = HTTPStatus.METHOD_NOT_ALLOWED, REFUSED_METHOD, "text/plain"
         else:
             accept = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"accept"), "")
             status, (body, content_type) = HTTPStatus.OK, await asyncio.to_thread(self.text, accept)
@@ -99,7 +99,7 @@ class PrometheusMetrics:
         method = environ.get("REQUEST_METHOD", "GET")
         if method not in ("GET", "HEAD"):
             start_response("405 Method Not Allowed", [("Content-Type", "text/plain")])
-            return [REFUSED.encode()]
+            return [REFUSED_METHOD.encode()]
         body, content_type = self.text(environ.get("HTTP_ACCEPT", ""))
         start_response("200 OK", [("Content-Type", content_type), ("Cache-Control", "no-store")])
         return [] if method == "HEAD" else [body.encode()]

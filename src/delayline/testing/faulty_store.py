@@ -67,7 +67,7 @@ class FaultyStore(Faulty):
         cls, store: DelayedMessageStore, *faults: Fault, verbs_only: bool = False, shared: Faults | None = None
     ) -> Self:
         """Return an instance of a class that has the capabilities of `store`."""
-        parts = tuple(part for capability, part in CAPABILITIES if isinstance(store, capability))
+        parts = tuple(part for capability, part in FAULTY_CAPABILITIES if isinstance(store, capability))
         made: Self = object.__new__(type(cls.__name__, (cls, *(() if verbs_only else parts)), {}))
         return made
 
@@ -228,7 +228,7 @@ class _Closable(Faulty):
         await self.faults.call("close", self._inner.close)
 
 
-CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
+FAULTY_CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
     (SupportsSetup, _Infrastructure),
     (SupportsTransactions, _Transactions),
     (SupportsHighestMode, _HighestMode),
@@ -352,7 +352,7 @@ class _Forwarding(Faulty):
 
 
 PERSISTER_CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
-    *CAPABILITIES,
+    *FAULTY_CAPABILITIES,
     (SupportsOpen, _Opening),
     (SupportsTake, _Take),
     (SupportsTimeoutLocks, _Locks),

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 WITHOUT_STORAGE: Final = timedelta(seconds=1)
 #: How long the poller skips a timeout whose dispatch failed: its request is retried, and ends in the error queue.
 FAILED_LEASE: Final = timedelta(days=1)
-TIMEOUTS: Final = uuid.UUID("0d4cf1c0-6f0e-4a57-9c5b-3d3f4b3f7b5c")
+TIMEOUT_ID_NAMESPACE: Final = uuid.UUID("0d4cf1c0-6f0e-4a57-9c5b-3d3f4b3f7b5c")
 
 
 class Forwarder:
@@ -263,4 +263,4 @@ def _saga_of(message: Message) -> uuid.UUID:
 
 def _id_of(message: Message, destination: str | None, due: datetime) -> str:
     """Return an id that is the same for a redelivered message, so that storing it again changes nothing."""
-    return id_from(TIMEOUTS, f"{message.id}\n{destination}\n{to_wire_time(due)}")
+    return id_from(TIMEOUT_ID_NAMESPACE, f"{message.id}\n{destination}\n{to_wire_time(due)}")

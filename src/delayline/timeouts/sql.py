@@ -76,7 +76,7 @@ ACTIVE_LEASE: Final = timedelta(minutes=2)
 POLLER_LOCK: Final = ""
 #: The most timeouts without a time that a line of the log names.
 MOST_NAMED: Final = 10
-COLUMNS: Final = ["Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion"]
+TIMEOUT_COLUMNS: Final = ["Id", "Destination", "SagaId", "State", "Time", "Headers", "PersistenceVersion"]
 
 
 class TimeoutStatements:
@@ -95,7 +95,7 @@ class TimeoutStatements:
         look, of_keys = content.where(of_id), dialect.words.one_of(columns.Id, "keys")
         self._asks_first = not dialect.timeouts.inserts_new
         new = insert(table) if self._asks_first else dialect.words.insert_new(table, "Id")
-        self._insert = Prepared(new, sql, COLUMNS)
+        self._insert = Prepared(new, sql, TIMEOUT_COLUMNS)
         self._exists = Prepared(select(columns.Id).where(of_id).with_hint(table, *WAITING), sql, ["key"])
         self._peek = Prepared(look, sql, ["key"])
         self._lock = Prepared(look.with_for_update(), sql, ["key"])

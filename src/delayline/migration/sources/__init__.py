@@ -19,7 +19,7 @@ TABLES: Final[dict[str, type[TableSource]]] = {
     source.kind: source for source in (NServiceBusSql, NHibernate, DelaylineStore, Procrastinate, APScheduler)
 }
 #: Sources that are not tables; imported on use, as each needs its own extra.
-PLACES: Final = {
+COLLECTED_SOURCES: Final = {
     "rabbitmq-levels": "RabbitmqLevelsSource",
     "azure-storage": "AzureStorage",
     "ravendb": "RavenDb",
@@ -49,10 +49,10 @@ def source_at(
         if journal is not None:
             raise ConfigurationError(f"the journal of a source of kind {kind!r} is in its own database: leave it out")
         return TABLES[kind](url, schema=schema)
-    if kind not in PLACES:
-        raise ConfigurationError(f"no source of kind {kind!r}: choose from {', '.join([*TABLES, *PLACES])}")
+    if kind not in COLLECTED_SOURCES:
+        raise ConfigurationError(f"no source of kind {kind!r}: choose from {', '.join([*TABLES, *COLLECTED_SOURCES])}")
     if journal is None:
         raise ConfigurationError(f"a source of kind {kind!r} needs a database for the journal: name it with --journal")
     module = import_module(f"{__name__}.{kind.replace('-', '_')}")
-    place: type[CollectedSource] = getattr(module, PLACES[kind])
+    place: type[CollectedSource] = getattr(module, COLLECTED_SOURCES[kind])
     return place(url, journal, schema=schema, **names)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Table
 
 #: APScheduler's default; a job store may have been given another one.
-TABLE: Final = "apscheduler_jobs"
+APSCHEDULER_JOBS: Final = "apscheduler_jobs"
 LONGEST_ID: Final = 191
 ONCE: Final = "apscheduler.triggers.date.DateTrigger"
 #: Headers that describe the original job; the body has its arguments.
@@ -36,11 +36,11 @@ LARGEST_STATE: Final = 1024 * 1024
 LARGEST_BODY: Final = 16 * 1024 * 1024
 EACH: Final = 16
 MOST_CLASSES: Final = 1000
-LONGEST_NAME: Final = 1000
+LONGEST_TASK_NAME: Final = 1000
 LONGEST_REASON: Final = 500
 PUTS: Final = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 CLASSES: Final = frozenset({"GLOBAL", "STACK_GLOBAL", "INST"})
-UNREADABLE: Final = "its state cannot be read: {}"
+UNREADABLE_STATE: Final = "its state cannot be read: {}"
 REPEATS: Final = "it repeats ({}), and a message comes once: schedule it anew, or let APScheduler run it"
 NO_JSON: Final = "its arguments are not JSON: {}. Let APScheduler run it"
 
@@ -67,12 +67,12 @@ class APScheduler(TableSource):
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return one partition: a job store belongs to one scheduler."""
-        if TABLE not in self.table_names(connection):
+        if APSCHEDULER_JOBS not in self.table_names(connection):
             return []
-        self.check_columns(connection, TABLE)
-        jobs = self.table(TABLE)
+        self.check_columns(connection, APSCHEDULER_JOBS)
+        jobs = self.table(APSCHEDULER_JOBS)
         found = connection.execute(select(jobs.c.id).limit(1)).first()
-        return [] if found is None else [SourcePartition(self.kind, TABLE)]
+        return [] if found is None else [SourcePartition(self.kind, APSCHEDULER_JOBS)]
 
     def names(self, partition: SourcePartition, endpoint: str) -> bool:
         """Return True: all jobs are moved to the endpoint, as they name none."""
@@ -104,7 +104,7 @@ class APScheduler(TableSource):
             function, name, executor = (_name(job, key) for key in ("func", "name", "executor"))
             arguments = {"args": list(job["args"]), "kwargs": dict(job["kwargs"])}
         except Exception as error:
-            return message_id, None, at, None, None, UNREADABLE.format(_cut(error))
+            return message_id, None, at, None, None, UNREADABLE_STATE.format(_cut(error))
         reason = None if trigger == ONCE else REPEATS.format(_cut(trigger.rsplit(".", 1)[1]))
         body = b""
         if reason is None:
@@ -170,8 +170,8 @@ def _check_size(pickled: bytes) -> None:
 
 def _name(job: dict[str, Any], what: str) -> str:
     name = job[what]
-    if not isinstance(name, str) or len(name) > LONGEST_NAME:
-        raise TypeError(f"its {what} is not text of at most {LONGEST_NAME} characters")
+    if not isinstance(name, str) or len(name) > LONGEST_TASK_NAME:
+        raise TypeError(f"its {what} is not text of at most {LONGEST_TASK_NAME} characters")
     return name
 
 

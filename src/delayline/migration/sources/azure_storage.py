@@ -20,10 +20,10 @@ from azure.data.tables import UpdateMode
 from delayline.azure.account import AzureAccount
 from delayline.azure.names import Key
 from delayline.azure.requests import Requests
-from delayline.azure.table import LARGEST_PAGE, Table
+from delayline.azure.table import ENTITY_PAGE, Table
 from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
-from delayline.migration.collected import IN_DOUBT, PAGE, SURE, CollectedMessage, CollectedSource, Selection
+from delayline.migration.collected import IN_DOUBT, ROWS_A_PAGE, SURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:
@@ -125,12 +125,12 @@ class AzureStorage(CollectedSource):
         """Yield the timeouts of those endpoints, each once, a page of them at a time."""
         page: list[Any] = []
         try:
-            async for entity in table.query(NOT_MAIN, LARGEST_PAGE):
+            async for entity in table.query(NOT_MAIN, ENTITY_PAGE):
                 owner = entity.get(OWNER) or ""
                 by_time = _is_guid(entity["RowKey"]) and not _is_guid(entity["PartitionKey"])
                 if owner and by_time and not owner.startswith(HIDDEN) and which.names(owner):
                     page.append(entity)
-                if len(page) == PAGE:
+                if len(page) == ROWS_A_PAGE:
                     yield page
                     page = []
         except BackendUnusable as error:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable, ConfigurationError
-from delayline.migration.collected import IN_DOUBT, PAGE, CollectedMessage, Selection, key_of
-from delayline.migration.sources.celery_tasks import FOLLOWERS, JSON, NoMessage, queue_in, task_of
+from delayline.migration.collected import IN_DOUBT, ROWS_A_PAGE, CollectedMessage, Selection, key_of
+from delayline.migration.sources.celery_tasks import FOLLOWERS, JSON_TYPE, NoMessage, queue_in, task_of
 from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.tally import Bounds, Tally
 
@@ -34,8 +34,8 @@ class CeleryScheduled(ExportedFiles):
         del spark
         moved = await self.database.read(self.moved)
         tasks = [task for task in self._tasks(which) if which.includes(task.due)]
-        for first in range(0, len(tasks), PAGE):
-            some = tasks[first : first + PAGE]
+        for first in range(0, len(tasks), ROWS_A_PAGE):
+            some = tasks[first : first + ROWS_A_PAGE]
             new = await self.database.read(partial(self.new, rows=some, moved=moved))
             await self.database.write(partial(self.keep, rows=new))
 
@@ -96,7 +96,7 @@ def _collected(entry: dict[str, Any], endpoint: str) -> CollectedMessage:
         destination = queue_in(routing_key) if isinstance(routing_key, str) else None
         if not isinstance(args, list) or not isinstance(kwargs, dict):
             raise NoMessage("its arguments were exported as text, no JSON: let Celery run it")  # noqa: TRY301
-        task = task_of(fields, JSON, body)
+        task = task_of(fields, JSON_TYPE, body)
     except NoMessage as error:
         return CollectedMessage(key, endpoint, name, destination, None, None, body, str(error), state=IN_DOUBT)
     return CollectedMessage(key, endpoint, name, destination, task.due, task.headers, body, state=IN_DOUBT)

@@ -14,8 +14,8 @@ from delayline.rabbitmq.levels import parse
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-JSON: Final = "application/json"
-PREFIX: Final = "Celery."
+JSON_TYPE: Final = "application/json"
+CELERY_PREFIX: Final = "Celery."
 #: Options of a task that start other tasks after it.
 FOLLOWERS: Final = ("callbacks", "errbacks", "chain", "chord")
 #: kombu writes a 29th bit of a delay beyond its range, and all of them are read wrongly.
@@ -48,7 +48,7 @@ def task_of(fields: Mapping[str, Any], content_type: str | None, body: bytes) ->
     due = due_of(fields.get("eta"))
     try:
         kept = _headers(fields)
-        text = json.dumps({Headers.MESSAGE_ID: task_id, Headers.CONTENT_TYPE: JSON, **kept}, ensure_ascii=False)
+        text = json.dumps({Headers.MESSAGE_ID: task_id, Headers.CONTENT_TYPE: JSON_TYPE, **kept}, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise NoMessage(f"its headers cannot be kept: {error}") from error
     return Task(task_id, due, text)
@@ -56,7 +56,7 @@ def task_of(fields: Mapping[str, Any], content_type: str | None, body: bytes) ->
 
 def _headers(fields: Mapping[str, Any]) -> dict[str, str]:
     return {
-        f"{PREFIX}{''.join(word.capitalize() for word in key.split('_'))}": _text(value)
+        f"{CELERY_PREFIX}{''.join(word.capitalize() for word in key.split('_'))}": _text(value)
         for key, value in fields.items()
         if value is not None and not key.startswith("x-")
     }
@@ -90,7 +90,7 @@ def queue_in(routing_key: str) -> str:
 def _check_body(compression: Any, content_type: str | None, body: bytes) -> None:  # noqa: ANN401 - as above
     if compression is not None:
         raise NoMessage(f"its body is compressed ({_shown(compression)}): let Celery run it")
-    if content_type != JSON:
+    if content_type != JSON_TYPE:
         raise NoMessage(f"its arguments are {content_type or 'of no known type'}, no JSON: let Celery run it")
     try:
         partitions = json.loads(body)

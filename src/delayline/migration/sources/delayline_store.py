@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import ColumnElement, Connection, Table
 
-SUFFIX: Final = ".timeouts"
+TIMEOUTS_SUFFIX: Final = ".timeouts"
 
 
 class DelaylineStore(TableSource):
@@ -35,8 +35,8 @@ class DelaylineStore(TableSource):
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return a partition for each store."""
-        names = [name for name in self.table_names(connection) if name.endswith(SUFFIX)]
-        return [SourcePartition(name[: -len(SUFFIX)], name) for name in names]
+        names = [name for name in self.table_names(connection) if name.endswith(TIMEOUTS_SUFFIX)]
+        return [SourcePartition(name[: -len(TIMEOUTS_SUFFIX)], name) for name in names]
 
     def check_columns(self, connection: Connection, name: str) -> None:
         """Do nothing: the schema's version was checked."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection, Table
 
 
-SUFFIX: Final = "_TimeoutData"
+TIMEOUT_DATA_SUFFIX: Final = "_TimeoutData"
 
 
 class NServiceBusSql(TableSource):
@@ -44,8 +44,10 @@ class NServiceBusSql(TableSource):
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return a partition for each table with that suffix."""
-        names = [name for name in self.table_names(connection) if name.casefold().endswith(SUFFIX.casefold())]
-        return [SourcePartition(name[: -len(SUFFIX)], name) for name in names]
+        names = [
+            name for name in self.table_names(connection) if name.casefold().endswith(TIMEOUT_DATA_SUFFIX.casefold())
+        ]
+        return [SourcePartition(name[: -len(TIMEOUT_DATA_SUFFIX)], name) for name in names]
 
     def names(self, partition: SourcePartition, endpoint: str) -> bool:
         """Return whether the table is the endpoint's, with or without dots."""
@@ -87,7 +89,7 @@ class NServiceBusSql(TableSource):
         return {"mysql_default_charset": "ascii", "mariadb_default_charset": "ascii"}
 
 
-TABLE: Final = "TimeoutEntity"
+NHIBERNATE_TABLE: Final = "TimeoutEntity"
 LONGEST_DESTINATION: Final = 1024
 LONGEST_ENDPOINT: Final = 440
 
@@ -113,7 +115,7 @@ class NHibernate(NServiceBusSql):
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return a partition for each endpoint that has rows."""
-        found = [name for name in self.table_names(connection) if name.casefold() == TABLE.casefold()]
+        found = [name for name in self.table_names(connection) if name.casefold() == NHIBERNATE_TABLE.casefold()]
         if not found:
             return []
         self.check_columns(connection, found[0])
@@ -123,7 +125,7 @@ class NHibernate(NServiceBusSql):
 
     def without_endpoint(self, connection: Connection) -> SourcePartition | None:
         """Return the rows whose `Endpoint` is NULL."""
-        found = [name for name in self.table_names(connection) if name.casefold() == TABLE.casefold()]
+        found = [name for name in self.table_names(connection) if name.casefold() == NHIBERNATE_TABLE.casefold()]
         return SourcePartition(NO_ENDPOINT, found[0]) if found else None
 
     def names(self, partition: SourcePartition, endpoint: str) -> bool:

@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import ColumnElement, Connection, FromClause, Select, Table
 
-TABLE: Final = "procrastinate_jobs"
-WAITING: Final = "todo"
+PROCRASTINATE_JOBS: Final = "procrastinate_jobs"
+WAITING_STATUS: Final = "todo"
 STATUSES: Final = ("todo", "doing", "succeeded", "failed", "cancelled", "aborting", "aborted")
 #: Headers that describe the original job; the body has its arguments.
 TASK: Final = "Procrastinate.Task"
-ATTEMPTS: Final = "Procrastinate.Attempts"
+ATTEMPTS_HEADER: Final = "Procrastinate.Attempts"
 LOCKED: Final = "it has a {}, which no message can have: let Procrastinate run it"
 
 
@@ -70,12 +70,12 @@ class Procrastinate(TableSource):
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return a partition for each queue with scheduled jobs."""
-        if TABLE not in self.table_names(connection):
+        if PROCRASTINATE_JOBS not in self.table_names(connection):
             return []
-        self.check_columns(connection, TABLE)
-        queue = self.table(TABLE).c.queue_name
+        self.check_columns(connection, PROCRASTINATE_JOBS)
+        queue = self.table(PROCRASTINATE_JOBS).c.queue_name
         rows = connection.execute(select(queue).distinct().where(self._scheduled()))
-        return [SourcePartition(name, TABLE, name) for name in sorted(rows.scalars())]
+        return [SourcePartition(name, PROCRASTINATE_JOBS, name) for name in sorted(rows.scalars())]
 
     def movable(self, partition: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
         """Return the condition on scheduled jobs that no periodic task refers to."""
@@ -118,11 +118,11 @@ class Procrastinate(TableSource):
         message_id = f"procrastinate-{key}"
         named = {
             Headers.MESSAGE_ID: message_id, Headers.CONTENT_TYPE: "application/json", TASK: task,
-            ATTEMPTS: str(attempts),
+            ATTEMPTS_HEADER: str(attempts),
         }  # fmt: skip
         reason = LOCKED.format("lock") if lock else LOCKED.format("queueing lock") if queueing else None
         return message_id, queue, self.read_due(due), json.dumps(named), args.encode(), reason
 
     def _scheduled(self) -> ColumnElement[bool]:
-        columns = self.table(TABLE).c
-        return and_(columns.status == WAITING, columns.scheduled_at.is_not(None))
+        columns = self.table(PROCRASTINATE_JOBS).c
+        return and_(columns.status == WAITING_STATUS, columns.scheduled_at.is_not(None))

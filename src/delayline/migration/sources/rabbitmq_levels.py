@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.amqp.properties import Delivery
 
-NAME: Final = "delayline migrate"
+CONNECTION_NAME: Final = "delayline migrate"
 #: Messages that are kept together and then acknowledged; so many may be in doubt after a crash.
-BATCH: Final = 200
+KEPT_AT_ONCE: Final = 200
 #: Messages of each level that a preview consumes and requeues; RabbitMQ 4 counts deliveries of each message.
-SAMPLE: Final = 1000
+LARGEST_SAMPLE: Final = 1000
 
 
 class Found(NamedTuple):
@@ -90,7 +90,7 @@ class RabbitmqLevelsSource(CollectedSource):
     async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Publish each message for its remaining delay; returns once the broker has confirmed."""
         await self.database.write(partial(self.set_state, keys=[row.key for row in rows], state=IN_DOUBT))
-        publisher = Publisher(self.address, connection_name=NAME)
+        publisher = Publisher(self.address, connection_name=CONNECTION_NAME)
         await publisher.open()
         try:
             refused = await publisher.publish([self._publication(row) for row in rows])
@@ -110,7 +110,9 @@ class RabbitmqLevelsSource(CollectedSource):
                     found = await connection.run(partial(count, queue=queue))
                     async with channel_of(connection) as channel:
                         seen = 0
-                        async for some in batches(channel, queue, min(found, SAMPLE), size=SAMPLE, ahead=SAMPLE):
+                        async for some in batches(
+                            channel, queue, min(found, LARGEST_SAMPLE), size=LARGEST_SAMPLE, ahead=LARGEST_SAMPLE
+                        ):
                             tally.add([self._read(message, level, endpoint) for message in some], which, bounds)
                             seen += len(some)
                     tally.of(endpoint).unseen += max(0, found - seen)
@@ -151,7 +153,7 @@ class RabbitmqLevelsSource(CollectedSource):
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[BrokerConnection]:
-        connection = BrokerConnection(self.address, NAME)
+        connection = BrokerConnection(self.address, CONNECTION_NAME)
         try:
             await must_have_levels(self.levels, self.address, connection, advice=self.advice)
             yield connection
@@ -170,7 +172,7 @@ class RabbitmqLevelsSource(CollectedSource):
         if not found:
             return
         async with channel_of(connection) as channel:
-            async for some in batches(channel, queue, found, size=BATCH, ahead=2 * BATCH):
+            async for some in batches(channel, queue, found, size=KEPT_AT_ONCE, ahead=2 * KEPT_AT_ONCE):
                 new, known = _apart([self._read(message, level, endpoint) for message in some], doubts)
                 await self.database.write(partial(self._keep_new, rows=new))
                 await self._acknowledge(channel, queue, some)

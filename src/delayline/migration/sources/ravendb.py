@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable
-from delayline.migration.collected import PAGE, CollectedMessage, Selection, key_of
+from delayline.migration.collected import ROWS_A_PAGE, CollectedMessage, Selection, key_of
 from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.tally import Bounds, Tally
 from delayline.spark.errors import translated_errors
@@ -111,7 +111,7 @@ class Copy:
             message = self._asked_for(_collected(document))
             if message is not None:
                 piece.append(message)
-            if len(piece) == PAGE:
+            if len(piece) == ROWS_A_PAGE:
                 yield piece
                 piece = []
         yield piece
@@ -191,14 +191,14 @@ def _due(value: Any) -> datetime | None:  # noqa: ANN401 - JSON
 
 
 GZIP: Final = b"\x1f\x8b"
-CHUNK: Final = 1 << 20
+CHUNK_BYTES: Final = 1 << 20
 DOCUMENTS: Final = "Docs"
 #: The most bytes of a document; RavenDB itself accepts far less.
-LONGEST: Final = 1 << 30
+LARGEST_DOCUMENT: Final = 1 << 30
 #: A string, a string that is cut off, or a bracket.
-TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"|"|[{}\[\]]', re.DOTALL)
+JSON_TOKEN: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"|"|[{}\[\]]', re.DOTALL)
 MEANING: Final = re.compile(rb"[^ \t\r\n,:]")
-MARK: Final = b"\xef\xbb\xbf"
+UTF8_MARK: Final = b"\xef\xbb\xbf"
 OPENS: Final = {b"{": 1, b"[": 1, b"}": -1, b"]": -1}
 SCALAR: Final = re.compile(rb'"(?:[^"\\]|\\.)*+"|[^"\s,:\[\]{}]+(?=[\s,:\[\]{}])', re.DOTALL)
 
@@ -227,7 +227,7 @@ class _Reader:
 
     def __init__(self, file: _Bytes) -> None:
         self._file = file
-        self._buffer = file.read(len(MARK)).removeprefix(MARK)
+        self._buffer = file.read(len(UTF8_MARK)).removeprefix(UTF8_MARK)
         self._at = 0
 
     def documents(self) -> Iterator[dict[str, Any]]:
@@ -285,13 +285,13 @@ class _Reader:
                 value = self._buffer[self._at : end]
                 self._at = end
                 return value
-            if len(self._buffer) - self._at > LONGEST:
-                raise ValueError(f"a value of more than {LONGEST} bytes")
+            if len(self._buffer) - self._at > LARGEST_DOCUMENT:
+                raise ValueError(f"a value of more than {LARGEST_DOCUMENT} bytes")
             self._more()
 
     def _end_of_nested(self) -> int | None:
         depth = 0
-        for token in TOKEN.finditer(self._buffer, self._at):
+        for token in JSON_TOKEN.finditer(self._buffer, self._at):
             found = token[0]
             if found == b'"':
                 return None
@@ -313,7 +313,7 @@ class _Reader:
 
     def _more(self) -> None:
         """Read on. Raises EOFError at the end, since the document is incomplete."""
-        chunk = self._file.read(max(CHUNK, len(self._buffer) - self._at))
+        chunk = self._file.read(max(CHUNK_BYTES, len(self._buffer) - self._at))
         if not chunk:
             raise EOFError("it ends too early")
         self._buffer = self._buffer[self._at :] + chunk

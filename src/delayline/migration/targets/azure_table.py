@@ -15,14 +15,14 @@ from delayline.azure.envelope import LARGEST_TEXT, ROOM_FOR_FAILURE, check_size
 from delayline.azure.names import Key, delays_name
 from delayline.azure.requests import Requests
 from delayline.azure.rows import ForeignRow, MessageIndex, from_entity, row_of, to_entity
-from delayline.azure.table import LARGEST_PAGE, Table
+from delayline.azure.table import ENTITY_PAGE, Table
 from delayline.azure.transport import AzureStorageQueueTransport
 from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import DelayedMessage, Message
-from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
-from delayline.migration.targets.sql_store import DUPLICATE_ID, UNKNOWN
+from delayline.migration.rows import WAITING_COLUMNS, WAITING_SCHEMA
+from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
+from delayline.migration.targets.sql_store import DUPLICATE_ID
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from delayline.azure.rows import TableRow
     from delayline.migration.target import Attempted
 
-COLUMNS: Final = ["PartitionKey", "RowKey", "MessageId", "Destination"]
+PENDING_COLUMNS: Final = ["PartitionKey", "RowKey", "MessageId", "Destination"]
 
 
 class AzureTable(WithoutLedger):
@@ -89,7 +89,7 @@ class AzureTable(WithoutLedger):
             if sum(batch.num_rows for batch in numbers):
                 yield from self.pages(endpoint)
 
-        return spark.range(0, 1, 1, 1).mapInArrow(read, WAITING)
+        return spark.range(0, 1, 1, 1).mapInArrow(read, WAITING_COLUMNS)
 
     def pages(self, endpoint: str) -> Iterator[pa.RecordBatch]:
         """Yield id, destination and due time of pending messages."""
@@ -120,11 +120,11 @@ class AzureTable(WithoutLedger):
     async def _pages(self, endpoint: str) -> AsyncIterator[list[dict[str, object]]]:
         page: list[dict[str, object]] = []
         async with self.opened(endpoint) as (_, table):
-            async for entity in table.waiting(columns=COLUMNS):
+            async for entity in table.waiting(columns=PENDING_COLUMNS):
                 with contextlib.suppress(ForeignRow):
                     found = from_entity(entity).message
                     page.append({"id": found.id, "destination": found.destination, "due": found.due})
-                if len(page) == LARGEST_PAGE:
+                if len(page) == ENTITY_PAGE:
                     yield page
                     page = []
         yield page
@@ -144,7 +144,7 @@ class Queues:
                 await self._transport.count(destination)
                 self._known[destination] = None
             except QueueNotFound:
-                self._known[destination] = UNKNOWN.format(destination)
+                self._known[destination] = UNKNOWN_QUEUE.format(destination)
         return self._known[destination]
 
 

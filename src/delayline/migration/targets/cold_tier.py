@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -12,7 +12,7 @@ import pyarrow.compute as pc
 
 from delayline.bulk.cold_folder import ColdFolder, HourWriter, without_secrets
 from delayline.checks import time_span
-from delayline.clock import to_microseconds
+from delayline.clock import LATEST_TIME, to_microseconds
 from delayline.errors import BackendUnavailable
 from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import DUPLICATE_ID, SqlStore, StoreSession, without
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 #: Messages that a task keeps in memory before it writes them.
 STAGED_AT_ONCE: Final = 16 * 1024 * 1024
-LATEST: Final = datetime.max.replace(tzinfo=UTC)
 
 
 class ColdTierStore(SqlStore):
@@ -69,7 +68,7 @@ class ColdTierStore(SqlStore):
         folder = tier.create()
         writer.create()
         now = writer.now()
-        far_from = now + self.hot_horizon if self.hot_horizon < LATEST - now else LATEST
+        far_from = now + self.hot_horizon if self.hot_horizon < LATEST_TIME - now else LATEST_TIME
         return TiersSession(
             writer, self.queues(), self.options(endpoint), folder, to_microseconds(far_from),
             self._ours, journaled=tier.journaled,

@@ -14,8 +14,8 @@ from delayline.composition import endpoint_from, transport_of
 from delayline.errors import ConfigurationError, InvalidMessage, QueueNotFound
 from delayline.masking import masked
 from delayline.message import DelayedMessage, Message
-from delayline.migration.rows import WAITING, WAITING_SCHEMA
-from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
+from delayline.migration.rows import WAITING_COLUMNS, WAITING_SCHEMA
+from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
 from delayline.opening import open_pending, open_store, open_waiting
 from delayline.settings import Settings
 from delayline.transport import SupportsQueueLookup, TransportOperation
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 #: Rows that every back end takes as a limit.
 ALL_MESSAGES: Final = 2**31 - 1
 KEPT_AT_ONCE: Final = 100
-UNKNOWN: Final = "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
 
 
 class MessagesTarget(WithoutLedger):
@@ -91,7 +90,9 @@ class MessagesTarget(WithoutLedger):
             try:
                 if not isinstance(transport, SupportsQueueLookup):
                     return {}
-                return {name: UNKNOWN.format(name) for name in destinations if not await transport.has_queue(name)}
+                return {
+                    name: UNKNOWN_QUEUE.format(name) for name in destinations if not await transport.has_queue(name)
+                }
             finally:
                 await transport.stop()
 
@@ -106,7 +107,7 @@ class MessagesTarget(WithoutLedger):
             if sum(batch.num_rows for batch in numbers):
                 yield blocking(self._pending(endpoint))
 
-        return spark.range(0, 1, 1, 1).mapInArrow(read, WAITING)
+        return spark.range(0, 1, 1, 1).mapInArrow(read, WAITING_COLUMNS)
 
     def begin(self, endpoint: str) -> MessagesSession:
         """Return a session; nothing is staged."""

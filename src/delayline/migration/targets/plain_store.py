@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import DelayedMessage, Message
-from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
-from delayline.migration.targets.sql_store import DUPLICATE_ID, SUFFIX, UNKNOWN, SqlStore
+from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
+from delayline.migration.targets.sql_store import DUPLICATE_ID, TIMEOUTS_SUFFIX, SqlStore
 from delayline.sql.databases import database_at
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 #: Ids in one query; a statement of SQL Server has at most 2100 parameters.
 ASKED_AT_ONCE: Final = 1000
-KEPT: Final = ("id", "destination", "due")
+COMPARED: Final = ("id", "destination", "due")
 
 
 class PlainStore(WithoutLedger, SqlStore):
@@ -67,7 +67,7 @@ class PlainSession(DeliverySession):
         for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
             message_id, destination, due, headers, body = row
             if self.queues is not None and destination not in self.queues:
-                refused[position] = UNKNOWN.format(destination)
+                refused[position] = UNKNOWN_QUEUE.format(destination)
                 continue
             try:
                 message = Message(message_id, json.loads(headers) if headers else {}, body or b"")
@@ -106,7 +106,7 @@ class PlainSession(DeliverySession):
         found: dict[str, tuple[str, datetime]] = {}
         for first in range(0, len(ids), ASKED_AT_ONCE):
             asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
-            waiting = PendingScan(self.url, f"{self.endpoint}{SUFFIX}", self.schema, asked)
-            for rows in waiting.rows(KEPT, Span(None, None), ASKED_AT_ONCE):
+            waiting = PendingScan(self.url, f"{self.endpoint}{TIMEOUTS_SUFFIX}", self.schema, asked)
+            for rows in waiting.rows(COMPARED, Span(None, None), ASKED_AT_ONCE):
                 found |= {message_id: (destination, due) for message_id, destination, due in rows}
         return found

@@ -11,8 +11,8 @@ from sqlalchemy import inspect, select
 from delayline.bulk.ledger import CLOSED
 from delayline.bulk.writer import BulkWriter, IdTaken, blocking
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
-from delayline.migration.rows import WAITING
-from delayline.migration.target import Delivered, DeliverySession
+from delayline.migration.rows import WAITING_COLUMNS
+from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.session import activated, parallelism
 from delayline.sql.database import Database
@@ -33,11 +33,10 @@ if TYPE_CHECKING:
 
     from delayline.migration.target import Attempted
 
-SUFFIX: Final = ".timeouts"
+TIMEOUTS_SUFFIX: Final = ".timeouts"
 #: How often ids are looked for that others store meanwhile.
 ROUNDS: Final = 5
 DUPLICATE_ID: Final = "a message with this id is pending in the target's store already: cancel one of the two"
-UNKNOWN: Final = "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
 
 
 class SqlStore:
@@ -68,7 +67,9 @@ class SqlStore:
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
         """Return the destinations that have no queue, where the store's database has the queues too."""
         known = self.queues()
-        return {queue: UNKNOWN.format(queue) for queue in destinations if known is not None and queue not in known}
+        return {
+            queue: UNKNOWN_QUEUE.format(queue) for queue in destinations if known is not None and queue not in known
+        }
 
     def queues(self) -> frozenset[str] | None:
         """Return the names of all queues, None where they are somewhere else."""
@@ -79,11 +80,11 @@ class SqlStore:
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
         """Return the pending messages of the endpoint's store."""
         options = {**self.options(endpoint), "numPartitions": str(parallelism(spark))}
-        return waiting_messages(activated(spark), options, self.tier(endpoint), columns=WAITING)
+        return waiting_messages(activated(spark), options, self.tier(endpoint), columns=WAITING_COLUMNS)
 
     def options(self, endpoint: str) -> Mapping[str, str]:
         """Return the options of the data source for the endpoint's store."""
-        options = {"url": self.url, "table": f"{endpoint}{SUFFIX}"}
+        options = {"url": self.url, "table": f"{endpoint}{TIMEOUTS_SUFFIX}"}
         return options if self.schema is None else {**options, "schema": self.schema}
 
     def tier(self, endpoint: str) -> ColdTier | None:
@@ -107,14 +108,14 @@ class SqlStore:
 
     def writer(self, endpoint: str) -> BulkWriter:
         """Return a bulk writer of the endpoint's store."""
-        return BulkWriter(self.url, f"{endpoint}{SUFFIX}", schema=self.schema)
+        return BulkWriter(self.url, f"{endpoint}{TIMEOUTS_SUFFIX}", schema=self.schema)
 
     def _named(self, connection: Connection, name: str) -> str:
         dialect = self._database.dialect
         schema = dialect.catalog.schema_of(self.schema)
         tables = inspect(connection).get_table_names(schema=schema)
         prefix = table_prefix(name).casefold()
-        stores = [table.removesuffix(SUFFIX) for table in tables if table.endswith(SUFFIX)]
+        stores = [table.removesuffix(TIMEOUTS_SUFFIX) for table in tables if table.endswith(TIMEOUTS_SUFFIX)]
         found = [name] if name in stores else [store for store in stores if table_prefix(store).casefold() == prefix]
         if not found:
             make = f"Make it with: delayline setup --endpoint {name}"
@@ -125,7 +126,7 @@ class SqlStore:
             raise ConfigurationError(
                 f"{name!r} may be any of {', '.join(sorted(found))} at {dialect}: name one with --endpoint"
             )
-        table = dialect.catalog.store_table(f"{found[0]}{SUFFIX}", schema)
+        table = dialect.catalog.store_table(f"{found[0]}{TIMEOUTS_SUFFIX}", schema)
         RequiredTables(dialect, schema, QUEUES, others=[table]).check(connection)
         return found[0]
 
@@ -172,7 +173,7 @@ class StoreSession(DeliverySession):
         if known is None:
             return {}
         destinations = messages.column("destination").to_pylist()
-        return {at: UNKNOWN.format(queue) for at, queue in enumerate(destinations) if queue not in known}
+        return {at: UNKNOWN_QUEUE.format(queue) for at, queue in enumerate(destinations) if queue not in known}
 
     async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
         """Return the reasons of messages whose id is pending in the store or repeated in the batch, by position."""

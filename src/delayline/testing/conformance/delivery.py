@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-MODES = list(TransactionMode)
-ELSEWHERE = "elsewhere"
+EVERY_MODE = list(TransactionMode)
+OTHER_QUEUE = "elsewhere"
 
 
 def facts(record: logging.LogRecord) -> dict[str, Any]:
@@ -250,7 +250,7 @@ class DeliveryFixtures:
         with Signals() as signals:
             scenario = DeliveryScenario(FaultyTransport(transport), FaultyStore(store), signals)
             await scenario.transport.start()
-            await scenario.transport.setup_infrastructure([ENDPOINT, ELSEWHERE])
+            await scenario.transport.setup_infrastructure([ENDPOINT, OTHER_QUEUE])
             if isinstance(store, SupportsSetup):
                 await store.setup_infrastructure(ENDPOINT)
             yield scenario
@@ -266,7 +266,7 @@ HOUR = timedelta(hours=1)
 class DeliveryTiming(DeliveryFixtures):
     """Arrival."""
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_message_arrives_when_due_and_never_early(
         self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
@@ -302,7 +302,7 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.happens(Event.HANDLED, 3)
         assert sorted(scenario.handled_ids()) == ["a", "b", "c"]
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_burst_is_handled_whole(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
         """Many messages due at one instant: each handled once, the store empty at the end."""
         ids = [f"m{number}" for number in range(self.burst)]
@@ -419,7 +419,7 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.comes(Event.HANDLED)
         assert dict(scenario.handled[0][0].headers) == AWKWARD_HEADERS
 
-    @pytest.mark.parametrize("mode", MODES[1:])
+    @pytest.mark.parametrize("mode", EVERY_MODE[1:])
     async def test_a_handler_that_fails_has_delayed_nothing(
         self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
@@ -428,7 +428,7 @@ class DeliveryTiming(DeliveryFixtures):
 
         @endpoint.handler
         async def handle(message: Message, context: MessageContext) -> None:
-            await context.send(ELSEWHERE, f"attempt {context.attempt}", delay=5 * SECOND)
+            await context.send(OTHER_QUEUE, f"attempt {context.attempt}", delay=5 * SECOND)
             if context.attempt == 1:
                 raise RuntimeError("the first attempt fails")
 
@@ -437,14 +437,14 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.happens(Event.HANDLED)
             await scenario.advance_to(AT + 5 * SECOND)
             await scenario.removed(1)
-            [message] = await scenario.received(ELSEWHERE)
+            [message] = await scenario.received(OTHER_QUEUE)
             assert message.text == "attempt 2"
             stored = [facts(record)["messages"] for record in scenario.signals.records(Event.FETCHED)]
             assert sum(len(messages) for messages in stored) == 1
             await scenario.nothing_waits()
 
 
-DUE = AT + 5 * SECOND
+DUE_IN_5_SECONDS = AT + 5 * SECOND
 BROKEN = "broken"
 #: The headers that describe a failure.
 FAILURE = [
@@ -479,13 +479,13 @@ FAILURES = {
     "control characters": lambda: ValueError("\0\x1b\n" * 10_000),
 }
 #: Values that foreign senders may write into the header of the message id, and no column or property accepts.
-UNUSABLE_IDS = {"300 characters": "i" * 300, "a lone surrogate": "a\ud800b", "NUL": "a\0b"}
+UNUSABLE_ID_VALUES = {"300 characters": "i" * 300, "a lone surrogate": "a\ud800b", "NUL": "a\0b"}
 
 
 async def send_checked(endpoint: Endpoint, ids: Sequence[str]) -> None:
     """Send delayed messages to ELSEWHERE, one after the other."""
     for message_id in ids:
-        await endpoint.send(ELSEWHERE, b"", message_id=message_id, delay=5 * SECOND)
+        await endpoint.send(OTHER_QUEUE, b"", message_id=message_id, delay=5 * SECOND)
 
 
 def broken() -> Fault:
@@ -496,7 +496,7 @@ def broken() -> Fault:
 class DeliveryFailures(DeliveryFixtures):
     """Messages that cannot be forwarded."""
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     @pytest.mark.parametrize("retries", [0, 1, 3])
     async def test_attempts_are_one_more_than_retries(
         self, scenario: DeliveryScenario, mode: TransactionMode, retries: int
@@ -521,10 +521,10 @@ class DeliveryFailures(DeliveryFixtures):
         assert "it is broken" in message.headers[Headers.EXCEPTION_STACK_TRACE]
         assert message.headers[Headers.FAILED_QUEUE] == BROKEN
         assert message.headers[Headers.PROCESSING_ENDPOINT] == ENDPOINT
-        assert DUE <= from_wire_time(message.headers[Headers.TIME_OF_FAILURE]) <= scenario.clock.now()
+        assert DUE_IN_5_SECONDS <= from_wire_time(message.headers[Headers.TIME_OF_FAILURE]) <= scenario.clock.now()
         assert scenario.handled == []
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_failing_message_blocks_no_others(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
         """Those due with it and after it arrive while the clock stands still."""
         scenario.transport.inject(broken())
@@ -532,7 +532,7 @@ class DeliveryFailures(DeliveryFixtures):
             await send_all(endpoint, ["bad"], 4 * SECOND, BROKEN)
             await send_all(endpoint, ["a", "b", "c"], 5 * SECOND)
             await scenario.poller_sleeps(AT + 4 * SECOND)
-            scenario.clock.set(DUE)
+            scenario.clock.set(DUE_IN_5_SECONDS)
             await scenario.clock.advance(4 * SECOND)
             await scenario.happens(Event.HANDLED, 3)
         assert sorted(scenario.handled_ids()) == ["a", "b", "c"]
@@ -549,7 +549,7 @@ class DeliveryFailures(DeliveryFixtures):
         assert gaps == sorted(gaps)
         assert gaps[0] >= SECOND
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_missing_destination_goes_to_the_error_queue_at_once(
         self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
@@ -557,7 +557,7 @@ class DeliveryFailures(DeliveryFixtures):
         async with scenario.endpoint(mode, number_of_retries=7) as endpoint:
             await send_all(endpoint, ["lost"], 5 * SECOND, "nowhere")
             await send_all(endpoint, ["good"], 5 * SECOND)
-            await scenario.advance_to(DUE)
+            await scenario.advance_to(DUE_IN_5_SECONDS)
             await scenario.happens(Event.HANDLED)
             await scenario.happens(Event.MOVED_TO_ERROR)
             [message] = await scenario.received("error")
@@ -566,7 +566,7 @@ class DeliveryFailures(DeliveryFixtures):
         assert message.headers[Headers.EXCEPTION_TYPE].endswith("QueueNotFound")
         assert scenario.handled_ids() == ["good"]
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_without_an_error_queue_the_message_stays(
         self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
@@ -591,7 +591,7 @@ class DeliveryFailures(DeliveryFixtures):
         async with scenario.endpoint() as endpoint:
             with pytest.raises(QueueNotFound, match=r"'elsewhere2' does not exist.*check_destination=False") as refused:
                 await endpoint.send("elsewhere2", b"", delay=5 * SECOND)
-            assert refused.value.similar in {(), (ELSEWHERE,)}
+            assert refused.value.similar in {(), (OTHER_QUEUE,)}
             assert await scenario.store.next_due() is None
             await send_checked(endpoint, ["a", "b", "c"])
             assert len(asked) == 2
@@ -604,7 +604,7 @@ class DeliveryFailures(DeliveryFixtures):
             pytest.skip("not claimed: SupportsQueueLookup")
         scenario.transport.inject(Fault("has_queue", error=BackendUnavailable("no answer")))
         async with scenario.endpoint() as endpoint:
-            await endpoint.send(ELSEWHERE, b"", delay=5 * SECOND)
+            await endpoint.send(OTHER_QUEUE, b"", delay=5 * SECOND)
             assert await scenario.store.next_due() is not None
 
     async def test_an_error_queue_that_does_not_exist_loses_nothing(self, scenario: DeliveryScenario) -> None:
@@ -637,7 +637,7 @@ class DeliveryFailures(DeliveryFixtures):
             await scenario.emptied()
         assert (message.id, message.encoded_headers, message.body) == ("m", b"\xff{not json", b"body")
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_store_that_fails_once_is_an_error_to_the_sender(
         self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
@@ -651,7 +651,7 @@ class DeliveryFailures(DeliveryFixtures):
         assert scenario.handled_ids() == ["second"]
         assert scenario.signals.count(Event.MOVED_TO_ERROR) == 0
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_handler_whose_delayed_send_cannot_be_stored_loses_nothing(
         self, scenario: DeliveryScenario, mode: TransactionMode
     ) -> None:
@@ -661,7 +661,7 @@ class DeliveryFailures(DeliveryFixtures):
 
         @endpoint.handler
         async def handle(message: Message, context: MessageContext) -> None:
-            await context.send(ELSEWHERE, b"", delay=5 * SECOND)
+            await context.send(OTHER_QUEUE, b"", delay=5 * SECOND)
 
         async with endpoint:
             await endpoint.send(ENDPOINT, b"body", message_id="m")
@@ -707,10 +707,10 @@ class DeliveryFailures(DeliveryFixtures):
         assert message.headers[Headers.EXCEPTION_TYPE] == "builtins.ValueError"
         assert scenario.critical == []
 
-    @pytest.mark.parametrize("named", UNUSABLE_IDS)
+    @pytest.mark.parametrize("named", UNUSABLE_ID_VALUES)
     async def test_a_message_id_header_may_be_anything(self, scenario: DeliveryScenario, named: str) -> None:
         """A handler that fails is tried as often as any other, and the header is in the error queue as it was."""
-        header, seen = UNUSABLE_IDS[named], []
+        header, seen = UNUSABLE_ID_VALUES[named], []
         endpoint = scenario.endpoint(handles=False)
         endpoint.recoverability = Recoverability(immediate_retries=1, delayed_retries=1)
 
@@ -733,7 +733,7 @@ class DeliveryFailures(DeliveryFixtures):
 IDS = [f"m{number}" for number in range(10)]
 ERRORS = [BackendUnavailable("gone for a moment"), RuntimeError("unexpected")]
 Step = str | tuple[str, ...]
-STEPS: list[Step] = ["next_due", FETCH, "dispatch", REMOVE, "commit"]
+DELIVERY_STEPS: list[Step] = ["next_due", FETCH, "dispatch", REMOVE, "commit"]
 
 
 def name_of(step: object) -> str:
@@ -746,16 +746,16 @@ def name_of(step: object) -> str:
 class DeliveryFaults(DeliveryFixtures):
     """Faults that pass."""
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     @pytest.mark.parametrize("error", ERRORS, ids=name_of)
-    @pytest.mark.parametrize("step", STEPS, ids=name_of)
+    @pytest.mark.parametrize("step", DELIVERY_STEPS, ids=name_of)
     async def test_a_step_that_fails_once_neither_loses_nor_doubles(
         self, scenario: DeliveryScenario, mode: TransactionMode, error: Exception, step: Step
     ) -> None:
         """While the process runs and its log is complete, every message is handled exactly once."""
         async with scenario.endpoint(mode, number_of_retries=3) as endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
-            await scenario.poller_sleeps(DUE)
+            await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             part = scenario.transport if step == "dispatch" else scenario.store
             part.inject(Fault(step, error=error, calls=1))
             await scenario.comes(Event.HANDLED, len(IDS))
@@ -763,7 +763,7 @@ class DeliveryFaults(DeliveryFixtures):
         assert Counter(scenario.handled_ids()) == Counter(IDS)
         assert scenario.signals.count(Event.MOVED_TO_ERROR) == 0
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     @pytest.mark.parametrize("error", ERRORS, ids=name_of)
     @pytest.mark.parametrize("step", [FETCH, "dispatch", REMOVE, "commit"], ids=name_of)
     async def test_a_step_that_was_done_but_reported_as_failed(
@@ -775,7 +775,7 @@ class DeliveryFaults(DeliveryFixtures):
             pytest.skip("not claimed: a fetch that is rolled back; its lock ends with the lease, in real time")
         async with endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
-            await scenario.poller_sleeps(DUE)
+            await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             part = scenario.transport if step == "dispatch" else scenario.store
             part.inject(Fault(step, error=error, calls=1, takes_effect=True))
             await scenario.emptied()
@@ -793,8 +793,8 @@ class DeliveryFaults(DeliveryFixtures):
 
         @endpoint.handler
         async def handle(message: Message, context: MessageContext) -> None:
-            await context.send(ELSEWHERE, b"", message_id="now")
-            await context.send(ELSEWHERE, b"", message_id="later", delay=5 * SECOND)
+            await context.send(OTHER_QUEUE, b"", message_id="now")
+            await context.send(OTHER_QUEUE, b"", message_id="later", delay=5 * SECOND)
 
         async with endpoint:
             scenario.transport.inject(
@@ -803,8 +803,8 @@ class DeliveryFaults(DeliveryFixtures):
             await endpoint.send(ENDPOINT, b"")
             await scenario.comes(Event.RECEIVE_LOST if takes_effect else Event.HANDLED)
             await scenario.runs_until(scenario.removed(1))
-            await endpoint.send(ELSEWHERE, b"", message_id="end")
-            found = await scenario.received(ELSEWHERE, 3)
+            await endpoint.send(OTHER_QUEUE, b"", message_id="end")
+            found = await scenario.received(OTHER_QUEUE, 3)
         assert sorted(message.id for message in found) == ["end", "later", "now"]
 
     async def test_a_delayed_commit_sends_nothing_early(self, scenario: DeliveryScenario) -> None:
@@ -812,7 +812,7 @@ class DeliveryFaults(DeliveryFixtures):
         gate, reached = asyncio.Event(), asyncio.Event()
         async with scenario.endpoint(TransactionMode.TRANSACTION_SCOPE) as endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
-            await scenario.poller_sleeps(DUE)
+            await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.store.inject(Fault("commit", calls=1, before=reached.set, until=gate))
             await scenario.clock.advance(5 * SECOND)
             async with asyncio.timeout(PATIENCE):
@@ -823,7 +823,7 @@ class DeliveryFaults(DeliveryFixtures):
             await scenario.happens(Event.HANDLED, len(IDS))
         assert Counter(scenario.handled_ids()) == Counter(IDS)
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     @pytest.mark.parametrize("step", [FETCH, "dispatch", REMOVE], ids=name_of)
     async def test_a_stop_in_the_middle_of_a_batch(
         self, scenario: DeliveryScenario, mode: TransactionMode, step: Step
@@ -833,7 +833,7 @@ class DeliveryFaults(DeliveryFixtures):
         endpoint = scenario.endpoint(mode, batch_size=4)
         async with endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
-            await scenario.poller_sleeps(DUE)
+            await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             part = scenario.transport if step == "dispatch" else scenario.store
             part.inject(Fault(step, calls=2, before=reached.set, until=gate))
             await scenario.clock.advance(5 * SECOND)
@@ -904,15 +904,15 @@ class DeliveryBreakers(DeliveryFixtures):
         """The fetch breaker: for a store whose fetch fails, and for one whose `next_due` fails."""
         async with scenario.endpoint() as endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
-            await scenario.poller_sleeps(DUE)
+            await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.store.inject(Fault(step, error=BackendUnavailable("down")))
             await self.critical(scenario, "Failed to fetch due delayed messages from the storage")
-            assert scenario.clock.now() >= DUE + 30 * SECOND
+            assert scenario.clock.now() >= DUE_IN_5_SECONDS + 30 * SECOND
             scenario.store.heal()
             await scenario.comes(Event.HANDLED, len(IDS))
         assert Counter(scenario.handled_ids()) == Counter(IDS)
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     @pytest.mark.parametrize("step", ["dispatch", REMOVE, "commit"], ids=name_of)
     async def test_dispatching_keeps_failing(
         self, scenario: DeliveryScenario, mode: TransactionMode, step: Step
@@ -922,24 +922,24 @@ class DeliveryBreakers(DeliveryFixtures):
             if step == "commit" and not scenario.shared:
                 pytest.skip("not claimed: one transaction over transport and store; sends are removed without")
             await send_all(endpoint, IDS, 5 * SECOND)
-            await scenario.poller_sleeps(DUE)
+            await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             part = scenario.transport if step == "dispatch" else scenario.store
             part.inject(Fault(step, error=BackendUnavailable("down")))
             await self.critical(scenario, "Failed to dispatch delayed messages to destination")
-            assert scenario.clock.now() >= DUE + 30 * SECOND
+            assert scenario.clock.now() >= DUE_IN_5_SECONDS + 30 * SECOND
             scenario.heal()
             await scenario.comes(Event.HANDLED, len(IDS))
             await scenario.runs_until(scenario.removed(len(IDS)))
         assert Counter(scenario.handled_ids()) == Counter(IDS)
         assert scenario.signals.count(Event.MOVED_TO_ERROR) == 0
 
-    @pytest.mark.parametrize("mode", MODES)
+    @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_failure_handling_keeps_failing(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
         """More than one failed recovery a second, over half a minute; and nothing is lost by it."""
         ids = [f"m{number}" for number in range(40)]
         async with scenario.endpoint(mode) as endpoint:
             await send_all(endpoint, ids, 5 * SECOND)
-            await scenario.poller_sleeps(DUE)
+            await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.transport.inject(Fault("dispatch", error=RuntimeError("all dispatches fail")))
             await scenario.clock.advance(5 * SECOND)
             # All of them: one whose dispatch has failed, but not its move yet, would be moved once the transport heals.
@@ -960,12 +960,12 @@ class DeliveryBreakers(DeliveryFixtures):
         )
         async with endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
-            await scenario.poller_sleeps(DUE)
+            await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.transport.inject(Fault("dispatch", error=BackendUnavailable("down")))
             await scenario.runs_until(asyncio.wait_for(endpoint.wait_stopped(), PATIENCE))
         assert scenario.handled == []
         await opened(scenario.store)
-        assert await scenario.store.next_due() == DUE
+        assert await scenario.store.next_due() == DUE_IN_5_SECONDS
 
 
 PLENTY = 1 << 40
@@ -1017,7 +1017,7 @@ class DeliveryForwarding(DeliveryFixtures):
         if not isinstance(store, SupportsForwarding) or not store.forwards_to(transport):
             pytest.skip("not claimed: SupportsForwarding")
         await transport.start()
-        await transport.setup_infrastructure([BILLING, ELSEWHERE, "error"])
+        await transport.setup_infrastructure([BILLING, OTHER_QUEUE, "error"])
         await opened(store)
         yield Inside(transport, store)
         await closed(store)
@@ -1037,11 +1037,11 @@ class DeliveryForwarding(DeliveryFixtures):
         if not isinstance(forwarding.store, SupportsForwardedCounts):
             pytest.skip("not claimed: SupportsForwardedCounts")
         first = AT - self.step
-        await forwarding.hold(delayed("a"), delayed("b"), delayed("c", first), delayed("e", destination=ELSEWHERE))
+        await forwarding.hold(delayed("a"), delayed("b"), delayed("c", first), delayed("e", destination=OTHER_QUEUE))
         assert (await forwarding.forward(limit=1)).moved is None
         forwarding.store.count_forwarded()
         forwarded = await forwarding.forward()
-        assert (forwarded.number, forwarded.moved) == (3, {(BILLING, AT): 2, (ELSEWHERE, AT): 1})
+        assert (forwarded.number, forwarded.moved) == (3, {(BILLING, AT): 2, (OTHER_QUEUE, AT): 1})
         assert not (await forwarding.forward()).moved
 
     async def test_an_empty_store_forwards_nothing(self, forwarding: Inside) -> None:
@@ -1052,12 +1052,12 @@ class DeliveryForwarding(DeliveryFixtures):
     async def test_each_destination_gets_its_own_untouched(self, forwarding: Inside) -> None:
         """Headers and bodies, byte for byte."""
         message = delayed("a", headers=AWKWARD_HEADERS, body=bytes(range(256)))
-        await forwarding.hold(message, delayed("b", destination=ELSEWHERE))
+        await forwarding.hold(message, delayed("b", destination=OTHER_QUEUE))
         assert (await forwarding.forward()).number == 2
         [found] = await received(await forwarding.transport.receiver(BILLING))
         assert (found.message.id, found.message.body) == ("a", message.message.body)
         assert found.message.encoded_headers == message.message.encoded_headers
-        assert await forwarding.takes(1, ELSEWHERE) == ["b"]
+        assert await forwarding.takes(1, OTHER_QUEUE) == ["b"]
 
     async def test_the_limit_holds(self, forwarding: Inside) -> None:
         """At most `limit`, the earliest; the next one, due as well, is not to be waited for."""

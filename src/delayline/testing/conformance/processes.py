@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 #: Seconds until something that never comes fails a test; less than the poller's longest sleep, which ends by itself.
-PATIENCE: Final = 45.0
+PROCESS_PATIENCE: Final = 45.0
 #: The other process: an endpoint at two URLs. It prints the ids of handled messages, and sends what it reads.
 PROGRAM: Final = """
 import asyncio, sys
@@ -89,7 +89,7 @@ class OtherProcess:
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Return once the condition holds; it is checked after each line of the process."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(PROCESS_PATIENCE):
             while not condition():
                 self._changed.clear()
                 await self._changed.wait()
@@ -99,7 +99,7 @@ class OtherProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
-            async with asyncio.timeout(PATIENCE):
+            async with asyncio.timeout(PROCESS_PATIENCE):
                 await self._process.wait()
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -170,7 +170,7 @@ class DeliveryBetweenProcesses:
                 all_ended.set()
 
         endpoint.handler(handle)
-        async with asyncio.timeout(3 * PATIENCE), endpoint:
+        async with asyncio.timeout(3 * PROCESS_PATIENCE), endpoint:
             delay = timedelta(milliseconds=200)
             await endpoint.send_many([Send(ENDPOINT, b"", message_id=key, delay=delay) for key in sorted(ids)])
             await are_held.wait()
@@ -201,18 +201,18 @@ class DeliveryBetweenProcesses:
             handled.set()
 
         def is_long(record: logging.LogRecord) -> bool:
-            return bool(vars(record)["facts"]["until"] - SystemClock().now() > timedelta(seconds=PATIENCE))
+            return bool(vars(record)["facts"]["until"] - SystemClock().now() > timedelta(seconds=PROCESS_PATIENCE))
 
         endpoint.handler(handle)
         with Signals() as signals:
             async with endpoint:
                 other = await OtherProcess.start(urls, handles=False)
                 try:
-                    await signals.wait_for(Event.SLEEPS, timeout=PATIENCE, where=is_long)
+                    await signals.wait_for(Event.SLEEPS, timeout=PROCESS_PATIENCE, where=is_long)
                     # When another process sends a message that is due long before its end
                     await other.send("soon", timedelta(seconds=1))
                     # Then it does not sleep on
-                    async with asyncio.timeout(PATIENCE):
+                    async with asyncio.timeout(PROCESS_PATIENCE):
                         await handled.wait()
                 finally:
                     await other.stop()

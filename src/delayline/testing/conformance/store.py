@@ -380,7 +380,7 @@ class StoreVerbs(StoreFixtures):
 
 
 MEGABYTE = 1024 * 1024
-INSTANTS = {
+DUE_INSTANTS = {
     "one microsecond": datetime(2026, 1, 1, 0, 0, 0, 1, tzinfo=UTC),
     "last microsecond": datetime(2026, 1, 1, 23, 59, 59, 999_999, tzinfo=UTC),
     "not a float": datetime(2255, 6, 5, 23, 47, 34, 740_993, tzinfo=UTC),
@@ -390,7 +390,7 @@ INSTANTS = {
     "before 1970": datetime(1969, 12, 31, 23, 59, 59, 999_999, tzinfo=UTC),
     "far past": datetime(1900, 1, 1, tzinfo=UTC),
 }
-END_OF_TIME = INSTANTS["the end of time"]
+END_OF_TIME = DUE_INSTANTS["the end of time"]
 
 
 #: Bytes that every back end has room for in an endpoint's name.
@@ -448,7 +448,7 @@ class StoreContent(StoreFixtures):
         assert again is not None
         assert again.message.encoded_headers == encoded
 
-    @pytest.mark.parametrize("due", INSTANTS.values(), ids=INSTANTS.keys())
+    @pytest.mark.parametrize("due", DUE_INSTANTS.values(), ids=DUE_INSTANTS.keys())
     async def test_due_times_are_exact(self, store: DelayedMessageStore, due: datetime) -> None:
         """To the microsecond, or rounded up by less than a step; up to the year 9999 and back before 1970."""
         if END_OF_TIME - due < self.step - TICK:
@@ -465,7 +465,7 @@ class StoreContent(StoreFixtures):
 
     async def test_due_times_are_ordered_over_the_centuries(self, store: DelayedMessageStore) -> None:
         """Instants compare as instants, not as text or floats."""
-        instants = {name: due for name, due in INSTANTS.items() if END_OF_TIME - due >= self.step - TICK}
+        instants = {name: due for name, due in DUE_INSTANTS.items() if END_OF_TIME - due >= self.step - TICK}
         for name, due in reversed(instants.items()):
             await store.store(delayed(name, due))
         fetched = [message for _ in instants if (message := await store.fetch_next_due(END_OF_TIME))]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from delayline.transport import ReceivedMessage, Transport
 
 
-QUEUES = ["billing", "sales", "error"]
+TRANSPORT_QUEUES = ["billing", "sales", "error"]
 
 
 class TransactionalTransport(Transport, SupportsTransportTransactions, Protocol):
@@ -127,7 +127,7 @@ class TransportFixtures:
         """Provide a started transport with its queues."""
         transport = await self.make_transport(tmp_path)
         await transport.start()
-        await transport.setup_infrastructure(QUEUES)
+        await transport.setup_infrastructure(TRANSPORT_QUEUES)
         yield transport
         await transport.stop()
 
@@ -547,9 +547,9 @@ class TransportManagement(TransportFixtures):
         assert await managed.purge(name) == 1
 
 
-AT_ONCE = "00:00:00"
-LONG = "10675199.02:48:05.4775807"  # the longest in .NET: beyond year 9999
-DAY = "1.00:00:00"
+NO_LIFE = "00:00:00"
+LONGEST_LIFE = "10675199.02:48:05.4775807"  # the longest in .NET: beyond year 9999
+LIFE_OF_A_DAY = "1.00:00:00"
 
 
 def expiring(span: str, id: str = "m", **headers: str) -> TransportOperation:
@@ -564,7 +564,7 @@ class TransportExpiry(TransportFixtures):
         self, transport: Transport, caplog: pytest.LogCaptureFixture
     ) -> None:
         """Receivers get those around it; it is gone, and logged."""
-        sent = [operation("billing", "before"), expiring(AT_ONCE, "late"), operation("billing", "after")]
+        sent = [operation("billing", "before"), expiring(NO_LIFE, "late"), operation("billing", "after")]
         with caplog.at_level(logging.DEBUG, "delayline"):
             await transport.dispatch(sent)
             found = ids(await received(await transport.receiver("billing"), 2))
@@ -579,14 +579,14 @@ class TransportExpiry(TransportFixtures):
 
     async def test_many_expired_messages_are_passed_over(self, transport: Transport) -> None:
         """More of them than a receiver takes at once."""
-        await transport.dispatch([*(expiring(AT_ONCE, f"m{number}") for number in range(30)), operation("billing")])
+        await transport.dispatch([*(expiring(NO_LIFE, f"m{number}") for number in range(30)), operation("billing")])
         receiver = await transport.receiver("billing")
         assert ids(await received(receiver, 1)) == ["m"]
         await nothing_left(transport, "billing")
         if isinstance(transport, SupportsQueueManagement):
             await self.counted(cast("ManagedTransport", transport), "billing", visible=0, hidden=1)
 
-    @pytest.mark.parametrize("span", [DAY, LONG, "soon", "", "00:00", "25:00:00", "-00:00:01"])
+    @pytest.mark.parametrize("span", [LIFE_OF_A_DAY, LONGEST_LIFE, "soon", "", "00:00", "25:00:00", "-00:00:01"])
     async def test_others_arrive(self, transport: Transport, span: str) -> None:
         """Unexpired messages, and those with an unreadable header, are never lost."""
         await transport.dispatch([expiring(span)])
@@ -596,7 +596,7 @@ class TransportExpiry(TransportFixtures):
     @pytest.mark.parametrize("header", [Headers.FAILED_QUEUE, Headers.RETRIES])
     async def test_the_time_to_be_received_ends_with_the_first_receive(self, transport: Transport, header: str) -> None:
         """A message in the error queue, or on its way to be handled again, was received in time."""
-        await transport.dispatch([expiring(AT_ONCE, "m", **{header: "1"})])
+        await transport.dispatch([expiring(NO_LIFE, "m", **{header: "1"})])
         assert ids(await received(await transport.receiver("billing"))) == ["m"]
 
     async def test_an_expired_message_in_a_transaction(self, transport: Transport) -> None:
@@ -604,7 +604,7 @@ class TransportExpiry(TransportFixtures):
         if not isinstance(transport, SupportsTransportTransactions):
             pytest.skip("not claimed: SupportsTransportTransactions")
         async with transport.transaction() as transaction:
-            await transport.dispatch([expiring(AT_ONCE, "late"), operation("billing")], transaction)
+            await transport.dispatch([expiring(NO_LIFE, "late"), operation("billing")], transaction)
         assert ids(await received(await transport.receiver("billing"))) == ["m"]
         await nothing_left(transport, "billing")
 
