@@ -139,8 +139,8 @@ class RepeatedFailuresOverTime(FailureLog):
         self._stop_timer()
         self.over()
         seconds = (self._clock.now() - self._armed_at).total_seconds()
-        text = "The circuit breaker for '%s' is now disarmed, after %d failures in %.0f s."
-        emit(logger, logging.INFO, Event.BREAKER_DISARMED, text, self.name, self._failures, seconds)
+        log_text = "The circuit breaker for '%s' is now disarmed, after %d failures in %.0f s."
+        emit(logger, logging.INFO, Event.BREAKER_DISARMED, log_text, self.name, self._failures, seconds)
         self._run(self._disarm, "disarm")
 
     async def failure(self, error: Exception) -> None:
@@ -203,8 +203,8 @@ class RepeatedFailuresOverTime(FailureLog):
         try:
             action()
         except Exception as error:
-            text = "The %s action of the circuit breaker for '%s' failed."
-            emit(logger, logging.ERROR, Event.BREAKER_ACTION_FAILED, text, name, self.name, exception=error)
+            log_text = "The %s action of the circuit breaker for '%s' failed."
+            emit(logger, logging.ERROR, Event.BREAKER_ACTION_FAILED, log_text, name, self.name, exception=error)
             raise
 
     def _stop_timer(self) -> None:
@@ -291,8 +291,8 @@ def _run_trigger(trigger: Callable[[Exception], None], error: Exception, name: s
     try:
         trigger(error)
     except Exception as failed:
-        text = "The trigger action of the circuit breaker for '%s' failed."
-        emit(logger, logging.CRITICAL, Event.BREAKER_ACTION_FAILED, text, name, exception=failed)
+        log_text = "The trigger action of the circuit breaker for '%s' failed."
+        emit(logger, logging.CRITICAL, Event.BREAKER_ACTION_FAILED, log_text, name, exception=failed)
 
 
 def is_cancelled() -> bool:

@@ -638,11 +638,11 @@ class Endpoint:
         except DelaylineError:  # a queue that is not there has none, and whatever is wrong shows where it matters
             return
         if number:
-            text = (
+            log_text = (
                 "endpoint %s has no handlers, and there are %d messages in its queue: they stay there. "
                 "Register handlers with @endpoint.handler before start(), or pass send_only=True"
             )
-            emit(logger, logging.WARNING, Event.NO_HANDLERS, text, self.name, number, count=number)
+            emit(logger, logging.WARNING, Event.NO_HANDLERS, log_text, self.name, number, count=number)
 
     async def _setup_queues(self) -> None:
         queues = [self.error_queue] if self.send_only else [self.name, self.error_queue]

@@ -337,8 +337,8 @@ async def _run(observer: SupportsRun) -> None:
     try:
         await observer.run()
     except Exception as error:
-        text = "The observer %s has stopped: %s"
-        emit(logger, logging.ERROR, Event.OBSERVER_FAILED, text, type(observer).__name__, error, exception=error)
+        log_text = "The observer %s has stopped: %s"
+        emit(logger, logging.ERROR, Event.OBSERVER_FAILED, log_text, type(observer).__name__, error, exception=error)
 
 
 class _Guarded:
@@ -369,11 +369,11 @@ def _guarded(name: str, calls: Sequence[Callable[..., None]]) -> Callable[..., N
 
     def report(error: Exception) -> None:
         nonlocal failed
-        text = "An observer's method %r failed, and may go on to fail: %s"
+        log_text = "An observer's method %r failed, and may go on to fail: %s"
         if failed:
-            emit(logger, logging.DEBUG, Event.OBSERVER_FAILED, text, name, error)
+            emit(logger, logging.DEBUG, Event.OBSERVER_FAILED, log_text, name, error)
         else:
-            emit(logger, logging.WARNING, Event.OBSERVER_FAILED, text, name, error, exception=error)
+            emit(logger, logging.WARNING, Event.OBSERVER_FAILED, log_text, name, error, exception=error)
         failed = True
 
     return call_one if len(calls) == 1 else call_all

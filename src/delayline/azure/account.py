@@ -104,15 +104,15 @@ class AzureAccount:
         http: Callable[[], AsyncHttpTransport[Any, Any]] | None = None,
         server_timeout: float | None = None,
     ) -> None:
-        scheme, _, place = url.partition(":")
+        scheme, _, connection = url.partition(":")
         if scheme.lower() != AZURE_SCHEME:
             raise ConfigurationError(f"{scheme}: is not the URL of a storage account. Write azure://ACCOUNT")
         if not url.isascii():
             raise ConfigurationError(
                 "the URL of the storage account has characters that are not ASCII: none of its parts can have one"
             )
-        place, options = _options_of(place)
-        url = f"{AZURE_SCHEME}:{place}"
+        connection, options = _options_of(connection)
+        url = f"{AZURE_SCHEME}:{connection}"
         self.server_timeout = (
             _seconds(options.get("server_timeout"))
             if server_timeout is None
@@ -123,10 +123,10 @@ class AzureAccount:
         """The sanitizer that the URL names for queue names; None for none."""
         self._connection = ""
         self._sas = ""
-        if place.startswith("//"):
+        if connection.startswith("//"):
             self.name, self._suffix, self._sas = _parts_of(url)
         else:
-            self._connection = _connection_string(place)
+            self._connection = _connection_string(connection)
             self.name, self._suffix = _name_in(self._connection), DNS_SUFFIX
         self._credential = credential
         self._http = http or _over_aiohttp
@@ -214,9 +214,9 @@ def _over_aiohttp() -> AioHttpTransport:
     return AioHttpTransport(use_env_settings=bool(getproxies()))
 
 
-def _options_of(place: str) -> tuple[str, dict[str, str]]:
+def _options_of(connection: str) -> tuple[str, dict[str, str]]:
     """Return the connection string after `azure:`, and delayline's options apart from it."""
-    address, mark, query = place.partition("?") if place.startswith("//") else ("", "", place)
+    address, mark, query = connection.partition("?") if connection.startswith("//") else ("", "", connection)
     separator = "&" if mark else ";"
     options: dict[str, str] = {}
     kept = []
@@ -230,14 +230,14 @@ def _options_of(place: str) -> tuple[str, dict[str, str]]:
     return address + (mark if left else "") + left, options
 
 
-def _seconds(text: str | None) -> float:
-    if text is None:
+def _seconds(seconds: str | None) -> float:
+    if seconds is None:
         return SERVER_TIMEOUT
     try:
-        return positive_seconds("server_timeout", float(text))
+        return positive_seconds("server_timeout", float(seconds))
     except ValueError:
         raise ConfigurationError(
-            f"server_timeout={text!r} of the storage account's URL must be a number of seconds above 0, as in 15"
+            f"server_timeout={seconds!r} of the storage account's URL must be a number of seconds above 0, as in 15"
         ) from None
 
 
@@ -263,12 +263,12 @@ def _parts_of(url: str) -> tuple[str, str, str]:
 
 def _connection_string(given: str) -> str:
     """Return a connection string that the clients take; raises ConfigurationError, not repeating it."""
-    text = given or os.environ.get(VARIABLE, "")
-    if not text:
+    connection = given or os.environ.get(VARIABLE, "")
+    if not connection:
         raise ConfigurationError(
             f"no storage account is named: write azure://ACCOUNT, or put its connection string into {VARIABLE}"
         )
-    pairs = dict(part.partition("=")[::2] for part in text.split(";") if part.strip())
+    pairs = dict(part.partition("=")[::2] for part in connection.split(";") if part.strip())
     if pairs.get("UseDevelopmentStorage", "").lower() == "true":
         return DEVELOPMENT
     named = "AccountName" in pairs or any(name.endswith("Endpoint") for name in pairs)
@@ -279,7 +279,7 @@ def _connection_string(given: str) -> str:
         )
     _check_key(pairs.get("AccountKey"))
     _check_endpoints(pairs)
-    return text
+    return connection
 
 
 def _check_key(key: str | None) -> None:

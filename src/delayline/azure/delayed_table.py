@@ -189,10 +189,10 @@ class AzureDelayedTable(SingleMessageVerbs):
         _refuse(transaction)
         async with self._turn:
             if await self._leased.acquire():
-                found = await self._due(at, limit, max_bytes)
-                self._held |= {(row.message.id, row.message.due): row for row in found}
+                due_rows = await self._due(at, limit, max_bytes)
+                self._held |= {(row.message.id, row.message.due): row for row in due_rows}
                 await self._settle()
-                return [row.message for row in found]
+                return [row.message for row in due_rows]
         await asyncio.sleep(STAND_BY)
         return []
 
@@ -272,15 +272,15 @@ class AzureDelayedTable(SingleMessageVerbs):
     ) -> Sequence[DelayedMessage]:
         """Return pending messages, earliest due first."""
         only = {} if destination is None else {"Destination": destination}
-        found: list[DelayedMessage] = []
+        messages: list[DelayedMessage] = []
         async for row in self._rows(self._open.waiting(at_least=offset + limit, only=only)):
             if offset:
                 offset -= 1
                 continue
-            if len(found) == limit:
+            if len(messages) == limit:
                 break
-            found.append(row.message)
-        return found
+            messages.append(row.message)
+        return messages
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count pending messages by bucket and destination; reads the keys of the whole table."""
@@ -317,17 +317,17 @@ class AzureDelayedTable(SingleMessageVerbs):
         self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
     ) -> Sequence[FoundMessage]:
         """Return pending messages without their bodies, earliest due first."""
-        found: list[FoundMessage] = []
+        messages: list[FoundMessage] = []
         reading = self._rows(self._open.between(start, end, at_least=offset + limit))
         async with contextlib.aclosing(reading) as rows:  # type: ignore[type-var]
             async for row in rows:
                 if offset:
                     offset -= 1
                     continue
-                found.append(found_of(row.message, 0))
-                if len(found) >= limit:
+                messages.append(found_of(row.message, 0))
+                if len(messages) >= limit:
                     break
-        return found
+        return messages
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count up to 1000 messages of each bucket, which is then at least as large: Azure keeps no statistics."""
@@ -381,7 +381,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         )
 
     async def _due(self, at: datetime, limit: int, max_bytes: int) -> list[TableRow]:
-        found: list[TableRow] = []
+        due_rows: list[TableRow] = []
         size = 0
         self._drained = False
         reading = self._open.due(at, at_least=limit + len(self._held) + len(self._reported))
@@ -390,11 +390,11 @@ class AzureDelayedTable(SingleMessageVerbs):
             if (message.id, row.message.due) in self._held:
                 continue
             size += len(message.body) + len(message.encoded_headers)
-            if len(found) == limit or (found and size > max_bytes):
-                return found
-            found.append(row)
+            if len(due_rows) == limit or (due_rows and size > max_bytes):
+                return due_rows
+            due_rows.append(row)
         self._drained = True
-        return found
+        return due_rows
 
     async def _rows(self, entities: AsyncIterator[Mapping[str, Any]]) -> AsyncIterator[TableRow]:
         """Yield the messages; a row that is not a message stays in the table and is logged once."""
@@ -406,8 +406,8 @@ class AzureDelayedTable(SingleMessageVerbs):
                     key = Key(entity["PartitionKey"], entity["RowKey"])
                     if key not in self._reported and len(self._reported) < MOST_REPORTED:
                         self._reported.add(key)
-                        text = "Row %s of table %s is not a delayed message and stays there: %s"
-                        emit(logger, logging.ERROR, Event.FOREIGN_ROW, text, key.row, self._open.name, error)
+                        log_text = "Row %s of table %s is not a delayed message and stays there: %s"
+                        emit(logger, logging.ERROR, Event.FOREIGN_ROW, log_text, key.row, self._open.name, error)
 
     def _row(self, message: DelayedMessage) -> TableRow:
         held = self._held.get((message.id, message.due))

@@ -68,8 +68,8 @@ async def _index(account: AzureAccount, endpoint: str | None) -> list[Finding]:
         return []
     finally:
         await table.close()
-    text = f"{number} rows point at no message"
-    return [("index", True, f"{text}; a running endpoint deletes them within hours" if number else text)]
+    orphans = f"{number} rows point at no message"
+    return [("index", True, f"{orphans}; a running endpoint deletes them within hours" if number else orphans)]
 
 
 def _clock(dates: Sequence[datetime]) -> list[Finding]:

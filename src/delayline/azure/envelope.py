@@ -65,16 +65,16 @@ def wrap(message: Message) -> str:
     """
     if isinstance(message, UnwrappedMessage):
         return message.body.decode("utf-8", "surrogatepass")
-    text = _text(message)
-    if len(text) <= LARGEST_TEXT:
-        return text
+    wrapped = _text(message)
+    if len(wrapped) <= LARGEST_TEXT:
+        return wrapped
     try:
         failed = Headers.FAILED_QUEUE in message.headers
     except CorruptHeaders:
         failed = False
     if not failed:
-        raise too_large(message, len(text), LARGEST_TEXT)
-    return _shortened(message, len(text))
+        raise too_large(message, len(wrapped), LARGEST_TEXT)
+    return _shortened(message, len(wrapped))
 
 
 def crashes_noted(text: str) -> int:
@@ -145,15 +145,15 @@ def _unwrapped(wrapper: Any) -> Message:  # noqa: ANN401 - whatever JSON there i
     body = _bytes_of(wrapper, "Body")
     if "EncodedHeaders" in wrapper:
         return Message.from_encoded(message_id, _bytes_of(wrapper, "EncodedHeaders"), body)
-    found = {name: NO_VALUE if value is None else str(value) for name, value in headers.items()}
+    merged = {name: NO_VALUE if value is None else str(value) for name, value in headers.items()}
     if isinstance(reply_to := wrapper.get("ReplyToAddress"), str):
-        found[Headers.REPLY_TO] = reply_to
+        merged[Headers.REPLY_TO] = reply_to
     if isinstance(correlation := wrapper.get("CorrelationId"), str):
-        found[Headers.CORRELATION_ID] = correlation
+        merged[Headers.CORRELATION_ID] = correlation
     intent = wrapper.get("MessageIntent")
     if isinstance(intent, int) and 0 < intent < len(INTENTS):
-        found[Headers.INTENT] = INTENTS[intent]
-    return Message(message_id, found, body)
+        merged[Headers.INTENT] = INTENTS[intent]
+    return Message(message_id, merged, body)
 
 
 def _bytes_of(wrapper: Mapping[str, Any], name: str) -> bytes:
@@ -204,13 +204,13 @@ def _shortened(message: Message, size: int) -> str:
     trace = message.headers.get(Headers.EXCEPTION_STACK_TRACE, "")
     length = len(trace) - (size - LARGEST_TEXT)  # each character takes more than one byte of text
     if length > SHORTEST_TRACE:
-        text = _text(message.with_headers({Headers.EXCEPTION_STACK_TRACE: "..." + trace[-(length - 3) :]}))
-        if len(text) <= LARGEST_TEXT:
-            return text
+        wrapped = _text(message.with_headers({Headers.EXCEPTION_STACK_TRACE: "..." + trace[-(length - 3) :]}))
+        if len(wrapped) <= LARGEST_TEXT:
+            return wrapped
     without: tuple[str, ...] = ()
     for further in DISPENSABLE:
         without += further
-        text = _text(message.with_headers({}, without=without))
-        if len(text) <= LARGEST_TEXT:
-            return text
-    raise too_large(message, len(text), LARGEST_TEXT)
+        wrapped = _text(message.with_headers({}, without=without))
+        if len(wrapped) <= LARGEST_TEXT:
+            return wrapped
+    raise too_large(message, len(wrapped), LARGEST_TEXT)

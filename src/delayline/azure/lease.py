@@ -127,8 +127,8 @@ class ContainerLease:
 
     def _end(self, error: Exception) -> None:
         self._until, self._renewing = 0.0, None
-        text = "Lost the lease on %s, and no longer dispatch: %s"
-        emit(logger, logging.WARNING, Event.LEASE_LOST, text, self._container.container_name, error)
+        log_text = "Lost the lease on %s, and no longer dispatch: %s"
+        emit(logger, logging.WARNING, Event.LEASE_LOST, log_text, self._container.container_name, error)
         self._lost()
 
     def _client(self) -> BlobLeaseClient:

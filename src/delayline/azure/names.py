@@ -110,9 +110,9 @@ def message_key(message_id: str, due: datetime) -> Key:
 
 def due_of(row_key: str) -> datetime | None:
     """Return when the message of a row is due; None for a key that no message has."""
-    found = ROW_KEY.fullmatch(row_key)
+    match = ROW_KEY.fullmatch(row_key)
     try:
-        second = datetime.strptime(found[1], "%Y%m%d%H%M%S").replace(tzinfo=UTC) if found else None
+        second = datetime.strptime(match[1], "%Y%m%d%H%M%S").replace(tzinfo=UTC) if match else None
         return second + ONE_SECOND if second is not None and "_" in row_key else second
     except (ValueError, OverflowError):
         return None

@@ -158,8 +158,10 @@ class AzureReceiver:
         if (message.dequeue_count or 0) > 1:
             entry.text, entry.crashes = str(message.content), crashes_noted(message.content)
         if isinstance(unwrapped, UnwrappedMessage):
-            text = "Failed to deserialize message envelope for message with id %s: %s"
-            emit(logger, logging.WARNING, Event.POISON_MESSAGE, text, message.id, unwrapped.reason, message=unwrapped)
+            log_text = "Failed to deserialize message envelope for message with id %s: %s"
+            emit(
+                logger, logging.WARNING, Event.POISON_MESSAGE, log_text, message.id, unwrapped.reason, message=unwrapped
+            )
         return ReceivedMessage(unwrapped, number, entry.crashes)
 
     async def _renew(self) -> None:
@@ -180,8 +182,8 @@ class AzureReceiver:
                     )
                     entry.receipt = receipt_of(renewed)
             except Exception as error:  # of this message: the others are kept hidden all the same
-                text = "Could not keep message %s of queue %s hidden while it is handled: %s"
-                emit(logger, logging.WARNING, Event.RECEIVE_LOST, text, entry.id, self._queue, error)
+                log_text = "Could not keep message %s of queue %s hidden while it is handled: %s"
+                emit(logger, logging.WARNING, Event.RECEIVE_LOST, log_text, entry.id, self._queue, error)
 
     def _let_go(self, received: ReceivedMessage) -> None:
         self._held.pop(_number(received), None)

@@ -64,14 +64,14 @@ def row_of(message: DelayedMessage) -> TableRow:
 def to_entity(row: TableRow) -> Entity:
     """Return the entity of a message; raises InvalidMessage for one that is too large for an entity."""
     message = row.message.message
-    text, encoded = _headers(message)
+    headers, encoded = _headers(message)
     entity: Entity = {
         "PartitionKey": row.key.partition,
         "RowKey": row.key.row,
         "Destination": row.message.destination,
         "Body": message.body,
         "MessageId": message.id,
-        "Headers": text,
+        "Headers": headers,
         RETRIES_COLUMN: row.message.number_of_retries,
     }
     return entity if encoded is None else entity | {ENCODED_HEADERS: encoded}
@@ -107,8 +107,8 @@ def _row_in(entity: Mapping[str, Any]) -> TableRow:
 
 def place_entity(message_id: str, key: Key) -> Entity:
     """Return the index entity of that message id."""
-    place = place_key(message_id)
-    return {"PartitionKey": place.partition, "RowKey": place.row, PLACE_COLUMN: key.row}
+    index_key = place_key(message_id)
+    return {"PartitionKey": index_key.partition, "RowKey": index_key.row, PLACE_COLUMN: key.row}
 
 
 def place_in(entity: Mapping[str, Any]) -> Key | None:
@@ -122,16 +122,16 @@ def _headers(message: Message) -> tuple[str, bytes | None]:
     encoded = message.encoded_headers
     try:
         _ = message.headers
-        text = encoded.decode()
-        json.loads(text or "x")
+        plain = encoded.decode()
+        json.loads(plain or "x")
     except (CorruptHeaders, ValueError):
         return "{}", encoded
-    if len(text.encode("utf-16-le")) // 2 > LONGEST_TEXT:
+    if len(plain.encode("utf-16-le")) // 2 > LONGEST_TEXT:
         raise InvalidMessage(
-            f"message {message.id!r} has headers of {len(text)} characters, {LONGEST_TEXT} at most beside a delay on "
+            f"message {message.id!r} has headers of {len(plain)} characters, {LONGEST_TEXT} at most beside a delay on "
             "Azure Storage: put long values into the body"
         )
-    return text, None
+    return plain, None
 
 
 CLAIM_ATTEMPTS: Final = 5
@@ -179,8 +179,8 @@ class MessageIndex:
 
     async def find(self, message_id: str) -> TableRow | None:
         """Return the message with that id, or None; messages stored by .NET are searched in the whole table."""
-        place = await self._table.get(place_key(message_id))
-        key = None if place is None else place_in(place)
+        index_row = await self._table.get(place_key(message_id))
+        key = None if index_row is None else place_in(index_row)
         entity = None if key is None else await self._table.get(key)
         if entity is not None and entity.get("MessageId") == message_id:
             with contextlib.suppress(ForeignRow):
@@ -223,8 +223,8 @@ class MessageIndex:
         return sum(await self._table.delete_unchanged_each(orphans))
 
     async def _orphans_of(self, rows: Sequence[Any]) -> list[Any]:
-        found = await asyncio.gather(*(self._holds(place_in(row), row["RowKey"]) for row in rows))
-        return [row for row, there in zip(rows, found, strict=True) if not there]
+        held = await asyncio.gather(*(self._holds(place_in(row), row["RowKey"]) for row in rows))
+        return [row for row, is_held in zip(rows, held, strict=True) if not is_held]
 
     async def _holds(self, place: Key | None, id_row: str) -> bool:
         """Return whether the message whose index row has that key is in that place."""
@@ -235,17 +235,17 @@ class MessageIndex:
     async def _take_over(self, row: TableRow) -> bool:
         """Claim an id that was claimed before, unless its message is there; the same message twice is one."""
         for _ in range(CLAIM_ATTEMPTS):
-            place = await self._table.get(place_key(row.message.id))
+            index_row = await self._table.get(place_key(row.message.id))
             mine = place_entity(row.message.id, row.key)
-            if place is None:
+            if index_row is None:
                 if all(await self._table.create_each([mine])):
                     return True
                 continue
-            kept = place_in(place)
+            kept = place_in(index_row)
             if kept == row.key:
                 return True
             if await self._holds(kept, id_key(row.message.id)):
                 return False
-            if await self._table.replace(mine, place.metadata["etag"]):
+            if await self._table.replace(mine, index_row.metadata["etag"]):
                 return True
         return True

@@ -156,10 +156,10 @@ class Table:
         self, query: str, page: int, *, parameters: Mapping[str, str] | None = None, select: list[str] | None = None
     ) -> AsyncIterator[Entity]:
         """Yield the entities that the query finds, so many to a page."""
-        found = self._client.query_entities(
+        pages = self._client.query_entities(
             query, parameters=dict(parameters or {}), results_per_page=page, select=select
         )
-        entities = found.__aiter__()
+        entities = pages.__aiter__()
         while True:
             async with self._asking("read"):
                 try:

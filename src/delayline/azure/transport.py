@@ -210,10 +210,10 @@ class AzureStorageQueueTransport:
         """
         if offset + limit <= MESSAGE_PAGE:
             async with self._asking("look into", queue):
-                found = await self._client(queue).peek_messages(max_messages=offset + limit)
+                messages = await self._client(queue).peek_messages(max_messages=offset + limit)
         else:
-            found = await self._walk(queue)
-        return [unwrap(message.id, message.content) for message in found[offset : offset + limit]]
+            messages = await self._walk(queue)
+        return [unwrap(message.id, message.content) for message in messages[offset : offset + limit]]
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
         """Remove the oldest copy of the message that is not being handled; slow unless it was browsed just before."""
@@ -244,18 +244,18 @@ class AzureStorageQueueTransport:
     async def _walk(self, queue: str) -> list[QueueMessage]:
         """Return every message that is not being handled, oldest first, and remember its receipt."""
         client = self._client(queue)
-        found: dict[str, QueueMessage] = {}
+        messages: dict[str, QueueMessage] = {}
 
         async def show(message: QueueMessage) -> str | None:
             async with self._asking("look into", queue, self._slots):
                 return await shown(client, message.id, receipt_of(message))
 
         while page := await self._page("look into", queue):
-            fresh = {message.id: message for message in page if message.id not in found}
-            found |= fresh
+            fresh = {message.id: message for message in page if message.id not in messages}
+            messages |= fresh
             if not fresh:
                 break  # so many that the first ones are visible again
-        in_order = sorted(found.values(), key=lambda message: message.inserted_on or EPOCH)
+        in_order = sorted(messages.values(), key=lambda message: message.inserted_on or EPOCH)
         receipts = await asyncio.gather(*(show(message) for message in in_order))
         self._seen = {key: copies for key, copies in self._seen.items() if key[0] != queue}
         for message, receipt in zip(in_order, receipts, strict=True):
@@ -294,8 +294,8 @@ class AzureStorageQueueTransport:
         now = asyncio.get_running_loop().time()
         if now < self._missing.get(name, 0.0):
             raise QueueNotFound(queue)
-        for other in [other for other, until in self._missing.items() if until <= now - QUEUE_MISSING_FOR]:
-            del self._missing[other]
+        for expired in [expired for expired, until in self._missing.items() if until <= now - QUEUE_MISSING_FOR]:
+            del self._missing[expired]
         if name in self._missing:
             self._missing[name] = now + QUEUE_MISSING_FOR
 
@@ -344,9 +344,9 @@ class AzureStorageQueueTransport:
         names: dict[str, str] = {}
         for queue in queues:
             name = queue_name(self.address_of(queue))
-            other = names.setdefault(name, queue)
-            if other.lower() != queue.lower():
-                raise _one_queue(other, queue, name)
+            first = names.setdefault(name, queue)
+            if first.lower() != queue.lower():
+                raise _one_queue(first, queue, name)
         return list(names)
 
     def _sanitized(self, address: str, sanitizer: Sanitizer) -> str:
@@ -363,9 +363,9 @@ class AzureStorageQueueTransport:
         if address.lower() != name.lower():
             if len(self._addresses) > MOST_ADDRESSES:
                 self._addresses.clear()
-            other = self._addresses.setdefault(name.lower(), address)
-            if other.lower() != address.lower():
-                raise _one_queue(other, address, name)
+            known = self._addresses.setdefault(name.lower(), address)
+            if known.lower() != address.lower():
+                raise _one_queue(known, address, name)
         return name
 
     @contextlib.asynccontextmanager

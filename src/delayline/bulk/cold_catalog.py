@@ -162,18 +162,18 @@ class ColdFiles:
         query = query.where(columns.store == self._store, columns.state == FileState.HELD.value)
         if until is not None:
             query = query.where(columns.min_due <= until)
-        found = connection.execute(query.order_by(columns.min_due, columns.name))
-        return [ColdFile(*row, {}) for row in found]
+        rows = connection.execute(query.order_by(columns.min_due, columns.name))
+        return [ColdFile(*row, {}) for row in rows]
 
     def buried(self, connection: Connection, names: Sequence[str]) -> dict[str, dict[str, str]]:
         """Return the cancelled messages of those files: by file, the destination by id."""
         columns = self.tables.tombstones.c
-        found: dict[str, dict[str, str]] = defaultdict(dict)
+        tombstones: dict[str, dict[str, str]] = defaultdict(dict)
         for some in _parts(names):
             query = select(columns.file, columns.id, columns.destination).where(columns.file.in_(some))
             for file, message_id, destination in connection.execute(query):
-                found[file][message_id] = destination
-        return dict(found)
+                tombstones[file][message_id] = destination
+        return dict(tombstones)
 
     def lock(self, connection: Connection, names: Iterable[str]) -> set[str]:
         """Lock the files against changes by other processes, and return those that still are in the tier."""
@@ -227,8 +227,8 @@ class ColdFiles:
         query = select(func.min(columns.min_due)).where(
             columns.store == self._store, columns.state == FileState.HELD.value
         )
-        found = connection.execute(query).scalar()
-        return None if found is None else int(found)
+        due = connection.execute(query).scalar()
+        return None if due is None else int(due)
 
     def retired(self, connection: Connection) -> list[ColdFile]:
         """Return the files that have been obsolete for a day."""

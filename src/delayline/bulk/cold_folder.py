@@ -96,8 +96,8 @@ class ColdFolder:
         system, _ = self._place
         if isinstance(system, LocalFileSystem):
             file = Path(self._address(name, due_hour))
-            for place in (file, file.parent, file.parent.parent):
-                descriptor = os.open(place, os.O_RDONLY)
+            for path in (file, file.parent, file.parent.parent):
+                descriptor = os.open(path, os.O_RDONLY)
                 try:
                     os.fsync(descriptor)
                 finally:
@@ -186,8 +186,8 @@ class ColdFolder:
 
         if "://" not in self.path:
             return LocalFileSystem(), self.path
-        found: tuple[Any, str] | None = self.__dict__.get("_kept_place")
-        if found is None:
+        kept: tuple[Any, str] | None = self.__dict__.get("_kept_place")
+        if kept is None:
             try:
                 system, root = FileSystem.from_uri(S3.sub("s3://", self.path))
             except (ArrowInvalid, OSError, NotImplementedError) as error:
@@ -195,8 +195,8 @@ class ColdFolder:
                     f"cold_tier={without_secrets(self.path)!r} cannot be used: {without_secrets(str(error))}. "
                     "Give a folder, or a URI that begins with file, s3, gs, hdfs or abfss"
                 ) from None
-            found = self.__dict__["_kept_place"] = system, root.rstrip("/")
-        return found
+            kept = self.__dict__["_kept_place"] = system, root.rstrip("/")
+        return kept
 
     def _address(self, name: str, due_hour: str) -> str:
         return f"{self._place[1]}/due_hour={due_hour}/{name}{FILE_SUFFIX}"

@@ -152,9 +152,9 @@ def _convert_rows(schema: str | None) -> list[Executable]:
         same = and_(new.c.run == store.c.run, new.c.kind == store.c.kind, new.c.sink == sink.value)
         pairs = store.join(old, old.c.run == literal(f"{sink.value} ") + store.c.run).outerjoin(new, same)
         keys = (store.c.run, literal(sink.value), store.c.kind)
-        found = select(*keys, *(old.c[name] for name in counts)).select_from(pairs)
+        merged = select(*keys, *(old.c[name] for name in counts)).select_from(pairs)
         both = (store.c.sink == Sink.STORE.value, old.c.sink == Sink.STORE.value, new.c.run.is_(None))
-        statements.append(insert(table).from_select(["run", "sink", "kind", *counts], found.where(*both)))
+        statements.append(insert(table).from_select(["run", "sink", "kind", *counts], merged.where(*both)))
     return statements
 
 
@@ -212,12 +212,12 @@ class JobLedger:
         columns = self.table.c
         if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
             return {}
-        found: dict[str, int] = {}
+        attempts: dict[str, int] = {}
         for first in range(0, len(runs), RUNS_AT_ONCE):
             named = (columns.run.in_(runs[first : first + RUNS_AT_ONCE]), columns.kind == RunKind.MIGRATION.value)
             rows = connection.execute(select(columns.run, columns.batch).where(*named, columns.batch > CLOSED))
-            found |= {run: int(attempt) for run, attempt in rows}
-        return found
+            attempts |= {run: int(attempt) for run, attempt in rows}
+        return attempts
 
     def add(self, connection: Connection, attempts: Mapping[str, int]) -> None:
         """Record the attempts at a migration's batches that the transaction commits, or CLOSED; keeps existing rows."""
@@ -239,14 +239,14 @@ class JobLedger:
         columns = self.table.c
         if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
             return None
-        found = connection.execute(self._counts().where(*self._is(key), columns.batch >= batch)).first()
-        return None if found is None else _committed(found, repeated=False)
+        counts = connection.execute(self._counts().where(*self._is(key), columns.batch >= batch)).first()
+        return None if counts is None else _committed(counts, repeated=False)
 
     def _state(self, connection: Connection, key: RunKey) -> tuple[int, Committed]:
         nothing = {"batch": NONE_YET, "stored": 0, "duplicates": 0, "rejected": 0, "finished": None}
         connection.execute(self._dialect.words.insert_new(self.table, "run").values({**key.columns, **nothing}))
-        found = connection.execute(self._counts().where(*self._is(key)).with_for_update()).one()
-        return found.batch, _committed(found, repeated=True)
+        counts = connection.execute(self._counts().where(*self._is(key)).with_for_update()).one()
+        return counts.batch, _committed(counts, repeated=True)
 
     def _counts(self) -> Select[Any]:
         columns = self.table.c

@@ -94,8 +94,8 @@ class PublishedPartitions:
         """Return the parameters that an earlier attempt has saved; None for the first attempt."""
         columns = self.table.c
         query = select(columns.content).where(columns.name == self._name(PARAMETERS))
-        found = connection.execute(query).scalar()
-        return None if found is None else JobParameters(**json.loads(found))
+        content = connection.execute(query).scalar()
+        return None if content is None else JobParameters(**json.loads(content))
 
     def save_parameters(self, connection: Connection, parameters: JobParameters) -> None:
         """Save the parameters if no earlier attempt did."""

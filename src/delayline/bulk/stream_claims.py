@@ -109,12 +109,12 @@ class StreamClaims:
             left = limit
             while left is None or left > 0:
                 most = CLAIMS_AT_ONCE if left is None else min(left, CLAIMS_AT_ONCE)
-                found = await self._store.fetch_due(at, most, max_bytes=BYTES_AT_ONCE, transaction=transaction)
-                if not found:
+                messages = await self._store.fetch_due(at, most, max_bytes=BYTES_AT_ONCE, transaction=transaction)
+                if not messages:
                     break
-                await self._move(found, last, transaction)
-                last += len(found)
-                left = None if left is None else left - len(found)
+                await self._move(messages, last, transaction)
+                last += len(messages)
+                left = None if left is None else left - len(messages)
             await transaction.run(partial(self._end, last=last))
         return last
 
@@ -127,11 +127,11 @@ class StreamClaims:
         try:
             with dialect.connections.look() as connection:
                 while True:
-                    found = connection.execute(query.where(claimed.claim > start).limit(at_once)).all()
-                    if not found:
+                    rows = connection.execute(query.where(claimed.claim > start).limit(at_once)).all()
+                    if not rows:
                         return
-                    yield [[read(value) for read, value in zip(reads, row[:-1], strict=True)] for row in found]
-                    start = found[-1].claim
+                    yield [[read(value) for read, value in zip(reads, row[:-1], strict=True)] for row in rows]
+                    start = rows[-1].claim
         except dialect.errors.kinds as error:
             raise dialect.errors.translated(error) from error
 

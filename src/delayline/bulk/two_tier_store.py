@@ -101,8 +101,8 @@ class TwoTierStore(SqlDelayedMessageStore):
         """Count pending messages; files are read only for buckets smaller than an hour."""
         width = time_span("bucket", bucket) // MICROSECOND
         counts: dict[tuple[datetime, str], int] = defaultdict(int)
-        found = self._count_hours(width) if width % MICROS_A_HOUR == 0 else self._count_rows(width)
-        for (start, destination), number in (await found).items():
+        counting = self._count_hours(width) if width % MICROS_A_HOUR == 0 else self._count_rows(width)
+        for (start, destination), number in (await counting).items():
             counts[from_microseconds(start), destination] += number
         for bucket_count in await super().count_by_due(bucket):
             counts[bucket_count.start, bucket_count.destination] += bucket_count.count
@@ -114,8 +114,8 @@ class TwoTierStore(SqlDelayedMessageStore):
         hot = await super().find(message_id, body_limit=body_limit)
         if hot is not None or not snapshot.files:
             return hot
-        found = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
-        row = next((row for name, row in found.items() if message_id not in snapshot.dead.get(name, ())), None)
+        rows = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
+        row = next((row for name, row in rows.items() if message_id not in snapshot.dead.get(name, ())), None)
         return None if row is None else found_of(_message_of(row), body_limit)
 
     async def due_between(
@@ -139,7 +139,7 @@ class TwoTierStore(SqlDelayedMessageStore):
         cold = await asyncio.to_thread(read)
         hot = await super().due_between(start, end, limit=limit + offset)
         both = heapq.merge(hot, cold, key=lambda found: found.message.due)
-        return list({found.message.id: found for found in both}.values())[offset : offset + limit]
+        return list({listed.message.id: listed for listed in both}.values())[offset : offset + limit]
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count pending messages of both tiers between the edges; see `SupportsDueForecast`."""
@@ -180,9 +180,9 @@ class TwoTierStore(SqlDelayedMessageStore):
         return DueForecast(
             [
                 DueBucket(
-                    *span, found.total(), known, destinations=dict((+found).most_common()) if by_destination else {}
+                    *span, share.total(), known, destinations=dict((+share).most_common()) if by_destination else {}
                 )
-                for span, found, known in zip(spans_of(checked), shares, exact, strict=True)
+                for span, share, known in zip(spans_of(checked), shares, exact, strict=True)
             ],
             None if earliest is None else from_microseconds(earliest),
         )
@@ -227,20 +227,20 @@ class TwoTierStore(SqlDelayedMessageStore):
             outcome = await in_the_store(message_id)
             if outcome is not Outcome.NOT_PENDING or not snapshot.files:
                 return outcome
-            found = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
-            found = {name: row for name, row in found.items() if message_id not in snapshot.dead.get(name, ())}
-            if not found:
+            rows = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
+            rows = {name: row for name, row in rows.items() if message_id not in snapshot.dead.get(name, ())}
+            if not rows:
                 return Outcome.NOT_PENDING
-            if await self._take_out(found, due):
+            if await self._take_out(rows, due):
                 return Outcome.DONE
 
-    async def _take_out(self, found: Mapping[str, ColdRow], due: datetime | None) -> bool:
+    async def _take_out(self, rows: Mapping[str, ColdRow], due: datetime | None) -> bool:
         """Cancel the message in its files; False where they were promoted, compacted or looked at by another one."""
-        dead = {name: {row.id: row.destination} for name, row in found.items()}
+        dead = {name: {row.id: row.destination} for name, row in rows.items()}
         async with self.transaction() as transaction:
             buried = await self._database.write(partial(self._catalog.bury, dead=dead), transaction)
             if buried:
-                message, journal = _message_of(next(iter(found.values()))), self._kept_journal
+                message, journal = _message_of(next(iter(rows.values()))), self._kept_journal
                 if due is None:
                     cancelled = (message.id, message.destination, message.due)
                     note = partial(journal.note_one, event=JournalEvent.CANCELLED, message=cancelled)

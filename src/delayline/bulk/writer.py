@@ -187,8 +187,8 @@ class BulkWriter:
         The ledger must be there: see `create_ledger`.
         """
         find = partial(self._runs.find, key=RunKey(run, sink, kind), batch=batch)
-        found: Committed | None = blocking(self._opened(self._database.read, find))
-        return found
+        committed: Committed | None = blocking(self._opened(self._database.read, find))
+        return committed
 
     def committed_batches(self, names: Sequence[str]) -> dict[str, int]:
         """Return the attempt that has committed each of a migration's batches; uncommitted ones are left out."""
@@ -243,17 +243,17 @@ class BulkWriter:
 
     @property
     def _database(self) -> Database:
-        found: Database | None = self.__dict__.get("_kept_database")
-        if found is None:
-            found = self.__dict__["_kept_database"] = database_at(self.url)
-        return found
+        database: Database | None = self.__dict__.get("_kept_database")
+        if database is None:
+            database = self.__dict__["_kept_database"] = database_at(self.url)
+        return database
 
     @property
     def _stage(self) -> Stage:
-        found: Stage | None = self.__dict__.get("_kept_stage")
-        if found is None:
-            found = self.__dict__["_kept_stage"] = self._database.dialect.bulk.stage(self.table, self.name)
-        return found
+        stage: Stage | None = self.__dict__.get("_kept_stage")
+        if stage is None:
+            stage = self.__dict__["_kept_stage"] = self._database.dialect.bulk.stage(self.table, self.name)
+        return stage
 
     @property
     def _runs(self) -> JobLedger:
@@ -374,10 +374,10 @@ class BulkWriter:
     def _gathered(self, connection: Connection, attempts: Sequence[Attempt]) -> list[int]:
         """Make the rows ready, and return the numbers of their attempts."""
         numbers, rows = [attempt.number for attempt in attempts], sum(attempt.rows for attempt in attempts)
-        there = self._stage.gather(connection, numbers)
-        if there != rows:
+        ready = self._stage.gather(connection, numbers)
+        if ready != rows:
             raise BackendUnavailable(
-                f"{self._database.dialect} has {there} of {rows} staged rows: it has crashed since they were written. "
+                f"{self._database.dialect} has {ready} of {rows} staged rows: it has crashed since they were written. "
                 "Nothing was stored; run the job again"
             )
         return numbers

@@ -205,7 +205,7 @@ class Blame:
         everywhere = next((failed.error for failed in blamed if not failed.sent_elsewhere), None)
         if blamed and everywhere is None:
             destinations = sorted({failed.message.destination for failed in blamed})
-            text = "%d delayed messages to %s fail alike and none is sent, so no attempt is counted: %s"
+            log_text = "%d delayed messages to %s fail alike and none is sent, so no attempt is counted: %s"
             names = ", ".join(map(repr, destinations))
             error = blamed[0].error
             messages = tuple(failed.message for failed in blamed)
@@ -213,7 +213,7 @@ class Blame:
                 logger,
                 logging.ERROR,
                 Event.DISPATCH_FAILED,
-                text,
+                log_text,
                 len(blamed),
                 names,
                 brief(error),

@@ -325,9 +325,9 @@ class Mover:
 
     def _removed(self, messages: Sequence[DelayedMessage], now: datetime) -> None:
         for aside in self._aside.removed(messages, now):
-            text = "Delayed message %s was sent and cannot be removed, though others can: it is left alone until %s"
+            log_text = "Delayed message %s was sent and cannot be removed, though others can: it is left alone until %s"
             message, until = aside.message, aside.until
-            emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, message.id, until, messages=(message,))
+            emit(logger, logging.ERROR, Event.REMOVE_FAILED, log_text, message.id, until, messages=(message,))
 
     async def _remove_each(self, sent: Sequence[DelayedMessage]) -> list[tuple[DelayedMessage, Exception]]:
         """Remove messages together, or else one by one, and return the failures; an outage ends it."""
@@ -354,8 +354,8 @@ class Mover:
             await self._remove([message], None)
         except Exception as error:
             until = self._aside.add_failed(message, Reason.UNREMOVABLE, now).until
-            text = "Delayed message %s was sent and cannot be removed, it is left alone until %s: %s"
-            emit(logger, logging.ERROR, Event.REMOVE_FAILED, text, message.id, until, error, messages=(message,))
+            log_text = "Delayed message %s was sent and cannot be removed, it is left alone until %s: %s"
+            emit(logger, logging.ERROR, Event.REMOVE_FAILED, log_text, message.id, until, error, messages=(message,))
         else:
             self._removed([message], now)
 
@@ -439,8 +439,8 @@ class Mover:
         batch.sent += [message for position, message in enumerate(fresh) if position not in unsent]
         batch.dispatched = len(batch.sent)
         if sent := tuple(batch.sent):
-            text = "dispatched %d messages"
-            emit(logger, logging.DEBUG, Event.DISPATCHED, text, len(sent), messages=sent, count=len(sent))
+            log_text = "dispatched %d messages"
+            emit(logger, logging.DEBUG, Event.DISPATCHED, log_text, len(sent), messages=sent, count=len(sent))
         self.blame.sent(batch.sent)
         failures = await self._own(batch, failures, others_left=others_left)
         batch.sent += before
@@ -468,8 +468,8 @@ class Mover:
         try:
             if self._lookup is not None:
                 until = self._recovery.now + FOLLOWS_WITHIN
-                found = await self._lookup.due_between(None, until, limit=SEARCHED_MESSAGES)
-                due = [each.message for each in found]
+                listed = await self._lookup.due_between(None, until, limit=SEARCHED_MESSAGES)
+                due = [each.message for each in listed]
             elif isinstance(self._store, OneAtATime) and self._scope.begin is None:
                 due = await self._store.fetch_due(self._recovery.now, 1, max_bytes=self._batch_bytes)
                 await self._store.release_many(due)
@@ -511,8 +511,8 @@ class Mover:
         if gone and self._scope.of_dispatch(transaction) is not None:
             raise RuntimeError(f"{gone} of {len(sent)} messages were removed by another process: nothing was sent")
         if gone:
-            text = "Potential more-than-once dispatch as delayed message already removed from storage. (%d of %d)"
-            emit(logger, logging.WARNING, Event.ALREADY_REMOVED, text, gone, len(sent), messages=tuple(sent))
+            log_text = "Potential more-than-once dispatch as delayed message already removed from storage. (%d of %d)"
+            emit(logger, logging.WARNING, Event.ALREADY_REMOVED, log_text, gone, len(sent), messages=tuple(sent))
         emit(logger, logging.DEBUG, Event.REMOVED, "removed %d messages", removed, messages=tuple(sent))
 
 

@@ -166,12 +166,12 @@ class OneAtATime:
         except BackendUnavailable:
             raise
         except Exception as error:
-            text = "Failed to count a failed attempt to forward delayed message %s: %s"
+            log_text = "Failed to count a failed attempt to forward delayed message %s: %s"
             emit(
                 logger,
                 logging.ERROR,
                 Event.ERROR_MOVE_FAILED,
-                text,
+                log_text,
                 message.id,
                 error,
                 exception=error,

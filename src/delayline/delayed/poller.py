@@ -242,8 +242,8 @@ class Poller:
             await self._pause(self._dispatch_breaker.failure(error))
             return 1
         except Exception as error:
-            text = "Failed to move due messages inside the store: %s"
-            emit(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
+            log_text = "Failed to move due messages inside the store: %s"
+            emit(logger, logging.ERROR, Event.DISPATCH_FAILED, log_text, error, exception=error)
             return 0
         if forwarded.number:
             self._known = forwarded
@@ -258,8 +258,8 @@ class Poller:
                 self._observer.dispatched(numbers, self._clock.now())
                 self._observer.polled(forwarded.number, None)
             if logger.isEnabledFor(logging.DEBUG):
-                text = "moved %d messages inside the store"
-                emit(logger, logging.DEBUG, Event.DISPATCHED, text, forwarded.number, count=forwarded.number)
+                log_text = "moved %d messages inside the store"
+                emit(logger, logging.DEBUG, Event.DISPATCHED, log_text, forwarded.number, count=forwarded.number)
         return forwarded.number
 
     def _report_dispatched(self, batch: Batch) -> None:
@@ -298,9 +298,9 @@ class Poller:
             return
         error = batch.backend_error = self._mover.blame.verdict()
         if error is not None:
-            text = "No due message can be sent, and all fail alike, so no attempt is counted: %s"
+            log_text = "No due message can be sent, and all fail alike, so no attempt is counted: %s"
             self._dispatch_breaker.log_failure(
-                logger, logging.ERROR, Event.DISPATCH_FAILED, text, brief(error), exception=error
+                logger, logging.ERROR, Event.DISPATCH_FAILED, log_text, brief(error), exception=error
             )
 
     async def _recover_some(self) -> None:
@@ -354,15 +354,17 @@ class Poller:
 
     def _remove_failed(self, error: Exception) -> None:
         sent = tuple(aside.message for aside in self._mover.in_doubt)
-        text = "Failed to remove %d dispatched messages: %s"
+        log_text = "Failed to remove %d dispatched messages: %s"
         self._dispatch_breaker.log_failure(
-            logger, logging.ERROR, Event.REMOVE_FAILED, text, len(sent), error, exception=error, messages=sent
+            logger, logging.ERROR, Event.REMOVE_FAILED, log_text, len(sent), error, exception=error, messages=sent
         )
 
     def _outage(self, error: Exception, size: int) -> None:
         """Log an outage; no message's attempt is counted. On a full disk the messages are then moved one at a time."""
-        text = "Failure during polling: %s"
-        self._dispatch_breaker.log_failure(logger, logging.ERROR, Event.DISPATCH_FAILED, text, error, exception=error)
+        log_text = "Failure during polling: %s"
+        self._dispatch_breaker.log_failure(
+            logger, logging.ERROR, Event.DISPATCH_FAILED, log_text, error, exception=error
+        )
         if isinstance(error, StorageFull):
             self._singles_left = size
 

@@ -105,8 +105,8 @@ class Recovery:
         except Exception as failure:
             if is_unusable(transaction, failure):
                 raise
-            text = "Failed to count a failed attempt to forward delayed message %s: %s"
-            self._log_recovery_failure(text, message.id, failure, message=message, failure=failure)
+            log_text = "Failed to count a failed attempt to forward delayed message %s: %s"
+            self._log_recovery_failure(log_text, message.id, failure, message=message, failure=failure)
             if isinstance(failure, BackendUnavailable):
                 batch.kept.append(message)
                 batch.backend_error = failure
@@ -188,8 +188,8 @@ class Recovery:
         )
 
     def _log_backed_off(self, message: DelayedMessage, until: datetime) -> None:
-        text = "Delayed message %s is tried again at %s"
-        emit(logger, logging.INFO, Event.BACKED_OFF, text, message.id, until, message=message, until=until)
+        log_text = "Delayed message %s is tried again at %s"
+        emit(logger, logging.INFO, Event.BACKED_OFF, log_text, message.id, until, message=message, until=until)
 
     def _log_moved(self, message: DelayedMessage, error: Exception) -> None:
         emit(

@@ -117,23 +117,23 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         """Delete the messages; in a transaction they stay, locked, until its commit."""
-        there = [message.id for message in messages if message.id in self._messages]
+        known_ids = [message.id for message in messages if message.id in self._messages]
         if transaction is None:
-            self._delete(there)
+            self._delete(known_ids)
         else:
-            in_memory(transaction).on_commit(lambda: self._delete(there))
-        return len(there)
+            in_memory(transaction).on_commit(lambda: self._delete(known_ids))
+        return len(known_ids)
 
     async def retry_many(
         self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
     ) -> int:
         """Count failures, move the due times, unlock; in a transaction at its commit."""
-        there = [message.id for message in messages if message.id in self._messages]
+        known_ids = [message.id for message in messages if message.id in self._messages]
         if transaction is None:
-            self._retry(there, at)
+            self._retry(known_ids, at)
         else:
-            in_memory(transaction).on_commit(lambda: self._retry(there, at))
-        return len(there)
+            in_memory(transaction).on_commit(lambda: self._retry(known_ids, at))
+        return len(known_ids)
 
     async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
         """Unlock."""
@@ -165,8 +165,8 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
     ) -> Sequence[DelayedMessage]:
         """Return pending messages, earliest due first."""
         waiting = (self._messages[message_id] for _, _, message_id in self._order)
-        found = [message for message in waiting if destination is None or message.destination == destination]
-        return found[offset : offset + limit]
+        messages = [message for message in waiting if destination is None or message.destination == destination]
+        return messages[offset : offset + limit]
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count pending messages by bucket and destination."""
@@ -188,8 +188,8 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
         """Return pending messages without their bodies, earliest due first."""
         first = 0 if start is None else bisect.bisect_left(self._order, (start, -1, ""))
         last = len(self._order) if end is None else bisect.bisect_left(self._order, (end, -1, ""))
-        found = islice(self._order, min(first + offset, last), min(first + offset + limit, last))
-        return [found_of(self._messages[message_id], 0) for _, _, message_id in found]
+        window = islice(self._order, min(first + offset, last), min(first + offset + limit, last))
+        return [found_of(self._messages[message_id], 0) for _, _, message_id in window]
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count pending messages between the edges; see `SupportsDueForecast`."""

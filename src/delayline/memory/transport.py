@@ -107,11 +107,11 @@ class MemoryTransport:
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
         """Remove the oldest visible copy of the message."""
         stored = self._queue(queue)
-        found = next((entry for entry in stored.visible if entry[1].id == message_id), None)
-        if found is None:
+        entry = next((entry for entry in stored.visible if entry[1].id == message_id), None)
+        if entry is None:
             return False
-        sequence, message = found
-        stored.visible.remove(found)
+        sequence, message = entry
+        stored.visible.remove(entry)
         stored.hidden[sequence] = message
         if transaction is None:
             stored.drop(sequence)
@@ -172,7 +172,7 @@ class MemoryQueue:
     def give_back(self, sequence: int) -> None:
         """Return a hidden message to its place in the order."""
         message = self.hidden.pop(sequence)
-        position = next((i for i, (other, _) in enumerate(self.visible) if other > sequence), len(self.visible))
+        position = next((i for i, (number, _) in enumerate(self.visible) if number > sequence), len(self.visible))
         self.visible.insert(position, (sequence, message))
         self.changed.set()
 
@@ -196,8 +196,8 @@ class MemoryReceiver:
                 sequence, message = queue.visible.popleft()
                 if queue.expired(sequence):
                     queue.forget([sequence])
-                    text = "Deleted expired message %s"
-                    emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
+                    log_text = "Deleted expired message %s"
+                    emit(logger, logging.DEBUG, Event.EXPIRED, log_text, message.id)
                     continue
                 queue.hidden[sequence] = message
                 batch.append(ReceivedMessage(message, sequence))

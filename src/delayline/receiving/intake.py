@@ -142,15 +142,15 @@ class MessageTasks:
         """Cancel the handlers that run, and abandon those that do not end then."""
         if not self._tasks:
             return
-        text = "%d handlers of %s have not ended within %s: cancelled, their messages are handled again"
-        emit(logger, logging.WARNING, Event.HANDLERS_CANCELLED, text, len(self._tasks), self._queue, grace)
+        log_text = "%d handlers of %s have not ended within %s: cancelled, their messages are handled again"
+        emit(logger, logging.WARNING, Event.HANDLERS_CANCELLED, log_text, len(self._tasks), self._queue, grace)
         self._gives_up = True
         for task in self._tasks:
             task.cancel()
         await first_of(asyncio.wait(self._tasks), self._clock.sleep(CANCELLED_WITHIN))
         if self._tasks:
-            text = "%d handlers of %s ignore their cancellation and are left behind"
-            emit(logger, logging.ERROR, Event.HANDLERS_CANCELLED, text, len(self._tasks), self._queue)
+            log_text = "%d handlers of %s ignore their cancellation and are left behind"
+            emit(logger, logging.ERROR, Event.HANDLERS_CANCELLED, log_text, len(self._tasks), self._queue)
             self._tasks.clear()
 
 

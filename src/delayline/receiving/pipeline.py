@@ -146,8 +146,8 @@ class Pipeline:
 
     def _receiving_ended(self, receiving: asyncio.Task[None]) -> None:
         if receiving.cancelled():
-            text = "The task that receives from %s was cancelled: start the endpoint anew to go on, or stop it"
-            emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, text, self.intake.queue)
+            log_text = "The task that receives from %s was cancelled: start the endpoint anew to go on, or stop it"
+            emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, log_text, self.intake.queue)
 
     async def _receive(self) -> None:
         while not self.intake.tasks.stopping.is_set():
@@ -166,9 +166,9 @@ class Pipeline:
                     raise
                 error = caught if isinstance(caught, Exception) else RuntimeError(f"the receiver has raised {caught!r}")
                 self.intake.reports.received(0, error)
-                text = "Failed to receive from %s: %s"
+                log_text = "Failed to receive from %s: %s"
                 self._breaker.log_failure(
-                    logger, logging.ERROR, Event.RECEIVE_FAILED, text, self.intake.queue, error, exception=error
+                    logger, logging.ERROR, Event.RECEIVE_FAILED, log_text, self.intake.queue, error, exception=error
                 )
                 await self.intake.tasks.until_stopping(self._breaker.failure(error))
                 continue

@@ -54,8 +54,8 @@ class Reports:
 
     def poison(self, message: Message, error: Exception) -> None:
         """No handler can take the message."""
-        text = "Message %r is classified as a poison message: %s"
-        self._log(logging.ERROR, Event.POISON_MESSAGE, text, message.id, brief(error), message=message)
+        log_text = "Message %r is classified as a poison message: %s"
+        self._log(logging.ERROR, Event.POISON_MESSAGE, log_text, message.id, brief(error), message=message)
 
     def lost(self, message: Message, error: Exception) -> None:
         """Another receiver has handled the message meanwhile."""
@@ -63,23 +63,23 @@ class Reports:
 
     def alone(self, received: ReceivedMessage) -> None:
         """The message is handled beside no others."""
-        text = "Message %s is handled alone: %d deliveries of it have ended without an outcome"
+        log_text = "Message %s is handled alone: %d deliveries of it have ended without an outcome"
         number = received.earlier_deliveries
-        emit(logger, logging.WARNING, Event.HANDLED_ALONE, text, received.message.id, number, queue=self.queue)
+        emit(logger, logging.WARNING, Event.HANDLED_ALONE, log_text, received.message.id, number, queue=self.queue)
 
     def repeated(self, message: Message, error: Exception) -> None:
         """The handlers run again at once: their own transaction has ended in favour of another."""
-        text = "Message %s is handled again, as its transaction gave way to another: %s"
-        self._log(logging.DEBUG, Event.HANDLER_REPEATED, text, message.id, brief(error), message=message)
+        log_text = "Message %s is handled again, as its transaction gave way to another: %s"
+        self._log(logging.DEBUG, Event.HANDLER_REPEATED, log_text, message.id, brief(error), message=message)
 
     def failed(self, message: Message, attempt: int, error: Exception) -> None:
         """The handlers have failed."""
         shown = error if logger.isEnabledFor(logging.DEBUG) else None  # the last one's is with the move
-        text = "Attempt %d to handle message %s failed: %s"
+        log_text = "Attempt %d to handle message %s failed: %s"
         self._log(
             logging.WARNING,
             Event.HANDLER_FAILED,
-            text,
+            log_text,
             attempt,
             message.id,
             brief(error),
@@ -93,14 +93,14 @@ class Reports:
 
     def delayed(self, message: Message, delay: timedelta, error: Exception) -> None:
         """The message is handled again later."""
-        text = "Message %s is handled again in %s"
-        self._log(logging.WARNING, Event.RETRIED_LATER, text, message.id, delay, message=message)
+        log_text = "Message %s is handled again in %s"
+        self._log(logging.WARNING, Event.RETRIED_LATER, log_text, message.id, delay, message=message)
         self._recovered(Action.DELAYED, message, error)
 
     def returned(self, message: Message, error: Exception) -> None:
         """The message goes back to its queue, because of a back end."""
-        text = "Message %s stays in %s for now: %s"
-        self._log(logging.WARNING, Event.RECEIVE_FAILED, text, message.id, self.queue, error, message=message)
+        log_text = "Message %s stays in %s for now: %s"
+        self._log(logging.WARNING, Event.RECEIVE_FAILED, log_text, message.id, self.queue, error, message=message)
         self._recovered(Action.RETURNED, message, error)
 
     def discarded(self, message: Message, error: Exception) -> None:
@@ -112,11 +112,11 @@ class Reports:
 
     def moved(self, message: Message, error_queue: str, error: Exception) -> None:
         """The message is in the error queue."""
-        text = "Moved message %s to error queue %r: %s"
+        log_text = "Moved message %s to error queue %r: %s"
         self._log(
             logging.ERROR,
             Event.MOVED_TO_ERROR,
-            text,
+            log_text,
             message.id,
             error_queue,
             brief(error),
@@ -127,12 +127,12 @@ class Reports:
 
     def not_moved(self, message: Message, error: Exception) -> None:
         """A back end keeps the message from being completed, and from the error queue."""
-        text = "Failed to execute recoverability policy for message with native ID: `%s`: %s"
-        self._log(logging.ERROR, Event.ERROR_MOVE_FAILED, text, message.id, error, message=message)
+        log_text = "Failed to execute recoverability policy for message with native ID: `%s`: %s"
+        self._log(logging.ERROR, Event.ERROR_MOVE_FAILED, log_text, message.id, error, message=message)
 
     def not_movable(self, message: Message, times: int, pause: timedelta, error: Exception) -> None:
         """The message could be neither completed nor moved to the error queue, so many times, and waits."""
-        text = (
+        log_text = (
             "Failed to execute recoverability policy for message with native ID: `%s`, %d times: %s. It stays in %s "
             "and is tried again in %s"
         )
@@ -140,7 +140,7 @@ class Reports:
             logger,
             logging.ERROR,
             Event.ERROR_MOVE_FAILED,
-            text,
+            log_text,
             message.id,
             times,
             brief(error),
@@ -154,12 +154,12 @@ class Reports:
 
     def unacknowledged(self, message: Message, error: Exception) -> None:
         """ServicePulse is not told that its retry was handled."""
-        text = "The retry of message %s is not acknowledged to queue %r: %s"
+        log_text = "The retry of message %s is not acknowledged to queue %r: %s"
         acknowledged_to = message.headers[Headers.RETRY_ACKNOWLEDGEMENT_QUEUE][:MAXIMUM_DESTINATION_LENGTH]
         self._log(
             logging.WARNING,
             Event.RETRY_UNACKNOWLEDGED,
-            text,
+            log_text,
             message.id,
             acknowledged_to,
             brief(error),

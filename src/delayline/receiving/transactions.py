@@ -467,5 +467,5 @@ def _name(source: object) -> str:
 
 
 def _log_unclosed(error: Exception) -> None:
-    text = "The connection of a handler's transaction could not be closed: %r"
-    emit(logger, logging.WARNING, Event.BACKGROUND_TASK_FAILED, text, error)
+    log_text = "The connection of a handler's transaction could not be closed: %r"
+    emit(logger, logging.WARNING, Event.BACKGROUND_TASK_FAILED, log_text, error)

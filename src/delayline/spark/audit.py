@@ -237,16 +237,16 @@ def audit(
     with translated_errors():
         entries = journal if store is None else journal.where(F.col("store") == store)
         entries = entries.select("seq", "store", "event", "id", "destination", "due", "at")
-        found = entries.agg(F.count("*").alias("entries"), F.max("at").alias("last")).toArrow().to_pylist()
-        [(number, last)] = [(row["entries"], row["last"]) for row in found]
+        summary = entries.agg(F.count("*").alias("entries"), F.max("at").alias("last")).toArrow().to_pylist()
+        [(number, last)] = [(row["entries"], row["last"]) for row in summary]
         until = until or (None if waiting is None else read_at(waiting)) or last
         until = None if until is None else in_utc(until)
         if delivered is not None and store is not None:
             entries = entries.unionByName(_arrivals(delivered, store))
         messages = _messages(entries, DELIVERED if delivered is not None else JournalEvent.DISPATCHED.value)
         if waiting is not None:
-            there = waiting.select("id").distinct().withColumn("there", F.lit(True))
-            messages = messages.join(there, "id", "left")
+            present = waiting.select("id").distinct().withColumn("there", F.lit(True))
+            messages = messages.join(present, "id", "left")
         else:
             messages = messages.withColumn("there", F.lit(False))
         return Audit(_judged(messages, until, patience), entries, until, number, maximum_overdue)
@@ -259,8 +259,8 @@ def marked_as_read(ids: DataFrame, at: datetime) -> DataFrame:
 
 def read_at(ids: DataFrame) -> datetime | None:
     """Return the database's time at which pending messages were read; None where that is not known."""
-    text = next((field.metadata.get(READ_AT) for field in ids.schema if field.name == "id"), None)
-    return None if text is None else datetime.fromisoformat(text)
+    read_at = next((field.metadata.get(READ_AT) for field in ids.schema if field.name == "id"), None)
+    return None if read_at is None else datetime.fromisoformat(read_at)
 
 
 def _arrivals(delivered: DataFrame, store: str) -> DataFrame:

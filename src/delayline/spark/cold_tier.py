@@ -131,7 +131,7 @@ def planned_groups(batches: Iterator[pa.RecordBatch]) -> Iterator[list[tuple[Col
     """Yield the groups of a task's plan; each file comes with its cancelled ids."""
     for batch in batches:
         for texts, ids in zip(batch.column("files").to_pylist(), batch.column("dead").to_pylist(), strict=True):
-            yield [(file_from_json(text), dead) for text, dead in zip(texts, ids, strict=True)]
+            yield [(file_from_json(file_text), dead) for file_text, dead in zip(texts, ids, strict=True)]
 
 
 def planned_files(batches: Iterator[pa.RecordBatch]) -> Iterator[tuple[ColdFile, list[str]]]:

@@ -108,12 +108,12 @@ class Dispatcher:
                 failures += 1
                 if failures >= FAILURES_IN_A_ROW:
                     raise
-                text = "generation %d of dispatcher %s failed and will be restarted: %s"
+                log_text = "generation %d of dispatcher %s failed and will be restarted: %s"
                 emit(
                     logger,
                     logging.WARNING,
                     Event.GENERATION_FAILED,
-                    text,
+                    log_text,
                     generation.number,
                     self.name,
                     error,
@@ -203,8 +203,10 @@ def _run_batch(
         with translated_errors():
             _run_generation(frame.sparkSession, settings, generation, shards)
     except (DelaylineError, PySparkException) as error:  # the next batch starts it again
-        text = "generation %d of dispatcher %s failed and will be restarted: %s"
-        emit(logger, logging.WARNING, Event.GENERATION_FAILED, text, generation.number, name, error, exception=error)
+        log_text = "generation %d of dispatcher %s failed and will be restarted: %s"
+        emit(
+            logger, logging.WARNING, Event.GENERATION_FAILED, log_text, generation.number, name, error, exception=error
+        )
 
 
 SHARD: Final = "shard INT, dispatched BIGINT"
@@ -243,9 +245,9 @@ class DispatchCounter(logging.Handler):
         def rank(share: float) -> float | None:
             return late[min(int(share * len(late)), len(late) - 1)] if late else None
 
-        place = f"{socket.gethostname()[:80]} {os.getpid()}"
+        machine = f"{socket.gethostname()[:80]} {os.getpid()}"
         counts = (self.dispatched, self.retried, self.failed)
-        return ShardMetrics(shard, generation, place, *counts, rank(0.5), rank(0.99), rank(1.0))
+        return ShardMetrics(shard, generation, machine, *counts, rank(0.5), rank(0.99), rank(1.0))
 
 
 def run_shards(

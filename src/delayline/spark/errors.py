@@ -50,28 +50,28 @@ def translated_errors() -> Iterator[None]:
 
 def translate_error(error: Exception) -> DelaylineError:
     """Return the delayline error inside an error of Spark, or a ConfigurationError with its most specific line."""
-    text = str(error)
-    for name, message in reversed(OURS.findall(text)):
+    description = str(error)
+    for name, message in reversed(OURS.findall(description)):
         if name == errors.MissingExtra.__name__:
             return ConfigurationError(f"on the executors, in the Python that PYSPARK_PYTHON names: {message.strip()}")
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, DelaylineError):
-            found = kind.__new__(kind)
-            found.args = (message.strip(),)
-            return found
-    missing = MISSING.search(text)
+            rebuilt = kind.__new__(kind)
+            rebuilt.args = (message.strip(),)
+            return rebuilt
+    missing = MISSING.search(description)
     if missing is not None:
         return ConfigurationError(
             f"the executors cannot import {missing[1]!r}: install 'delayline[spark]' with the store's extra there, or "
             "ship it with --archives, and delayline alone with --py-files as a .zip"
         )
-    if SOURCE_NOT_FOUND in text and FORMAT in text:
+    if SOURCE_NOT_FOUND in description and FORMAT in description:
         return ConfigurationError(
             f"Spark finds no data source {FORMAT!r}: install 'delayline[spark]' in the Python that Spark's driver "
             "starts, which PYSPARK_PYTHON names"
         )
-    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
+    lines = [line.strip() for line in description.splitlines() if line.strip() and not line.lstrip().startswith("at ")]
     named = (line for line in reversed(lines) if re.match(r"[\w.]*(Error|Exception)\b.*: ", line))
-    condition = CONDITION.search(text)
+    condition = CONDITION.search(description)
     summary = next(named, condition[0] if condition else lines[0] if lines else type(error).__name__)
     return ConfigurationError(f"the Spark job failed: {summary[:LONGEST_CAUSE]}")

@@ -72,8 +72,8 @@ class SendHeaders:
         id_text = _quoted(batch.column("id"))
         values = {Headers.DELIVER_AT: _wire_times(batch.column("due"))}
         parts = [f'{{"{Headers.MESSAGE_ID}":', id_text]
-        for place, name in enumerate(ROW_HEADERS):
-            own = pa.array([template.own[place] for template in templates]).take(given.indices)
+        for position, name in enumerate(ROW_HEADERS):
+            own = pa.array([template.own[position] for template in templates]).take(given.indices)
             parts.append(_where(own, pc.binary_join_element_wise(f',"{name}":', values.get(name, id_text), "")))
         parts += [pa.array([template.rest for template in templates]).take(given.indices), ""]
         headers = pc.binary_join_element_wise(*parts)
@@ -151,8 +151,8 @@ class Validator:
                 if refused:
                     texts = batch.column(name).dictionary_encode()
                     broker = pa.array([refused.get(text) for text in texts.dictionary.to_pylist()], pa.string())
-                    found = pc.if_else(near, broker.take(texts.indices), pa.scalar(None, pa.string()))
-                    reasons = pc.coalesce(reasons, found)
+                    refusals = pc.if_else(near, broker.take(texts.indices), pa.scalar(None, pa.string()))
+                    reasons = pc.coalesce(reasons, refusals)
         return reasons
 
 
@@ -166,7 +166,7 @@ def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
     headers, body = batch.column("headers"), batch.column("body")
     size = pc.add(_length(headers), _length(body))
     due = batch.column("due").cast(INSTANT, safe=False).cast(pa.int64())
-    found = [
+    faults = [
         *_name_faults("id", batch.column("id"), MAXIMUM_ID_LENGTH),
         *_name_faults("destination", batch.column("destination"), MAXIMUM_DESTINATION_LENGTH),
         (pc.is_null(due), "due is missing: give an instant"),
@@ -174,7 +174,7 @@ def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
         (pc.greater(size, largest), f"headers and body have more than {largest:,} bytes: keep large content elsewhere"),
     ]
     reasons = _header_faults(headers)
-    for wrong, reason in reversed(found):
+    for wrong, reason in reversed(faults):
         if pc.any(wrong).as_py():
             reasons = pc.if_else(pc.fill_null(wrong, False), reason, reasons)
     return reasons

@@ -159,10 +159,10 @@ def _export(
     spark: SparkSession,
 ) -> None:
     directory = f"export-{uuid.uuid4().hex}"
-    place, shares = f"{path}/{directory}", _shares(runs, partitions)
+    folder, shares = f"{path}/{directory}", _shares(runs, partitions)
     read = partial(_entries, store=store, shares=shares)
-    spark.range(0, len(shares), 1, len(shares)).mapInArrow(read, ENTRIES).write.parquet(place)
-    written, wanted = spark.read.schema(ENTRIES).parquet(place).count(), sum(run.entries for run in runs)
+    spark.range(0, len(shares), 1, len(shares)).mapInArrow(read, ENTRIES).write.parquet(folder)
+    written, wanted = spark.read.schema(ENTRIES).parquet(folder).count(), sum(run.entries for run in runs)
     if written != wanted:
         raise BackendUnavailable(
             f"{written} of {wanted} entries of the journal were read: another process exports it. Export again"

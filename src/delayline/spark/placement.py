@@ -288,8 +288,8 @@ class _Job:
         """Read the input once, without writing anything."""
         messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
         take = partial(_fingerprints, since=self._due_since(parameters))
-        found, total = messages.mapInArrow(take, FINGERPRINT).toArrow(), Fingerprint()
-        for text in found.column(0).to_pylist():
+        parts, total = messages.mapInArrow(take, FINGERPRINT).toArrow(), Fingerprint()
+        for text in parts.column(0).to_pylist():
             total = total.plus(Fingerprint.parse(text))
         return total
 

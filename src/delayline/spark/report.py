@@ -178,8 +178,8 @@ def bars(values: Sequence[tuple[str, int]], title: str) -> str:
     top = max(number for _, number in values) or 1
     step = (WIDTH - LEFT) / len(values)
     parts = [_axis(top)]
-    for place, (name, number) in enumerate(values):
-        x = LEFT + place * step
+    for position, (name, number) in enumerate(values):
+        x = LEFT + position * step
         parts.append(_rectangle(x, 0, number, top, step, COLORS[0], f"{name}: {number:,}"))
         parts.append(_text(x + step / 2, HEIGHT - CHART_BOTTOM + 16, name))
     return _svg(title, parts)
@@ -199,12 +199,12 @@ def stacked(values: Sequence[tuple[datetime, str, int]]) -> str:
     top = max(column.total() for column in columns.values())
     step = (WIDTH - LEFT) / len(columns)
     parts = [_axis(top)]
-    for place, (hour, column) in enumerate(columns.items()):
+    for position, (hour, column) in enumerate(columns.items()):
         below = 0
         for name, number in column.items():
             color = COLORS[named.index(name)] if name in named else COLOR_OF_OTHERS
             tooltip = f"{hour:%Y-%m-%d %H:00} {name or 'others'}: {number:,}"
-            parts.append(_rectangle(LEFT + place * step, below, number, top, step, color, tooltip))
+            parts.append(_rectangle(LEFT + position * step, below, number, top, step, color, tooltip))
             below += number
     parts += _hours(list(columns))
     colors = dict(zip(named, COLORS, strict=False)) | ({"others": COLOR_OF_OTHERS} if len(sums) > len(named) else {})
@@ -220,8 +220,8 @@ def lines(hours: Sequence[datetime], series: Mapping[str, Sequence[float | None]
     colors = dict(zip(series, COLORS, strict=False))
     for name, values in series.items():
         points = [
-            (f"{LEFT + (place + 0.5) * step:.1f}", f"{_height(value, top):.1f}")
-            for place, value in enumerate(values)
+            (f"{LEFT + (position + 0.5) * step:.1f}", f"{_height(value, top):.1f}")
+            for position, value in enumerate(values)
             if value is not None
         ]
         path = " ".join(map(",".join, points))
@@ -267,16 +267,16 @@ def _hours(hours: Sequence[datetime]) -> list[str]:
     step, each = (WIDTH - LEFT) / len(hours), -(-len(hours) // MOST_LABELS)
     form = "%H:00" if hours[0].date() == hours[-1].date() else "%m-%d %H:00"
     return [
-        _text(LEFT + (place + 0.5) * step, HEIGHT - CHART_BOTTOM + 16, f"{hours[place]:{form}}")
-        for place in range(0, len(hours), each)
+        _text(LEFT + (position + 0.5) * step, HEIGHT - CHART_BOTTOM + 16, f"{hours[position]:{form}}")
+        for position in range(0, len(hours), each)
     ]
 
 
 def _legend(colors: Mapping[str, str]) -> list[str]:
     return [
-        f'<rect x="{LEFT + place * 160}" y="{HEIGHT - 12}" width="10" height="10" fill="{color}"/>'
-        f'<text x="{LEFT + place * 160 + 14}" y="{HEIGHT - 3}">{html.escape(name[:22])}</text>'
-        for place, (name, color) in enumerate(colors.items())
+        f'<rect x="{LEFT + position * 160}" y="{HEIGHT - 12}" width="10" height="10" fill="{color}"/>'
+        f'<text x="{LEFT + position * 160 + 14}" y="{HEIGHT - 3}">{html.escape(name[:22])}</text>'
+        for position, (name, color) in enumerate(colors.items())
     ]
 
 

@@ -115,7 +115,7 @@ class JobTarget:
         """The options of the data source. Raises ConfigurationError for a product that jobs cannot write to."""
         backend = backend_of(self.store_url, kind="store that jobs can write to")
         if backend.bulk_route is not BulkRoute.STAGED_ROWS:
-            able = schemes_with(lambda other: other.bulk_route is BulkRoute.STAGED_ROWS)
+            able = schemes_with(lambda backend: backend.bulk_route is BulkRoute.STAGED_ROWS)
             raise ConfigurationError(
                 f"{backend.scheme}: is not a store that jobs can write to. Use one of {', '.join(able)}"
             )

@@ -79,10 +79,10 @@ def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None =
 
 
 def _session(master: str | None, conf: Mapping[str, str] | None) -> SparkSession:
-    there = active_session()
+    active = active_session()
     given = dict(conf or {}) if master is None else {"spark.master": master, **(conf or {})}
-    if there is not None:
-        return _changed(there, given)
+    if active is not None:
+        return _changed(active, given)
     server = master if master is not None and master.startswith(CONNECT) else None
     if server is not None or REMOTE in os.environ:
         builder = SparkSession.builder if server is None else SparkSession.builder.remote(server)
@@ -251,9 +251,9 @@ def find_java(environ: Mapping[str, str] | None = None) -> Path:
     if named:
         version = _version(Path(named) / "bin" / "java")
         if version is None or version < OLDEST_JAVA:
-            found = "has no bin/java that runs" if version is None else f"is Java {version}"
+            cause = "has no bin/java that runs" if version is None else f"is Java {version}"
             raise ConfigurationError(
-                f"JAVA_HOME={named!r} {found}, and Spark needs Java {OLDEST_JAVA} or newer. Unset it, or: {JAVA_REMEDY}"
+                f"JAVA_HOME={named!r} {cause}, and Spark needs Java {OLDEST_JAVA} or newer. Unset it, or: {JAVA_REMEDY}"
             )
         return _home(Path(named) / "bin" / "java", environ)
     on_path = shutil.which("java", path=environ.get("PATH", os.defpath))
@@ -277,8 +277,8 @@ def _packaged() -> Path | None:
 def _version(java: Path) -> int | None:
     """Return the major version of a Java; None if it does not run."""
     output = _run(java, "-version")
-    found = re.search(r'version "(?:1\.)?(\d+)', output or "")
-    return None if found is None else int(found[1])
+    match = re.search(r'version "(?:1\.)?(\d+)', output or "")
+    return None if match is None else int(match[1])
 
 
 def _home(java: Path, environ: Mapping[str, str]) -> Path:
@@ -291,13 +291,13 @@ def _launcher(java: Path, environ: Mapping[str, str]) -> Path:
     """Return a JAVA_HOME whose `java` starts the given one without the argument for the optional module."""
     cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME", "~")).expanduser() / ".cache")
     home = cache / "delayline" / "java" / re.sub(r"\W+", "-", str(java)).strip("-")
-    text = LAUNCHER.format(optional=OPTIONAL, java=_quoted(str(java)))
+    script = LAUNCHER.format(optional=OPTIONAL, java=_quoted(str(java)))
     launcher = home / "bin" / "java"
     try:
-        if not launcher.exists() or launcher.read_text() != text:
+        if not launcher.exists() or launcher.read_text() != script:
             launcher.parent.mkdir(parents=True, exist_ok=True)
             new = launcher.with_name(f"java-{os.getpid()}")
-            new.write_text(text)
+            new.write_text(script)
             new.chmod(0o755)
             new.replace(launcher)
     except OSError as error:

@@ -140,8 +140,8 @@ def _unreadable(url: str, text: str) -> ConfigurationError:
             f"Spark has no JDBC driver for {url}: give it the driver's file, --conf "
             "spark.jars=/usr/share/java/postgresql.jar, or --conf spark.jars.packages=org.postgresql:postgresql:42.7.8"
         )
-    found = EXCEPTION.search(text)
-    return ConfigurationError(f"{url} cannot be read: {found[1] if found else text.partition(chr(10))[0]}")
+    match = EXCEPTION.search(text)
+    return ConfigurationError(f"{url} cannot be read: {match[1] if match else text.partition(chr(10))[0]}")
 
 
 def _from_csv(header: str, path: str) -> Column:
@@ -161,13 +161,13 @@ def _header(lines: DataFrame, path: str) -> str:
     if len(lines.inputFiles()) > 1:
         begins = lines.where(f"{BLOCK} = 0").withColumn(LINE, F.monotonically_increasing_id())
         firsts = begins.groupBy(FILE).agg(F.min_by("value", LINE).alias("value"))
-    found = firsts.groupBy("value").agg(F.min(FILE).alias(FILE)).orderBy(FILE).limit(2).toArrow().to_pylist()
-    if not found:
+    values = firsts.groupBy("value").agg(F.min(FILE).alias(FILE)).orderBy(FILE).limit(2).toArrow().to_pylist()
+    if not values:
         raise ConfigurationError(f"{path!r} is empty: a CSV file begins with a line of column names")
-    header = str(found[0]["value"])
-    for other in found[1:]:
+    header = str(values[0]["value"])
+    for value in values[1:]:
         raise ConfigurationError(
-            f"{other[FILE]!r} begins with {other['value']!r}, and {found[0][FILE]!r} with {header!r}: schedule files "
+            f"{value[FILE]!r} begins with {value['value']!r}, and {values[0][FILE]!r} with {header!r}: schedule files "
             "with different columns in separate jobs"
         )
     return header
@@ -356,10 +356,10 @@ def _due(columns: Columns, kinds: dict[str, DataType], now: datetime) -> Column:
 
 def _in_zone(due: Column, zone: str) -> Column:
     """Return the instants of local times in the zone, whatever the session's; of texts with an offset, their own."""
-    text = F.trim(due.cast("string"))
-    whole = F.when(text.rlike(DAY_PATTERN), F.concat(text, F.lit(" 00:00:00"))).when(text.rlike(LOCAL), text)
+    given = F.trim(due.cast("string"))
+    whole = F.when(given.rlike(DAY_PATTERN), F.concat(given, F.lit(" 00:00:00"))).when(given.rlike(LOCAL), given)
     local = F.concat(whole, F.lit(f" {zone}"))
-    return F.when(text.rlike(OFFSET_PATTERN) & ~text.rlike(DAY_PATTERN), text).otherwise(local).try_cast("timestamp")
+    return F.when(given.rlike(OFFSET_PATTERN) & ~given.rlike(DAY_PATTERN), given).otherwise(local).try_cast("timestamp")
 
 
 def _since_epoch(due: Column, factor: int) -> Column:

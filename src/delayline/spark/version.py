@@ -18,5 +18,5 @@ TOO_OLD: Final = (
 
 def is_too_old(version: str) -> bool:
     """Return whether the version is older than 4.2 or unreadable."""
-    found = re.match(r"(\d+)\.(\d+)", version)
-    return found is None or (int(found[1]), int(found[2])) < OLDEST_SPARK
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return match is None or (int(match[1]), int(match[2])) < OLDEST_SPARK

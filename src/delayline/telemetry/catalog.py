@@ -96,24 +96,24 @@ def _consumed(reading: Reading) -> Values:
 
 def _operations(reading: Reading) -> Values:
     seconds = reading.snapshot.send_seconds
-    return (((operation, "send", place, error), one) for (operation, place, error), one in seconds.items())
+    return (((operation, "send", place, error), histogram) for (operation, place, error), histogram in seconds.items())
 
 
 def _processed(reading: Reading) -> Values:
-    return (((queue, "process", error), one) for (queue, error), one in reading.snapshot.handled.items())
+    return (((queue, "process", error), histogram) for (queue, error), histogram in reading.snapshot.handled.items())
 
 
 def _lateness(reading: Reading) -> Values:
-    return (((place,), one) for place, one in reading.snapshot.lateness.items())
+    return (((destination,), histogram) for destination, histogram in reading.snapshot.lateness.items())
 
 
 def _stored(reading: Reading) -> Values:
-    return (((place,), number) for place, number in reading.snapshot.stored.items())
+    return (((destination,), number) for destination, number in reading.snapshot.stored.items())
 
 
 def _done(reading: Reading, action: Action) -> Values:
-    found = reading.snapshot.recovered.items()
-    return [((place,), number) for (done, place), number in found if done is action]
+    counts = reading.snapshot.recovered.items()
+    return [((destination,), number) for (done, destination), number in counts if done is action]
 
 
 def _retries(reading: Reading) -> Values:
@@ -130,8 +130,8 @@ def _one(read: Callable[[Snapshot], float]) -> Callable[[Reading], Values]:
 
 def _measure(name: str) -> Callable[[Reading], Values]:
     def read(reading: Reading) -> Values:
-        found = reading.snapshot.measures.get(name)
-        return [] if found is None else [((), found)]
+        value = reading.snapshot.measures.get(name)
+        return [] if value is None else [((), value)]
 
     return read
 
@@ -141,8 +141,8 @@ def _pending(reading: Reading) -> Values:
 
 
 def _estimated(reading: Reading) -> Values:
-    found = reading.pending
-    return [] if found is None else [((due,), float(due in found.estimated)) for due in BUCKETS]
+    pending = reading.pending
+    return [] if pending is None else [((due,), float(due in pending.estimated)) for due in BUCKETS]
 
 
 def _of_pending(read: Callable[[Pending], float]) -> Callable[[Reading], Values]:
@@ -150,7 +150,7 @@ def _of_pending(read: Callable[[Pending], float]) -> Callable[[Reading], Values]
 
 
 def _receivers_failing(reading: Reading) -> Values:
-    return (((queue,), one.failing_for) for queue, one in reading.snapshot.receiving.items())
+    return (((queue,), receiver.failing_for) for queue, receiver in reading.snapshot.receiving.items())
 
 
 def _breakers(reading: Reading) -> Values:
@@ -203,7 +203,7 @@ OWN: Final = (
         "{attempt}",
         "Attempts to handle a message, by queue and, where they failed, by exception type.",
         (DESTINATION, ERROR_TYPE),
-        lambda reading: [(key, one.count) for key, one in reading.snapshot.handled.items()],
+        lambda reading: [(key, histogram.count) for key, histogram in reading.snapshot.handled.items()],
     ),
     Metric(
         "delayline.delivery.lateness",
@@ -244,7 +244,7 @@ OWN: Final = (
         "s",
         "Time since the pending messages were counted.",
         (),
-        _of_pending(lambda found: found.age),
+        _of_pending(lambda pending: pending.age),
     ),
     Metric(
         "delayline.messages.oldest_overdue",
@@ -252,7 +252,7 @@ OWN: Final = (
         "s",
         "Time since the due time of the earliest pending message; 0 if none is overdue.",
         (),
-        _of_pending(lambda found: found.oldest_overdue),
+        _of_pending(lambda pending: pending.oldest_overdue),
     ),
     Metric(
         "delayline.errors.queued",
@@ -379,20 +379,20 @@ OWN: Final = (
 
 def _handled(snapshot: Snapshot, *, failed: bool) -> dict[tuple[str, ...], float]:
     tally: Tally[tuple[str, ...]] = Tally()
-    for (queue, error), one in snapshot.handled.items():
+    for (queue, error), histogram in snapshot.handled.items():
         if bool(error) is failed:
-            tally[queue,] += one.count
+            tally[queue,] += histogram.count
     return dict(tally)
 
 
 def _seconds(reading: Reading) -> Values:
-    return (((queue,), one) for (queue, error), one in reading.snapshot.handled.items() if not error)
+    return (((queue,), histogram) for (queue, error), histogram in reading.snapshot.handled.items() if not error)
 
 
 def _recoverability(*actions: Action) -> Callable[[Reading], Values]:
     def read(reading: Reading) -> Values:
-        found: Mapping[tuple[Action, str], int] = reading.snapshot.recovered
-        return [((place,), number) for (action, place), number in found.items() if action in actions]
+        counts: Mapping[tuple[Action, str], int] = reading.snapshot.recovered
+        return [((destination,), number) for (action, destination), number in counts.items() if action in actions]
 
     return read
 

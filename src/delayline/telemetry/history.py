@@ -154,10 +154,11 @@ class MinuteHistory(Measurements):
                             prepared = True
                         await self.write(clock.now())
                     except DelaylineError as error:
-                        text = "The minute row of endpoint %s was not written, the next one will hold its counts: %s"
-                        emit(
-                            logger, logging.WARNING, Event.BACKGROUND_TASK_FAILED, text, self.snapshot().endpoint, error
+                        log_text = (
+                            "The minute row of endpoint %s was not written, the next one will hold its counts: %s"
                         )
+                        endpoint = self.snapshot().endpoint
+                        emit(logger, logging.WARNING, Event.BACKGROUND_TASK_FAILED, log_text, endpoint, error)
             finally:
                 if prepared:
                     await self._write_last(clock)
@@ -190,8 +191,8 @@ class MinuteHistory(Measurements):
             async with asyncio.timeout(2):
                 await asyncio.shield(asyncio.ensure_future(put()))
         except (DelaylineError, TimeoutError) as error:
-            text = "The last minute row of endpoint %s was not written: %s"
-            emit(logger, logging.WARNING, Event.BACKGROUND_TASK_FAILED, text, snapshot.endpoint, error)
+            log_text = "The last minute row of endpoint %s was not written: %s"
+            emit(logger, logging.WARNING, Event.BACKGROUND_TASK_FAILED, log_text, snapshot.endpoint, error)
 
     async def _put(self, scale: int, start: int, row: MinuteRow) -> None:
         table, endpoint = minutes_table(self._schema), self.snapshot().endpoint
@@ -243,8 +244,8 @@ def read_minutes(
         table.c.endpoint == endpoint, table.c.scale == scale, table.c.minute >= first, table.c.minute < last
     )
     rows = connection.execute(query.order_by(table.c.minute.desc()).limit(limit)).all()
-    found = (decoded(process, int(minute), scale, bytes(content)) for process, minute, content in reversed(rows))
-    return [row for row in found if row is not None]
+    minutes = (decoded(process, int(minute), scale, bytes(content)) for process, minute, content in reversed(rows))
+    return [row for row in minutes if row is not None]
 
 
 def difference(process: str, scale: int, start: int, before: Snapshot, after: Snapshot, now: datetime) -> MinuteRow:
@@ -252,7 +253,7 @@ def difference(process: str, scale: int, start: int, before: Snapshot, after: Sn
     lateness = {}
     for destination, histogram in after.lateness.items():
         base = before.lateness.get(destination)
-        counts = [number - (base.counts[place] if base else 0) for place, number in enumerate(histogram.counts)]
+        counts = [number - (base.counts[index] if base else 0) for index, number in enumerate(histogram.counts)]
         if any(counts):
             lateness[destination] = counts
 
@@ -297,7 +298,7 @@ def encoded(row: MinuteRow) -> bytes:
         "written": to_microseconds(row.written),
         "counts": [row.sent, row.dispatched, row.handled, row.failed, row.moved, row.uncounted],
         "lateness": {
-            name: {place: number for place, number in enumerate(counts) if number}
+            name: {index: number for index, number in enumerate(counts) if number}
             for name, counts in row.lateness.items()
         },
         "poller": None if row.poller is None else to_microseconds(row.poller),
@@ -317,19 +318,19 @@ def decoded(process: str, minute: int, scale: int, content: bytes) -> MinuteRow 
         return None if kept is None else from_microseconds(int(kept))
 
     try:
-        found = json.loads(zlib.decompressobj().decompress(content, LARGEST_CONTENT))
-        sent, dispatched, handled, failed, moved, uncounted = map(int, found["counts"])
+        document = json.loads(zlib.decompressobj().decompress(content, LARGEST_CONTENT))
+        sent, dispatched, handled, failed, moved, uncounted = map(int, document["counts"])
         lateness = {}
-        for name, counts in found["lateness"].items():
+        for name, counts in document["lateness"].items():
             buckets = [0] * (len(LATENESS_BOUNDS) + 1)
-            for place, number in counts.items():
-                buckets[int(place)] += int(number)
+            for index, number in counts.items():
+                buckets[int(index)] += int(number)
             lateness[str(name)] = buckets
         return MinuteRow(
             process=str(process),
             start=from_microseconds(minute * MICROS_A_MINUTE),
             minutes=scale,
-            written=from_microseconds(int(found["written"])),
+            written=from_microseconds(int(document["written"])),
             sent=sent,
             dispatched=dispatched,
             handled=handled,
@@ -337,11 +338,11 @@ def decoded(process: str, minute: int, scale: int, content: bytes) -> MinuteRow 
             moved=moved,
             uncounted=uncounted,
             lateness=lateness,
-            poller=time(found["poller"]),
-            receivers={str(name): time(at) for name, at in found["receivers"].items()},
-            running_handlers=int(found["handlers"]),
-            breakers={str(name): int(state) for name, state in found["breakers"].items()},
-            measures={str(name): float(value) for name, value in found["measures"].items()},
+            poller=time(document["poller"]),
+            receivers={str(name): time(at) for name, at in document["receivers"].items()},
+            running_handlers=int(document["handlers"]),
+            breakers={str(name): int(state) for name, state in document["breakers"].items()},
+            measures={str(name): float(value) for name, value in document["measures"].items()},
         )
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError, zlib.error):
         return None

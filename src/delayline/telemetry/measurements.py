@@ -233,13 +233,13 @@ class Measurements:
     def sent(self, operation: str, destinations: Sequence[str], seconds: float, error: Exception | None) -> None:
         failure = "" if error is None else self._errors.bounded(type(error).__qualname__)
         if len(destinations) == 1:
-            place = self._names.bounded(destinations[0])
-            self._sent[operation, place, failure] += 1
+            destination = self._names.bounded(destinations[0])
+            self._sent[operation, destination, failure] += 1
         else:
             for destination in destinations:
                 self._sent[operation, self._names.bounded(destination), failure] += 1
-            place = self._names.bounded(destinations[0]) if len(set(destinations)) == 1 else SEVERAL
-        _record(self._send_seconds, (operation, place, failure), DURATION_BOUNDS, seconds)
+            destination = self._names.bounded(destinations[0]) if len(set(destinations)) == 1 else SEVERAL
+        _record(self._send_seconds, (operation, destination, failure), DURATION_BOUNDS, seconds)
 
     def stored(self, messages: Sequence[DelayedMessage]) -> None:
         for message in messages:

@@ -228,8 +228,8 @@ class _Recording(_Silent):
     def sent(self, operation: str, destinations: Sequence[str], seconds: float, error: Exception | None) -> None:
         if self._operations is None or not self._sends.take():
             return
-        place = self._names.bounded(destinations[0]) if len(set(destinations)) == 1 else SEVERAL
-        named = {OPERATION: operation, OPERATION_TYPE: "send", DESTINATION: place} | _error_type(error)
+        destination = self._names.bounded(destinations[0]) if len(set(destinations)) == 1 else SEVERAL
+        named = {OPERATION: operation, OPERATION_TYPE: "send", DESTINATION: destination} | _error_type(error)
         self._operations.record(seconds, self._common | named)
 
     def dispatched(self, numbers: Mapping[tuple[str, datetime | None], int], at: datetime) -> None:
@@ -266,12 +266,12 @@ class _Traces(_Silent):
 
     @contextlib.contextmanager
     def sending(self, operation: str, destinations: Sequence[str]) -> Iterator[None]:
-        place = destinations[0] if len(set(destinations)) == 1 else ""
+        destination = destinations[0] if len(set(destinations)) == 1 else ""
         attributes = {OPERATION: operation, OPERATION_TYPE: "send"}
-        if place:
-            attributes[DESTINATION] = place
+        if destination:
+            attributes[DESTINATION] = destination
         batch = {BATCH_SIZE: len(destinations)} if len(destinations) > 1 else {}
-        with self._span(f"{operation} {place}".strip(), SpanKind.PRODUCER, attributes | batch):
+        with self._span(f"{operation} {destination}".strip(), SpanKind.PRODUCER, attributes | batch):
             token = IN_SEND.set(True)
             try:
                 yield

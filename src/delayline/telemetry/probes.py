@@ -164,8 +164,8 @@ class Probes:
         try:
             heartbeat.touch()
         except OSError as error:
-            text = "Failed to touch the heartbeat file %s: %s"
-            emit(logger, logging.WARNING, Event.HEARTBEAT_FAILED, text, heartbeat, error)
+            log_text = "Failed to touch the heartbeat file %s: %s"
+            emit(logger, logging.WARNING, Event.HEARTBEAT_FAILED, log_text, heartbeat, error)
 
 
 def _failures(part: str, activity: Activity) -> Iterator[str]:
@@ -196,8 +196,8 @@ class Systemd:
     def from_environment(cls) -> Self:
         """Return the one that the variables NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID describe."""
         meant = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
-        text = os.environ.get("WATCHDOG_USEC", "")
-        microseconds = int(text) if meant and text.isascii() and text.isdigit() else 0
+        interval = os.environ.get("WATCHDOG_USEC", "")
+        microseconds = int(interval) if meant and interval.isascii() and interval.isdigit() else 0
         return cls(os.environ.get("NOTIFY_SOCKET"), microseconds / 1e6 if microseconds else None)
 
     def notify(self, *assignments: str) -> None:
@@ -211,5 +211,5 @@ class Systemd:
                 unix.setblocking(False)
                 unix.sendto(lines.encode(), target)
         except OSError as error:
-            text = "Failed to notify systemd of %s: %s"
-            emit(logger, logging.WARNING, Event.HEARTBEAT_FAILED, text, assignments[0], error)
+            log_text = "Failed to notify systemd of %s: %s"
+            emit(logger, logging.WARNING, Event.HEARTBEAT_FAILED, log_text, assignments[0], error)

@@ -233,8 +233,8 @@ class TimeoutManagerDelivery:
         """Retry each second, as a poller does whose storage is unreachable."""
         try:
             while True:
-                text = "Failed to fetch timeouts from the timeout storage: %s"
-                fetching.log_failure(logger, logging.WARNING, Event.FETCH_FAILED, text, error, exception=error)
+                log_text = "Failed to fetch timeouts from the timeout storage: %s"
+                fetching.log_failure(logger, logging.WARNING, Event.FETCH_FAILED, log_text, error, exception=error)
                 await first_of(self._stopping.wait(), fetching.failure(error))
                 try:
                     await self._begin(fetching)

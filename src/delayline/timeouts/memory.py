@@ -58,12 +58,12 @@ class MemoryTimeoutPersister:
 
     async def remove(self, timeout_id: str, transaction: Transaction | None = None) -> bool:
         """Delete the timeout."""
-        there = timeout_id in self._timeouts
+        exists = timeout_id in self._timeouts
         if transaction is None:
             self._delete([timeout_id])
         else:
             in_memory(transaction).on_commit(lambda: self._delete([timeout_id]))
-        return there
+        return exists
 
     async def remove_by_saga(self, saga_id: uuid.UUID, transaction: Transaction | None = None) -> int:
         """Delete the saga's timeouts."""

@@ -93,10 +93,10 @@ class TimeoutTimes:
         time = self.read(kept)
         if kept is None or not self._lost or version == PERSISTENCE_VERSION:
             return time
-        text = headers.decode("utf-8", "replace") if isinstance(headers, bytes) else headers or ""
-        found = EXPIRE.search(text)
+        decoded = headers.decode("utf-8", "replace") if isinstance(headers, bytes) else headers or ""
+        match = EXPIRE.search(decoded)
         with contextlib.suppress(ValueError):
-            if found is not None and -self._lost <= (expire := from_wire_time(found[1])) - time < SAME_TIME:
+            if match is not None and -self._lost <= (expire := from_wire_time(match[1])) - time < SAME_TIME:
                 return max(time, expire)
         return time + self._lost
 

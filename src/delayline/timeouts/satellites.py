@@ -83,12 +83,12 @@ class Forwarder:
                 if smaller is None:
                     raise
                 operation = smaller
-        text = "Moved delayed message %s to error queue %r: %s"
+        log_text = "Moved delayed message %s to error queue %r: %s"
         emit(
             logger,
             logging.WARNING,
             Event.MOVED_TO_ERROR,
-            text,
+            log_text,
             message.id,
             host.error_queue,
             error,
@@ -211,12 +211,12 @@ class DispatchingSatellite:
         if timeout is None:
             return
         delayed = DelayedMessage(timeout.message, timeout.destination or "", timeout.due)
-        text = "dispatched timeout %s, %s after it was due"
+        log_text = "dispatched timeout %s, %s after it was due"
         now = self._host.clock.now()
         late = now - timeout.due
         if (observer := self._host.observers.all) is not None:
             observer.dispatched({(delayed.destination, delayed.due): 1}, now)
-        emit(logger, logging.DEBUG, Event.DISPATCHED, text, timeout_id, late, messages=(delayed,), count=1)
+        emit(logger, logging.DEBUG, Event.DISPATCHED, log_text, timeout_id, late, messages=(delayed,), count=1)
 
     async def _peek_and_remove(self, timeout_id: str, locking: Transaction | None) -> Timeout | None:
         timeout = await self._persister.peek(timeout_id, locking)
@@ -250,14 +250,14 @@ def due_of(message: Message) -> datetime:
 
 
 def _saga_of(message: Message) -> uuid.UUID:
-    text = message.headers.get(Headers.SAGA_ID)
-    if not text:
+    saga_id = message.headers.get(Headers.SAGA_ID)
+    if not saga_id:
         return NO_SAGA
     try:
-        return uuid.UUID(text)
+        return uuid.UUID(saga_id)
     except ValueError as error:
         raise InvalidMessage(
-            f"message {message.id!r} has the header {Headers.SAGA_ID} = {text!r}, not a GUID"
+            f"message {message.id!r} has the header {Headers.SAGA_ID} = {saga_id!r}, not a GUID"
         ) from error
 
 

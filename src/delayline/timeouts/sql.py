@@ -159,8 +159,8 @@ class TimeoutStatements:
     def read(self, connection: Connection, ids: Sequence[str]) -> list[Timeout]:
         """Return the existing timeouts among `ids`, in their order."""
         rows = self._read.rows_each(connection, keys=ids) if ids else []
-        found = {timeout.id: timeout for timeout in map(self._timeout, rows)}
-        return [found[key] for key in ids if key in found]
+        timeouts = {timeout.id: timeout for timeout in map(self._timeout, rows)}
+        return [timeouts[key] for key in ids if key in timeouts]
 
     def take_one(self, connection: Connection, timeout_id: str) -> Timeout | None:
         """Delete the timeout and return it."""
@@ -223,13 +223,13 @@ class TimeoutStatements:
         chosen = _fitting(
             [(key, size) for id_, _, size in rows if (key := _text(id_)) not in leases][:limit], max_bytes
         )
-        found = self.read(connection, chosen)
-        seen = leases.keys() | {timeout.id for timeout in found}
+        timeouts = self.read(connection, chosen)
+        seen = leases.keys() | {timeout.id for timeout in timeouts}
         ahead = self._first.rows(connection, len(seen) + 1)
         others = (self._due(at, *times) for id_, *times in ahead if _text(id_) not in seen)
-        early = [timeout.due for timeout in found if timeout.due > at]
+        early = [timeout.due for timeout in timeouts if timeout.due > at]
         times = [*leases.values(), *early, *others]
-        return LockedTimeouts([timeout for timeout in found if timeout.due <= at], min(times, default=None))
+        return LockedTimeouts([timeout for timeout in timeouts if timeout.due <= at], min(times, default=None))
 
     @property
     def forwards(self) -> bool:
@@ -476,8 +476,8 @@ class SqlTimeoutPersister(StoreOnDatabase):
             limit: The most messages to return; 1 or more.
         """
         limit = whole_number("limit", limit, at_least=1)
-        found = await self._database.read(partial(self._statements.without_time, limit=limit))
-        return [_delayed(timeout) for timeout in found]
+        timeouts = await self._database.read(partial(self._statements.without_time, limit=limit))
+        return [_delayed(timeout) for timeout in timeouts]
 
     def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
         """Call `callback` with the new due time whenever a process reschedules a timeout."""
@@ -535,25 +535,25 @@ def _forget_missing_indexes(connection: Connection, table: Table) -> None:
 
     A table made by .NET may lack an index, or have it under another name.
     """
-    there = {index["name"] for index in inspect(connection).get_indexes(str(table.name), schema=table.schema)}
-    missing = {index for index in table.indexes if index.name not in there}
+    indexes = {index["name"] for index in inspect(connection).get_indexes(str(table.name), schema=table.schema)}
+    missing = {index for index in table.indexes if index.name not in indexes}
     table.indexes -= missing
     for index in missing:
-        text = "Table %s has no index %s: polling it reads all of its rows. Create it: %s"
+        log_text = "Table %s has no index %s: polling it reads all of its rows. Create it: %s"
         statement = str(CreateIndex(index).compile(connection)).strip()
-        emit(logger, logging.WARNING, Event.INDEX_MISSING, text, table.name, index.name, statement)
+        emit(logger, logging.WARNING, Event.INDEX_MISSING, log_text, table.name, index.name, statement)
 
 
 def _name_those_without_time(connection: Connection, statements: TimeoutStatements) -> None:
     """Log a warning that names the rows whose time is NULL."""
-    found = statements.without_time(connection, MOST_NAMED)
-    if found:
-        text = "Table %s has timeouts whose Time is NULL, which are never due: %s%s. %s"
-        ids = ", ".join(_logical(timeout.message).id for timeout in found)
-        more = " and perhaps more" if len(found) == MOST_NAMED else ""
-        messages = tuple(map(_delayed, found))
+    timeouts = statements.without_time(connection, MOST_NAMED)
+    if timeouts:
+        log_text = "Table %s has timeouts whose Time is NULL, which are never due: %s%s. %s"
+        ids = ", ".join(_logical(timeout.message).id for timeout in timeouts)
+        more = " and perhaps more" if len(timeouts) == MOST_NAMED else ""
+        messages = tuple(map(_delayed, timeouts))
         table = statements.table.name
-        emit(logger, logging.WARNING, Event.WITHOUT_TIME, text, table, ids, more, TO_GIVE_A_TIME, messages=messages)
+        emit(logger, logging.WARNING, Event.WITHOUT_TIME, log_text, table, ids, more, TO_GIVE_A_TIME, messages=messages)
 
 
 MICROSECOND: Final = timedelta(microseconds=1)
@@ -626,18 +626,18 @@ class TimeoutManagement:
             work(connection, key)
         if done:
             return Outcome.DONE
-        there = any(self._exists.rows(connection, key) for key in keys)
-        return Outcome.DISPATCHING if there else Outcome.NOT_PENDING
+        exists = any(self._exists.rows(connection, key) for key in keys)
+        return Outcome.DISPATCHING if exists else Outcome.NOT_PENDING
 
     def _keys_of(self, connection: Connection, message_id: str) -> list[str]:
         """Return the ids of timeouts whose own id or message id is `message_id`."""
         words = {json.dumps(message_id), json.dumps(message_id, ensure_ascii=False)}
         patterns = [f"%{escaped}%" for escaped in (LIKE_SIGNS.sub(r"/\g<0>", word) for word in words)]
-        query = select(self._table.c.Id).where(or_(*(self._headers.like(text, escape="/") for text in patterns)))
+        query = select(self._table.c.Id).where(or_(*(self._headers.like(pattern, escape="/") for pattern in patterns)))
         keys = {str(key).lower() for key in connection.execute(query).scalars()}
         keys |= {str(uuid.UUID(message_id))} if _is_guid(message_id) else set()
-        found = self._statements.read(connection, sorted(keys))
-        return [timeout.id for timeout in found if message_id in (timeout.id, _logical(timeout.message).id)]
+        timeouts = self._statements.read(connection, sorted(keys))
+        return [timeout.id for timeout in timeouts if message_id in (timeout.id, _logical(timeout.message).id)]
 
 
 def _delayed(timeout: Timeout) -> DelayedMessage:

@@ -65,8 +65,8 @@ OTHER_QUEUE = "elsewhere"
 
 def facts(record: logging.LogRecord) -> dict[str, Any]:
     """Return the ids of a signal's messages."""
-    found: dict[str, Any] = vars(record)["facts"]
-    return found
+    facts: dict[str, Any] = vars(record)["facts"]
+    return facts
 
 
 @dataclass
@@ -198,11 +198,11 @@ class DeliveryScenario:
     async def received(self, queue: str, number: int = 1) -> list[Message]:
         """Take that many messages from a queue that no endpoint receives from."""
         receiver = await self.transport.receiver(queue)
-        found = await received(receiver, number)
-        for message in found:
+        messages = await received(receiver, number)
+        for message in messages:
             await receiver.acknowledge(message)
         await receiver.stop()
-        return [message.message for message in found]
+        return [message.message for message in messages]
 
     def heal(self) -> None:
         """End all faults."""
@@ -354,10 +354,10 @@ class DeliveryTiming(DeliveryFixtures):
         async with scenario.endpoint(concurrency=1) as endpoint:
             expected = []
             for number in range(40):
-                place = number * 7 % 20
-                delay = (place + 1) * SECOND
+                position = number * 7 % 20
+                delay = (position + 1) * SECOND
                 message_id = await endpoint.send(ENDPOINT, b"", delay=delay)
-                expected.append((place, number if self.keeps_order else 0, message_id))
+                expected.append((position, number if self.keeps_order else 0, message_id))
             await scenario.poller_sleeps(AT + SECOND)
             await scenario.clock.advance(HOUR)
             await scenario.happens(Event.HANDLED, 40)
@@ -804,8 +804,8 @@ class DeliveryFaults(DeliveryFixtures):
             await scenario.comes(Event.RECEIVE_LOST if takes_effect else Event.HANDLED)
             await scenario.runs_until(scenario.removed(1))
             await endpoint.send(OTHER_QUEUE, b"", message_id="end")
-            found = await scenario.received(OTHER_QUEUE, 3)
-        assert sorted(message.id for message in found) == ["end", "later", "now"]
+            messages = await scenario.received(OTHER_QUEUE, 3)
+        assert sorted(message.id for message in messages) == ["end", "later", "now"]
 
     async def test_a_delayed_commit_sends_nothing_early(self, scenario: DeliveryScenario) -> None:
         """Dispatched messages are invisible until the commit."""
@@ -991,12 +991,12 @@ class Inside(NamedTuple):
     async def takes(self, number: int, queue: str = BILLING) -> list[str]:
         """Take that many messages, and no more, from a queue; return their ids in order."""
         receiver = await self.transport.receiver(queue)
-        found = await received(receiver, number) if number else []
-        for message in found:
+        messages = await received(receiver, number) if number else []
+        for message in messages:
             await receiver.acknowledge(message)
         await receiver.stop()
         await nothing_left(self.transport, queue)
-        return [message.message.id for message in found]
+        return [message.message.id for message in messages]
 
     async def waiting(self) -> list[str]:
         """Return the ids of the remaining messages, by taking them out of the store."""
@@ -1054,9 +1054,9 @@ class DeliveryForwarding(DeliveryFixtures):
         message = delayed("a", headers=AWKWARD_HEADERS, body=bytes(range(256)))
         await forwarding.hold(message, delayed("b", destination=OTHER_QUEUE))
         assert (await forwarding.forward()).number == 2
-        [found] = await received(await forwarding.transport.receiver(BILLING))
-        assert (found.message.id, found.message.body) == ("a", message.message.body)
-        assert found.message.encoded_headers == message.message.encoded_headers
+        [forwarded_message] = await received(await forwarding.transport.receiver(BILLING))
+        assert (forwarded_message.message.id, forwarded_message.message.body) == ("a", message.message.body)
+        assert forwarded_message.message.encoded_headers == message.message.encoded_headers
         assert await forwarding.takes(1, OTHER_QUEUE) == ["b"]
 
     async def test_the_limit_holds(self, forwarding: Inside) -> None:
@@ -1097,9 +1097,9 @@ class DeliveryForwarding(DeliveryFixtures):
         held = await forwarding.store.fetch_next_due(AT)
         assert held is not None
         forwarded = await forwarding.forward()
-        found = await forwarding.takes(forwarded.number)
+        taken = await forwarding.takes(forwarded.number)
         assert await forwarding.store.remove(held) is True
-        assert [*found, *await forwarding.waiting()] == ["free"]
+        assert [*taken, *await forwarding.waiting()] == ["free"]
 
     async def test_competing_moves_double_nothing(self, forwarding: Inside) -> None:
         """Every message moves once."""
@@ -1146,10 +1146,10 @@ class DeliveryForwarding(DeliveryFixtures):
             async with endpoint:
                 await signals.wait_for(Event.SLEEPS, timeout=PATIENCE)
                 receiver = await forwarding.transport.receiver(BILLING)
-                found = {message.message.id: message.message for message in await received(receiver, 3)}
+                forwarded_messages = {message.message.id: message.message for message in await received(receiver, 3)}
                 [failed] = await received(await forwarding.transport.receiver("error"))
-        assert sorted(found) == ["a", "b", "marked"]
-        assert dict(found["marked"].headers) == {"kept": "yes"}
+        assert sorted(forwarded_messages) == ["a", "b", "marked"]
+        assert dict(forwarded_messages["marked"].headers) == {"kept": "yes"}
         assert (failed.message.id, failed.message.headers[Headers.FAILED_QUEUE]) == ("lost", NOWHERE)
         assert await (await opened(forwarding.store)).next_due() is None
 

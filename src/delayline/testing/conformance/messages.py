@@ -64,13 +64,13 @@ def operation(destination: str, id: str = "m", body: bytes = b"body") -> Transpo
     return TransportOperation(Message(id, {"kind": "test"}, body), destination)
 
 
-def same(found: DelayedMessage | None, expected: DelayedMessage) -> None:
+def same(actual: DelayedMessage | None, expected: DelayedMessage) -> None:
     """Assert that a store returned a message unchanged, byte for byte."""
-    assert found is not None, f"{expected.id!r} was not returned"
-    assert found.id == expected.id
-    assert found.destination == expected.destination
-    assert found.due == expected.due
-    assert found.due.utcoffset() == timedelta(0), "due times are aware and in UTC"
-    assert found.number_of_retries == expected.number_of_retries
-    assert found.message.body == expected.message.body
-    assert found.message.encoded_headers == expected.message.encoded_headers
+    assert actual is not None, f"{expected.id!r} was not returned"
+    assert actual.id == expected.id
+    assert actual.destination == expected.destination
+    assert actual.due == expected.due
+    assert actual.due.utcoffset() == timedelta(0), "due times are aware and in UTC"
+    assert actual.number_of_retries == expected.number_of_retries
+    assert actual.message.body == expected.message.body
+    assert actual.message.encoded_headers == expected.message.encoded_headers

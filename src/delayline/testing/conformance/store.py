@@ -227,11 +227,11 @@ class StoreVerbs(StoreFixtures):
         for message_id in ids:
             await store.store(delayed(message_id))
         fetched = await asyncio.gather(*(store.fetch_next_due(AT) for _ in range(25)))
-        found = [message.id for message in fetched if message is not None]
-        assert len(found) == len(set(found)), "a message was fetched twice"
+        fetched_ids = [message.id for message in fetched if message is not None]
+        assert len(fetched_ids) == len(set(fetched_ids)), "a message was fetched twice"
         while (message := await store.fetch_next_due(AT)) is not None:
-            found.append(message.id)  # a competitor may have come away with nothing
-        assert sorted(found) == sorted(ids)
+            fetched_ids.append(message.id)  # a competitor may have come away with nothing
+        assert sorted(fetched_ids) == sorted(ids)
 
     async def test_next_due_is_the_earliest_of_all(self, store: DelayedMessageStore) -> None:
         """Past or future, the earliest due time is the next one."""
@@ -418,17 +418,17 @@ class StoreContent(StoreFixtures):
     async def test_headers_survive(self, store: DelayedMessageStore) -> None:
         """Astral characters, control characters, empty names and values, quotes."""
         await store.store(delayed(headers=AWKWARD_HEADERS))
-        found = await store.fetch_next_due(AT)
-        same(found, delayed(headers=AWKWARD_HEADERS))
-        assert found is not None
-        assert dict(found.message.headers) == AWKWARD_HEADERS
+        fetched = await store.fetch_next_due(AT)
+        same(fetched, delayed(headers=AWKWARD_HEADERS))
+        assert fetched is not None
+        assert dict(fetched.message.headers) == AWKWARD_HEADERS
 
     async def test_no_headers_survive(self, store: DelayedMessageStore) -> None:
         """A message without headers stays one."""
         await store.store(delayed(headers={}))
-        found = await store.fetch_next_due(AT)
-        assert found is not None
-        assert dict(found.message.headers) == {}
+        fetched = await store.fetch_next_due(AT)
+        assert fetched is not None
+        assert dict(fetched.message.headers) == {}
 
     @pytest.mark.parametrize(
         "encoded",
@@ -439,11 +439,11 @@ class StoreContent(StoreFixtures):
         """A store never parses headers: damaged ones reach the error queue unchanged."""
         damaged = DelayedMessage(Message.from_encoded("m", encoded, b"body"), "billing", AT)
         await store.store(damaged)
-        found = await store.fetch_next_due(AT)
-        same(found, damaged)
-        assert found is not None
-        assert found.message.encoded_headers == encoded
-        assert await store.increment_failure_count(found) is True
+        fetched = await store.fetch_next_due(AT)
+        same(fetched, damaged)
+        assert fetched is not None
+        assert fetched.message.encoded_headers == encoded
+        assert await store.increment_failure_count(fetched) is True
         again = await store.fetch_next_due(AT)
         assert again is not None
         assert again.message.encoded_headers == encoded
@@ -485,13 +485,13 @@ class StoreContent(StoreFixtures):
         message = delayed(name, destination=name)
         await store.store(message)
         await store.store(message)
-        found = await store.fetch_next_due(AT)
-        same(found, message)
-        assert found is not None
+        fetched = await store.fetch_next_due(AT)
+        same(fetched, message)
+        assert fetched is not None
         assert await store.fetch_next_due(AT) is None
-        assert await store.increment_failure_count(found) is True
-        assert await store.remove(found) is True
-        assert await store.remove(found) is False
+        assert await store.increment_failure_count(fetched) is True
+        assert await store.remove(fetched) is True
+        assert await store.remove(fetched) is False
 
     async def test_the_longest_id_fits(self, store: DelayedMessageStore) -> None:
         """250 characters, and the last one counts."""
@@ -524,10 +524,10 @@ class StoreContent(StoreFixtures):
             assert name in str(error)
             return
         await store.store(delayed(f"of {len(name)}"))
-        found = await store.fetch_next_due(AT)
-        same(found, delayed(f"of {len(name)}"))
-        assert found is not None
-        assert await store.remove(found) is True
+        fetched = await store.fetch_next_due(AT)
+        same(fetched, delayed(f"of {len(name)}"))
+        assert fetched is not None
+        assert await store.remove(fetched) is True
         await closed(store)
 
 
@@ -546,8 +546,8 @@ class StoreBatches(StoreFixtures):
         fetched = await batches.fetch_due(LATER, 100, max_bytes=PLENTY)
         expected = sorted(messages, key=lambda message: message.due)
         assert [message.id for message in fetched] == [message.id for message in expected]
-        for found, message in zip(fetched, expected, strict=True):
-            same(found, message)
+        for actual, message in zip(fetched, expected, strict=True):
+            same(actual, message)
 
     async def test_an_empty_batch_is_nothing(self, batches: BatchingStore) -> None:
         """No messages, no work, no error."""
@@ -605,8 +605,8 @@ class StoreBatches(StoreFixtures):
         await batches.store_many([again, delayed("new"), delayed("new", LATER, body=b"other")])
         fetched = await batches.fetch_due(LATER, 10, max_bytes=PLENTY)
         assert [message.id for message in fetched] == self.in_order(["old", "new"])
-        for found in fetched:
-            same(found, delayed(found.id))
+        for message in fetched:
+            same(message, delayed(message.id))
 
     async def test_remove_many_counts_removed_messages(self, batches: BatchingStore) -> None:
         """Those that were gone already are not counted."""
@@ -772,9 +772,9 @@ class StoreManagement(StoreFixtures):
         for number in (3, 1, 2):
             destination = "billing" if number % 2 else "sales"
             await managed.store(delayed(f"m{number}", AT + number * self.step, destination=destination))
-        found = await managed.pending()
-        assert [message.id for message in found] == ["m1", "m2", "m3"]
-        same(found[0], delayed("m1", AT + self.step))
+        pending = await managed.pending()
+        assert [message.id for message in pending] == ["m1", "m2", "m3"]
+        same(pending[0], delayed("m1", AT + self.step))
         assert [message.id for message in await managed.pending(destination="billing")] == ["m1", "m3"]
         assert list(await managed.pending(destination="nowhere")) == []
         same(await managed.fetch_next_due(LATER), delayed("m1", AT + self.step))
@@ -800,9 +800,9 @@ class StoreManagement(StoreFixtures):
         for message_id, due in dues.items():
             await managed.store(delayed(message_id, due))
         await managed.store(delayed("e", AT, destination="sales"))
-        found = await managed.count_by_due(HOUR)
-        assert [entry.start for entry in found] == sorted(entry.start for entry in found)
-        assert sorted(found, key=lambda entry: (entry.start, entry.destination)) == [
+        counts = await managed.count_by_due(HOUR)
+        assert [entry.start for entry in counts] == sorted(entry.start for entry in counts)
+        assert sorted(counts, key=lambda entry: (entry.start, entry.destination)) == [
             DueCount(AT - HOUR, "billing", 1),
             DueCount(AT, "billing", 2),
             DueCount(AT, "sales", 1),
@@ -816,8 +816,8 @@ class StoreManagement(StoreFixtures):
         dues = [epoch - self.step, epoch, AT + self.step, AT + timedelta(days=365 * 500)]
         for number, due in enumerate(dues):
             await managed.store(delayed(f"m{number}", due))
-        found = await managed.count_by_due(bucket)
-        assert [entry.start for entry in found] == [epoch + (due - epoch) // bucket * bucket for due in dues]
+        counts = await managed.count_by_due(bucket)
+        assert [entry.start for entry in counts] == [epoch + (due - epoch) // bucket * bucket for due in dues]
 
     async def test_an_empty_store_has_no_counts(self, managed: ManagedStore) -> None:
         """Nothing waits, nothing is listed."""
@@ -833,29 +833,29 @@ class StoreForecasts(StoreFixtures):
         dues = {"a": AT - HOUR, "b": AT, "c": AT + HOUR - self.step, "d": AT + HOUR, "e": LATER + timedelta(days=9999)}
         for message_id, due in dues.items():
             await forecasting.store(delayed(message_id, due))
-        found = await forecasting.due_forecast([AT, AT + HOUR, LATER])
-        assert [(bucket.start, bucket.end) for bucket in found.buckets] == [
+        forecast = await forecasting.due_forecast([AT, AT + HOUR, LATER])
+        assert [(bucket.start, bucket.end) for bucket in forecast.buckets] == [
             (None, AT),
             (AT, AT + HOUR),
             (AT + HOUR, LATER),
             (LATER, None),
         ]
-        assert [bucket.count for bucket in found.buckets] == [1, 2, 1, 1]
-        assert found.exact
-        assert not any(bucket.at_least or bucket.destinations for bucket in found.buckets)
-        assert found.earliest == AT - HOUR
+        assert [bucket.count for bucket in forecast.buckets] == [1, 2, 1, 1]
+        assert forecast.exact
+        assert not any(bucket.at_least or bucket.destinations for bucket in forecast.buckets)
+        assert forecast.earliest == AT - HOUR
 
     async def test_counts_are_divided_by_destination(self, forecasting: ForecastingStore) -> None:
         """Each bucket has its destinations, the largest first, lookalikes apart."""
         for number, destination in enumerate(["billing", "sales", "sales", "Sales", "sales"]):
             await forecasting.store(delayed(f"m{number}", AT + number * self.step, destination=destination))
-        found = await forecasting.due_forecast([AT, AT + 4 * self.step], by_destination=True)
-        assert [dict(bucket.destinations) for bucket in found.buckets] == [
+        forecast = await forecasting.due_forecast([AT, AT + 4 * self.step], by_destination=True)
+        assert [dict(bucket.destinations) for bucket in forecast.buckets] == [
             {},
             {"sales": 2, "billing": 1, "Sales": 1},
             {"sales": 1},
         ]
-        assert next(iter(found.buckets[1].destinations)) == "sales"
+        assert next(iter(forecast.buckets[1].destinations)) == "sales"
 
     async def test_fetched_messages_are_counted(self, forecasting: ForecastingStore) -> None:
         """A message that is being dispatched is pending, and being removed it is not."""
@@ -1122,8 +1122,8 @@ class StoreTransactionality(StoreFixtures):
                 await store.store(delayed("after", LATER), transaction)
                 transaction.after_commit(lambda: called.append("notified"))
         assert called == ["ended", "notified"]
-        found = [await store.fetch_next_due(LATER) for _ in range(4)]
-        assert [message.id for message in found if message] == ["old", *self.in_order(["before", "after"])]
+        messages = [await store.fetch_next_due(LATER) for _ in range(4)]
+        assert [message.id for message in messages if message] == ["old", *self.in_order(["before", "after"])]
 
     async def test_others_go_on_beside_a_transaction_that_locks_rows(self, transactional: TransactionalStore) -> None:
         """Others store, fetch unlocked messages, count and remove, without waiting for the transaction's end."""

@@ -125,27 +125,27 @@ class TimeoutPersisterConformance:
         saga, due = uuid.uuid4(), datetime(2026, 3, 1, 12, 30, 15, 123_456, tzinfo=UTC)
         timeout = a_timeout(due=due, saga_id=saga, body=bytes(range(256)))
         await persister.add(timeout)
-        found = await persister.peek(timeout.id)
-        assert found is not None
-        assert (found.id, found.destination, found.saga_id) == (timeout.id, "billing", saga)
-        assert (found.message.headers, found.message.body) == (AWKWARD_HEADERS, bytes(range(256)))
-        assert timedelta(0) <= found.due - due < self.step
-        assert found.due.utcoffset() == timedelta(0)
+        kept = await persister.peek(timeout.id)
+        assert kept is not None
+        assert (kept.id, kept.destination, kept.saga_id) == (timeout.id, "billing", saga)
+        assert (kept.message.headers, kept.message.body) == (AWKWARD_HEADERS, bytes(range(256)))
+        assert timedelta(0) <= kept.due - due < self.step
+        assert kept.due.utcoffset() == timedelta(0)
 
     async def test_an_empty_body_and_no_destination_are_kept(self, persister: TimeoutPersister) -> None:
         """Nothing stands for nothing."""
         await persister.add(a_timeout(destination=None, body=b""))
-        found = await persister.peek(a_timeout().id)
-        assert found is not None
-        assert (found.destination, found.message.body, found.saga_id) == (None, b"", NO_SAGA)
+        kept = await persister.peek(a_timeout().id)
+        assert kept is not None
+        assert (kept.destination, kept.message.body, kept.saga_id) == (None, b"", NO_SAGA)
 
     async def test_adding_an_id_again_changes_nothing(self, persister: TimeoutPersister) -> None:
         """A redelivered message is stored once."""
         await persister.add(a_timeout())
         await persister.add(a_timeout(due=AT + MINUTE, destination="elsewhere"))
-        found = await persister.peek(a_timeout().id)
-        assert found is not None
-        assert (found.due, found.destination) == (AT, "billing")
+        kept = await persister.peek(a_timeout().id)
+        assert kept is not None
+        assert (kept.due, kept.destination) == (AT, "billing")
 
     async def test_peek_removes_nothing_and_remove_succeeds_once(self, persister: TimeoutPersister) -> None:
         """The same answer as often as one looks; True, then False."""
@@ -238,11 +238,11 @@ class TimeoutPersisterConformance:
         for number in range(60):
             await persister.add(a_timeout(number, AT))
         others = [await opened(await self.make_persister(tmp_path)) for _ in range(3)] if self.durable else []
-        found: list[str] = []
+        taken_ids: list[str] = []
         for _ in range(20):
             batches = await asyncio.gather(*(taken(taker, AT, 5) for taker in [persister, *others]))
-            found += [timeout_id for batch in batches for timeout_id in batch]
-        assert sorted(found) == sorted(a_timeout(number).id for number in range(60))
+            taken_ids += [timeout_id for batch in batches for timeout_id in batch]
+        assert sorted(taken_ids) == sorted(a_timeout(number).id for number in range(60))
         for other in others:
             await closed(other)
 
@@ -301,8 +301,8 @@ class TimeoutPersisterConformance:
         await transactional.add(a_timeout(1))
         async with transactional.transaction() as transaction:
             await transactional.add(a_timeout(2), transaction)
-            found = await transactional.peek(a_timeout(1).id, transaction)
-            assert found is not None
+            kept = await transactional.peek(a_timeout(1).id, transaction)
+            assert kept is not None
             assert await transactional.remove(a_timeout(1).id, transaction)
         assert await taken(transactional, AT) == [a_timeout(2).id]
 
@@ -316,9 +316,9 @@ class TimeoutPersisterConformance:
                 assert await transactional.take(a_timeout().id, transaction) is not None
                 raise RolledBack
         async with transactional.transaction() as transaction:
-            found = await transactional.take(a_timeout().id, transaction)
-            assert found is not None
-            assert found.message.headers == AWKWARD_HEADERS
+            taken_timeout = await transactional.take(a_timeout().id, transaction)
+            assert taken_timeout is not None
+            assert taken_timeout.message.headers == AWKWARD_HEADERS
             assert await transactional.take(a_timeout().id, transaction) is None
         assert await transactional.peek(a_timeout().id) is None
 
@@ -381,7 +381,7 @@ class TimeoutPersisterConformance:
         """None of it is given to two of them, and none is left."""
         for number in range(60):
             await locking.add(a_timeout(number, AT))
-        found: list[str] = []
+        sent_ids: list[str] = []
 
         async def send(persister: LockingTimeouts) -> None:
             async with persister.transaction() as transaction:
@@ -389,12 +389,12 @@ class TimeoutPersisterConformance:
                 await asyncio.sleep(0)
                 ids = [timeout.id for timeout in locked.due]
                 assert await persister.remove_many(ids, transaction) == len(ids)
-                found.extend(ids)
+                sent_ids.extend(ids)
 
         others = [await opened(await self.make_persister(tmp_path)) for _ in range(3)] if self.durable else []
         for _ in range(12):
             await asyncio.gather(*(send(cast("LockingTimeouts", sender)) for sender in [locking, *others]))
         for other in others:
             await closed(other)
-        assert sorted(found) == sorted(a_timeout(number).id for number in range(60))
+        assert sorted(sent_ids) == sorted(a_timeout(number).id for number in range(60))
         assert (await locking.next_chunk(AT, 0, lease_until=AT)).next_due is None

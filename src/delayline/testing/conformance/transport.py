@@ -57,11 +57,11 @@ class ManagedTransport(Transport, SupportsQueueManagement, Protocol):
 
 async def received(receiver: Receiver, number: int = 1) -> list[ReceivedMessage]:
     """Return exactly `number` messages, in the order they came."""
-    found: list[ReceivedMessage] = []
+    messages: list[ReceivedMessage] = []
     async with asyncio.timeout(PATIENCE):
-        while len(found) < number:
-            found += await receiver.receive(number - len(found))
-    return found
+        while len(messages) < number:
+            messages += await receiver.receive(number - len(messages))
+    return messages
 
 
 async def prefetching(transport: Transport, queue: str) -> PrefetchingReceiver:
@@ -172,8 +172,8 @@ class TransportQueues(TransportFixtures):
         sent = [f"m{number}" for number in (5, 3, 9, 1)]
         await transport.dispatch([operation("billing", message_id) for message_id in sent])
         await transport.dispatch([operation("sales", "s1"), operation("billing", "last"), operation("sales", "s2")])
-        found = ids(await received(await transport.receiver("billing"), 5))
-        assert self.in_order(found) == self.in_order([*sent, "last"])
+        message_ids = ids(await received(await transport.receiver("billing"), 5))
+        assert self.in_order(message_ids) == self.in_order([*sent, "last"])
         assert self.in_order(ids(await received(await transport.receiver("sales"), 2))) == ["s1", "s2"]
 
     async def test_a_waiting_receiver_gets_sent_messages(self, transport: Transport) -> None:
@@ -293,15 +293,15 @@ class TransportQueues(TransportFixtures):
         """Every message goes to one of them, and every one goes somewhere."""
         await transport.dispatch([operation("billing", f"m{number}") for number in range(60)])
         receivers = [await transport.receiver("billing") for _ in range(4)]
-        found: list[str] = []
+        message_ids: list[str] = []
         everything = asyncio.Event()
 
         async def compete(number: int) -> None:
             while batch := await receivers[number].receive(5):
                 for message in batch:
                     assert await receivers[number].acknowledge(message) is True
-                found.extend(ids(list(batch)))
-                if len(found) >= 60:
+                message_ids.extend(ids(list(batch)))
+                if len(message_ids) >= 60:
                     everything.set()
 
         competing = [asyncio.create_task(compete(number)) for number in range(4)]
@@ -310,7 +310,7 @@ class TransportQueues(TransportFixtures):
             for receiver in receivers:
                 await receiver.stop()
             await asyncio.gather(*competing)
-        assert sorted(found) == sorted(f"m{number}" for number in range(60))
+        assert sorted(message_ids) == sorted(f"m{number}" for number in range(60))
 
     async def test_stop_ends_a_waiting_receive(self, transport: Transport) -> None:
         """It returns nothing, at once; stopping twice is fine; received messages can still be acknowledged."""
@@ -382,22 +382,22 @@ class TransportContent(TransportFixtures):
             assert isinstance(failed.value.failures[0], InvalidMessage)
             return
         await transport.dispatch([operation("billing", body=body)])
-        [found] = await received(await transport.receiver("billing"))
-        assert found.message.body == body
+        [message] = await received(await transport.receiver("billing"))
+        assert message.message.body == body
 
     async def test_headers_arrive(self, transport: Transport) -> None:
         """Astral characters, control characters, empty names and values."""
         sent = Message("m", AWKWARD_HEADERS, b"")
         await transport.dispatch([TransportOperation(sent, "billing")])
-        [found] = await received(await transport.receiver("billing"))
-        assert dict(found.message.headers) == AWKWARD_HEADERS
+        [message] = await received(await transport.receiver("billing"))
+        assert dict(message.message.headers) == AWKWARD_HEADERS
 
     async def test_damaged_headers_arrive_untouched(self, transport: Transport) -> None:
         """So that they can be looked at in the error queue."""
         await transport.dispatch([TransportOperation(Message.from_encoded("m", b"\xff{not json", b"body"), "error")])
-        [found] = await received(await transport.receiver("error"))
-        assert found.message.encoded_headers == b"\xff{not json"
-        assert found.message.body == b"body"
+        [message] = await received(await transport.receiver("error"))
+        assert message.message.encoded_headers == b"\xff{not json"
+        assert message.message.body == b"body"
 
     @pytest.mark.parametrize("name", HOSTILE_NAMES)
     async def test_hostile_names(self, transport: Transport, name: str) -> None:
@@ -405,9 +405,9 @@ class TransportContent(TransportFixtures):
         await self.has_queues(transport, name)
         await transport.dispatch([operation(name, name), operation("billing")])
         receiver = await transport.receiver(name)
-        [found] = await received(receiver)
-        assert found.message.id == name
-        assert await receiver.acknowledge(found) is True
+        [message] = await received(receiver)
+        assert message.message.id == name
+        assert await receiver.acknowledge(message) is True
         await nothing_left(transport, name)
 
     @pytest.mark.parametrize(("one", "other"), LOOKALIKES)
@@ -443,8 +443,8 @@ class TransportManagement(TransportFixtures):
         pages = [await managed.browse("billing", 2, offset=offset) for offset in (0, 2, 4, 6)]
         assert [[message.id for message in page] for page in pages] == [["m0", "m1"], ["m2", "m3"], ["m4"], []]
         assert pages[0][0] == whole
-        found = ids(await received(await managed.receiver("billing"), 5))
-        assert self.in_order(found) == ["m0", "m1", "m2", "m3", "m4"]
+        message_ids = ids(await received(await managed.receiver("billing"), 5))
+        assert self.in_order(message_ids) == ["m0", "m1", "m2", "m3", "m4"]
 
     async def test_browse_shows_hidden_messages(self, managed: ManagedTransport) -> None:
         """In order: a message being handled is still in its place."""
@@ -474,8 +474,8 @@ class TransportManagement(TransportFixtures):
         async with managed.passing("billing") as messages:  # one that ends early
             async for _ in messages:
                 break
-        found = ids(await received(await managed.receiver("billing"), 3))
-        assert sorted(found) == ["m0", "m2", "m3"]
+        message_ids = ids(await received(await managed.receiver("billing"), 3))
+        assert sorted(message_ids) == ["m0", "m2", "m3"]
         with pytest.raises(QueueNotFound):
             async with managed.passing("missing") as messages:
                 await anext(messages)
@@ -567,8 +567,8 @@ class TransportExpiry(TransportFixtures):
         sent = [operation("billing", "before"), expiring(NO_LIFE, "late"), operation("billing", "after")]
         with caplog.at_level(logging.DEBUG, "delayline"):
             await transport.dispatch(sent)
-            found = ids(await received(await transport.receiver("billing"), 2))
-            assert self.in_order(found) == self.in_order(["before", "after"])
+            message_ids = ids(await received(await transport.receiver("billing"), 2))
+            assert self.in_order(message_ids) == self.in_order(["before", "after"])
             await nothing_left(transport, "billing")
         logged = [record for record in caplog.records if getattr(record, "event", None) == Event.EXPIRED]
         if self.logs_expired:
@@ -590,8 +590,8 @@ class TransportExpiry(TransportFixtures):
     async def test_others_arrive(self, transport: Transport, span: str) -> None:
         """Unexpired messages, and those with an unreadable header, are never lost."""
         await transport.dispatch([expiring(span)])
-        [found] = await received(await transport.receiver("billing"))
-        assert found.message.headers[Headers.TIME_TO_BE_RECEIVED] == span
+        [message] = await received(await transport.receiver("billing"))
+        assert message.message.headers[Headers.TIME_TO_BE_RECEIVED] == span
 
     @pytest.mark.parametrize("header", [Headers.FAILED_QUEUE, Headers.RETRIES])
     async def test_the_time_to_be_received_ends_with_the_first_receive(self, transport: Transport, header: str) -> None:
