@@ -132,8 +132,8 @@ async def _database(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]
     queues = [settings.named_endpoint, settings.error_queue, *satellites_of(settings)]
     uses = uses_of(settings, queues, delays_at=[settings.resolved_store_url, delays_url(settings)])
     for url, use in uses.items():
-        for what, ok, text in await backend_of(url).examine(url, options_of(settings), use):
-            yield Finding(what, ok, text)
+        for what, ok, finding in await backend_of(url).examine(url, options_of(settings), use):
+            yield Finding(what, ok, finding)
 
 
 async def _queues(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
@@ -145,16 +145,16 @@ async def _queues(settings: Settings, limits: Thresholds) -> AsyncIterator[Findi
             try:
                 number = await queues.count(name)
             except QueueNotFound:
-                text = f"does not exist. Create it with: delayline setup --endpoint {endpoint}"
-                yield Finding(f"queue {name}", ok=False, text=text)
+                finding = f"does not exist. Create it with: delayline setup --endpoint {endpoint}"
+                yield Finding(f"queue {name}", ok=False, text=finding)
                 continue
             limit = {settings.error_queue: limits.errors, endpoint: limits.queue}.get(name)
             many = limit is not None and number > limit
-            text = f"{number} messages" + (f", more than {limit}" if many else "")
-            text += ": see them with delayline errors list" if number and name == settings.error_queue else ""
+            finding = f"{number} messages" + (f", more than {limit}" if many else "")
+            finding += ": see them with delayline errors list" if number and name == settings.error_queue else ""
             differs = await transport.difference(name) if isinstance(transport, SupportsQueueComparison) else ""
-            text += differs and f"; {differs}"
-            yield Finding(f"queue {name}", ok=not many, text=text, numbers={"messages": number})
+            finding += differs and f"; {differs}"
+            yield Finding(f"queue {name}", ok=not many, text=finding, numbers={"messages": number})
 
 
 async def _delayed_messages(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
@@ -189,8 +189,8 @@ def _about(*buckets: DueBucket) -> str:
 async def _overdue(store: SupportsManagement, now: datetime, overdue: DueBucket, limit: timedelta) -> Finding:
     first = next(iter(await store.pending(limit=1)), None)
     if first is None or first.due > now:
-        text = "none" if first is None else f"none; the next is due {local(first.due)}, {relative(first.due, now)}"
-        return Finding("overdue", ok=True, text=text, numbers={"messages": 0, "oldest_seconds": 0.0})
+        finding = "none" if first is None else f"none; the next is due {local(first.due)}, {relative(first.due, now)}"
+        return Finding("overdue", ok=True, text=finding, numbers={"messages": 0, "oldest_seconds": 0.0})
     oldest = f"the oldest is {first.id} for {first.destination}, {duration(now - first.due)} overdue"
     stale = now - first.due > limit
     remedy = ". No process dispatches: is an endpoint of this name running?" if stale else ""
@@ -213,26 +213,26 @@ async def _timeouts(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]
 def _without_time(remains: RemainingTimeouts) -> Finding:
     number = 0 if remains.timeouts is None else remains.timeouts.without_time
     more = ", ..." if number > len(remains.without_time) else ""
-    text = (
+    finding = (
         f"{number} in table {remains.table} have no time and are never due: {', '.join(remains.without_time)}{more}. "
         f"{TO_GIVE_A_TIME}"
     )
-    return Finding("timeouts without a time", ok=False, text=text, numbers={"messages": number})
+    return Finding("timeouts without a time", ok=False, text=finding, numbers={"messages": number})
 
 
 def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
     what, disabled, timeouts = "timeout manager", settings.disable_timeout_manager, remains.timeouts
     if not remains.empty:
         number, now = 0 if timeouts is None else timeouts.number, datetime.now(UTC)
-        text = f"{number} timeouts wait, {remains.queued} messages are in its queues"
+        finding = f"{number} timeouts wait, {remains.queued} messages are in its queues"
         first = None if timeouts is None else timeouts.first
         stale = first is not None and now - first > STALE_AFTER
         if disabled:
-            text += ". No process delivers them: take disable_timeout_manager out of the settings"
+            finding += ". No process delivers them: take disable_timeout_manager out of the settings"
         elif first is not None:
-            text += f"; the first is due {local(first)}, {relative(first, now)}"
-            text += ". No process dispatches: is an endpoint of this name running?" if stale else ""
-        return Finding(what, ok=not (disabled or stale), text=text)
+            finding += f"; the first is due {local(first)}, {relative(first, now)}"
+            finding += ". No process dispatches: is an endpoint of this name running?" if stale else ""
+        return Finding(what, ok=not (disabled or stale), text=finding)
     keeps_table = timeouts is None or bool(remains.without_time)
     left = [f"queue {name}" for name in remains.queues] + ([] if keeps_table else [f"table {remains.table}"])
     deletable = f"these can be deleted: {', '.join(left)}" if left else "nothing of it is left"

@@ -266,12 +266,12 @@ class Endpoint:
     def measures(self) -> dict[str, float]:
         """Return the present values of the transport and the stores, such as `lease.held`, for metrics."""
         parts = [self.transport, *map(storage_of, self._deliveries)]
-        found: dict[str, float] = {}
+        limits: dict[str, float] = {}
         for part in parts:
             if isinstance(part, SupportsMeasures):
                 for name, value in part.measures().items():
-                    found[name] = found.get(name, 0) + value
-        return found
+                    limits[name] = limits.get(name, 0) + value
+        return limits
 
     def observe(self, observer: Observer) -> None:
         """Add an observer, which is called with each event of the endpoint.

@@ -69,14 +69,14 @@ async def browse(queues: SupportsQueueManagement, queue: str) -> AsyncGenerator[
 
 async def find(queues: SupportsQueueManagement, queue: str, ids: Set[str]) -> dict[str, Message]:
     """Return the messages with these ids, as far as they are in the queue."""
-    found: dict[str, Message] = {}
+    matching: dict[str, Message] = {}
     async with contextlib.aclosing(browse(queues, queue)) as messages:
         async for message in messages:
             if message.id in ids:
-                found.setdefault(message.id, message)
-            if len(found) == len(ids):
+                matching.setdefault(message.id, message)
+            if len(matching) == len(ids):
                 break
-    return found
+    return matching
 
 
 async def holding(
@@ -102,14 +102,14 @@ async def holding(
                 if number == most:
                     return
         return
-    found = []
+    matching = []
     async with contextlib.aclosing(browse(queues, queue)) as pages:
         async for message in pages:
             if wanted is None or wanted(message):
-                found.append(message)
-            if len(found) == most:
+                matching.append(message)
+            if len(matching) == most:
                 break
-    for message in found:
+    for message in matching:
         yield HeldMessage(message, None)
 
 
@@ -123,8 +123,8 @@ async def holding_ids(transport: Transport, queue: str, ids: Set[str]) -> AsyncG
         left.remove(message.id)
         return True
 
-    async with contextlib.aclosing(holding(transport, queue, wanted, most=len(ids))) as found:
-        async for held in found:
+    async with contextlib.aclosing(holding(transport, queue, wanted, most=len(ids))) as holding_ids:
+        async for held in holding_ids:
             yield held
 
 

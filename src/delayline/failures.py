@@ -153,9 +153,9 @@ def host_id(endpoint_name: str) -> str:
 
 def brief(error: BaseException) -> str:
     """Return an exception's type and the beginning of its text, in one line, for a log."""
-    text = " ".join(_text_of(error)[: 2 * BRIEF_TEXT].split()).encode("utf-8", "backslashreplace").decode()
-    text = text if len(text) <= BRIEF_TEXT else f"{text[:BRIEF_TEXT]}..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    shown = " ".join(_text_of(error)[: 2 * BRIEF_TEXT].split()).encode("utf-8", "backslashreplace").decode()
+    shown = shown if len(shown) <= BRIEF_TEXT else f"{shown[:BRIEF_TEXT]}..."
+    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
 
 
 def cut(text: str, size: int) -> str:

@@ -50,24 +50,24 @@ def from_xml(encoded: bytes, message_id: str) -> dict[str, str]:
     end = encoded.rfind(END)
     reader = _Reader()
     try:
-        text = encoded[: end + len(END) if end >= 0 else None].decode("utf-8-sig", "surrogatepass")
-        reader.read(_TO_SPELL.sub(_spell, text))
+        decoded = encoded[: end + len(END) if end >= 0 else None].decode("utf-8-sig", "surrogatepass")
+        reader.read(_TO_SPELL.sub(_spell, decoded))
     except (ExpatError, ValueError) as error:
         raise CorruptHeaders(f"message {message_id!r} has corrupted headers: {error}") from error
     return reader.headers
 
 
 def _text(text: str) -> str:
-    return _TO_ESCAPE.sub(lambda found: _NAMED.get(found[0]) or f"&#x{ord(found[0]):X};", text)
+    return _TO_ESCAPE.sub(lambda match: _NAMED.get(match[0]) or f"&#x{ord(match[0]):X};", text)
 
 
-def _spell(found: re.Match[str]) -> str:
-    hexadecimal, decimal = found.groups()
+def _spell(match: re.Match[str]) -> str:
+    hexadecimal, decimal = match.groups()
     if hexadecimal is None and decimal is None:
-        return f"{_MARK}{ord(found[0]):x};"
+        return f"{_MARK}{ord(match[0]):x};"
     code = int(hexadecimal, 16) if hexadecimal else int(decimal)
     if code > _HIGHEST or not _REFUSED.match(chr(code)):
-        return found[0]  # expat parses it, or raises
+        return match[0]  # expat parses it, or raises
     return f"{_MARK}{code:x};"
 
 
@@ -105,8 +105,8 @@ class _Reader:
     def _end(self, name: str) -> None:
         depth = len(self._path)
         if depth == 3 and self._texts is not None:
-            text = "".join(self._texts)
-            self._fields[name] = _SPELLED.sub(lambda found: chr(int(found[1], 16)), text)
+            value = "".join(self._texts)
+            self._fields[name] = _SPELLED.sub(lambda match: chr(int(match[1], 16)), value)
             self._texts = None
         elif depth == 2 and self._path[1] == ITEM:
             self._add()

@@ -36,7 +36,7 @@ def masked(text: str) -> str:
 
     A text that is written wrongly may lose more than its passwords, never less.
     """
-    starts = sorted({0, *(found.start() for found in BEGINNING.finditer(text))})
+    starts = sorted({0, *(match.start() for match in BEGINNING.finditer(text))})
     ends = [*starts[1:], len(text)]
     return "".join(_without_pairs(_without_login(text[start:end])) for start, end in zip(starts, ends, strict=True))
 
@@ -59,12 +59,12 @@ def _without_login(url: str) -> str:
 
 def _end_of_login(rest: str, authority: str) -> int:
     """Return where the @ behind the password is; what is no list of hosts and has no @ is masked to its end."""
-    place, _, query = rest.partition("?")
-    end = place.rfind("@")
+    path, _, query = rest.partition("?")
+    end = path.rfind("@")
     if end < 0 and not HOSTS.fullmatch(authority):
         end = rest.rfind("@")
         return len(authority) if end < 0 else end
-    at = len(place) + 1
+    at = len(path) + 1
     for item in query.split("&"):
         name, equals, value = item.partition("=")
         if "@" in name or ("@" in value and equals and not _plain(name)):
@@ -81,12 +81,12 @@ def _without_pairs(text: str) -> str:
     """Mask the values of options that are secrets: to the next & in a URL, to the next ; in a connection string."""
     parts: list[str] = []
     at = 0
-    while found := PAIR.search(text, at):
-        begin = found.end("equals")
-        end = _end_of_value(text, begin, found["before"])
+    while match := PAIR.search(text, at):
+        begin = match.end("equals")
+        end = _end_of_value(text, begin, match["before"])
         value = text[begin:end]
         parts.append(text[at:begin])
-        if SECRET.search(_decoded(found["name"])):
+        if SECRET.search(_decoded(match["name"])):
             parts.append(MASK)
             at = end
         elif "%3a%2f%2f" in value.lower():  # a URL, encoded

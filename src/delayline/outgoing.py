@@ -431,11 +431,11 @@ class Destinations:
         if until <= now:
             try:
                 async with asyncio.timeout(CHECK_PATIENCE):
-                    there = await transport.has_queue(queue)
+                    exists = await transport.has_queue(queue)
             except (DelaylineError, TimeoutError):  # the message can be stored all the same
                 self._unchecked_until = self._clock.now() + UNCHECKED_FOR
                 return
-            if there:
+            if exists:
                 self._found.add(queue)
                 return
             until, similar = self._clock.now() + MISSING_FOR, await _similar(transport, queue)

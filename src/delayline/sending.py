@@ -164,11 +164,11 @@ class Sender:
             replace = on_conflict == "replace"
             result = await self._delivery.defer_or_replace(outgoing.operation, due, replace=replace)
         if result is StoreResult.DISPATCHING:
-            text = "is being dispatched and cannot be replaced: give the new one another id"
-            raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
+            problem = "is being dispatched and cannot be replaced: give the new one another id"
+            raise DuplicateMessage(message_id, f"message {message_id!r} {problem}")
         if result is StoreResult.KEPT and on_conflict == "raise":
-            text = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"
-            raise DuplicateMessage(message_id, f"message {message_id!r} {text}")
+            problem = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"
+            raise DuplicateMessage(message_id, f"message {message_id!r} {problem}")
         return Sent(message_id, result)
 
     async def _deliver_in(

@@ -135,19 +135,19 @@ def _endpoint_at(target: str) -> Settings | Endpoint:
 def _secret(variable: str, path: str | None) -> str | None:
     """Return the contents of the file or the variable. Raises ConfigurationError."""
     if path is None:
-        text: str | None = os.environ.get(variable)
+        secret: str | None = os.environ.get(variable)
     else:
         try:
             with Path(path).open(encoding="utf-8") as file:
-                text = file.read(LARGEST_FILE)
+                secret = file.read(LARGEST_FILE)
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
             raise ConfigurationError(f"cannot read {path!r}: {reason}") from error
-    if text is None:
+    if secret is None:
         return None
-    if not text.strip():
+    if not secret.strip():
         raise ConfigurationError(f"{path or variable} is empty: put a secret into it, or leave it out")
-    return text.strip()
+    return secret.strip()
 
 
 def _users(lines: str | None) -> Mapping[str, str]:

@@ -64,8 +64,8 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
 
     async def work() -> Message | None:
         async with open_transport(settings) as transport:
-            found = await error_queue.find(managed_queues(transport), settings.error_queue, {message_id})
-            return found.get(message_id)
+            messages = await error_queue.find(managed_queues(transport), settings.error_queue, {message_id})
+            return messages.get(message_id)
 
     message = asyncio.run(work())
     if message is None:
@@ -146,8 +146,8 @@ def purge(settings: Settings, screen: Screen, yes: bool) -> None:
 async def _retry(settings: Settings, ids: tuple[str, ...], to: str | None) -> list[RetryOutcome]:
     queue = settings.error_queue
     async with open_transport(settings) as transport:
-        found = error_queue.holding_ids(transport, queue, set(ids)) if ids else error_queue.holding(transport, queue)
-        async with contextlib.aclosing(found) as messages:
+        holding = error_queue.holding_ids(transport, queue, set(ids)) if ids else error_queue.holding(transport, queue)
+        async with contextlib.aclosing(holding) as messages:
             outcomes = [
                 await error_queue.retry(transport, queue, held, to=to, remedy=NAME_THE_QUEUE) async for held in messages
             ]

@@ -98,8 +98,8 @@ def log_to_stderr(level: str, log_format: str, *, endpoint: str | None = None, h
         handled: Whether handled messages are logged at INFO, instead of DEBUG.
     """
     handler = logging.StreamHandler()
-    text = logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
-    handler.setFormatter(JsonFormatter(endpoint) if log_format == "json" else text)
+    as_text = logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
+    handler.setFormatter(JsonFormatter(endpoint) if log_format == "json" else as_text)
     if handled:
         receiving = logging.getLogger(reports.__name__)
         receiving.setLevel(logging.DEBUG)

@@ -133,16 +133,16 @@ class RowFile:
                 continue
             if not raw.strip():
                 continue
-            text = raw.decode("utf-8", "replace").rstrip()
+            line = raw.decode("utf-8", "replace").rstrip()
             try:
                 fields = json.loads(raw.decode("utf-8-sig" if number == 1 else "utf-8"))
             except (ValueError, RecursionError) as error:
-                yield InputLine(number, {"line": text}, f"not JSON: {error}")
+                yield InputLine(number, {"line": line}, f"not JSON: {error}")
                 continue
             if isinstance(fields, dict):
-                yield InputLine(number, fields, text=text)
+                yield InputLine(number, fields, text=line)
             else:
-                yield InputLine(number, {"line": text}, "not a JSON object")
+                yield InputLine(number, {"line": line}, "not a JSON object")
 
     def _csv_lines(self, file: IO[bytes]) -> Iterator[InputLine]:
         csv.field_size_limit(LONGEST_LINE)
@@ -298,8 +298,8 @@ def _headers(headers: object) -> dict[str, str]:
 def _due(given: Fields, now: datetime) -> datetime:
     ways = [name for name in ("delay", "delay_ms", "deliver_at") if name in given]
     if len(ways) != 1:
-        found = " and ".join(ways) or "none"
-        raise InvalidDueTime(f"give one of delay, delay_ms and deliver_at; there is {found}")
+        named = " and ".join(ways) or "none"
+        raise InvalidDueTime(f"give one of delay, delay_ms and deliver_at; there is {named}")
     way = ways[0]
     if way == "deliver_at":
         return in_the_future(parse_instant(_text(given, way)), now)

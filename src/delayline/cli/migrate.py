@@ -160,8 +160,10 @@ def planned(command: Command) -> Command:
 
 def report_option(command: Command) -> Command:
     """Give a command `report`, a file for people."""
-    text = "Write a page about it to this file."
-    return click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=text)(command)
+    usage = "Write a page about it to this file."
+    return click.option("--report", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE", help=usage)(
+        command
+    )
 
 
 ROWS_SHOWN: Final = 10
@@ -206,10 +208,10 @@ def preview(screen: Screen, plan: Plan) -> None:
     """
     from delayline.migration import preview as look
 
-    found = look(plan, _spark())
-    _show(screen, found)
-    screen.document({"endpoints": [_described(endpoint) for endpoint in found]})
-    if any(endpoint.problems or endpoint.unmovable for endpoint in found):
+    previews = look(plan, _spark())
+    _show(screen, previews)
+    screen.document({"endpoints": [_described(endpoint) for endpoint in previews]})
+    if any(endpoint.problems or endpoint.unmovable for endpoint in previews):
         click.get_current_context().exit(EXIT_FAILED)
 
 
@@ -289,9 +291,9 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
     """Show the progress of a migration, and its rejected rows with reasons."""
     from delayline.migration.verify import details, left_in, run_named
 
-    found = run_named(source, name)
-    progress, reasons, rejected = details(source, found, ROWS_SHOWN)
-    left = left_in(source, found)
+    run = run_named(source, name)
+    progress, reasons, rejected = details(source, run, ROWS_SHOWN)
+    left = left_in(source, run)
     reasons = [*reasons, *((group.reason, group.rows) for group in left)]
     rejected = [*rejected, *((name, group.reason) for group in left for name in group.names)][:ROWS_SHOWN]
     counts = {
@@ -299,11 +301,11 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
         "to_go": progress.staged, "restored": progress.restored, "rejected": progress.rejected,
         "skipped": sum(group.rows for group in left),
     }  # fmt: skip
-    screen.echo(f"migration {found.name} to {found.parameters['target']}: {found.state}")
+    screen.echo(f"migration {run.name} to {run.parameters['target']}: {run.state}")
     screen.table(("count", "of rows"), [(number, state.replace("_", " ")) for state, number in counts.items()])
     if reasons:
         _print_reasons(screen, reasons, rejected)
-    screen.document({**_run_document(found), **counts, "reasons": dict(reasons)})
+    screen.document({**_run_document(run), **counts, "reasons": dict(reasons)})
 
 
 @migrate.command(
@@ -376,8 +378,8 @@ class _shown:  # noqa: N801 - read as a verb
         self._bars.update(self._task, description=f"{done} of {rows}", completed=done, total=rows or None)
 
 
-def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
-    for preview in found:
+def _show(screen: Screen, previews: Sequence[EndpointPreview]) -> None:
+    for preview in previews:
         if preview.unseen:
             screen.echo(f"{preview.unseen} of the messages were only counted; the following figures cover the others")
         times = "" if preview.first is None or preview.last is None else f", due {preview.first:%Y-%m-%d %H:%M:%S} to "
@@ -395,7 +397,7 @@ def _show(screen: Screen, found: Sequence[EndpointPreview]) -> None:
                 ("count", "rejected because", "for example"),
                 [(number, reason, example or "") for reason, number, example in preview.unmovable[:ROWS_SHOWN]],
             )
-    if not found:
+    if not previews:
         screen.echo("no messages to move")
 
 
@@ -426,8 +428,8 @@ def _print_outcome(screen: Screen, plan: Plan, outcome: MigrationResult, report:
         screen.echo(f"{rows - rejected} would move, {rejected} would be rejected{stays}; nothing was changed")
     else:
         rate = f" in {outcome.seconds:.1f} s, {moved / outcome.seconds:.0f}/s" if outcome.seconds else ""
-        text = f"{moved} moved to {plan.target}{rate}, {rejected} rejected{stays}"
-        screen.echo(f"{text} (migration {outcome.run})" if outcome.run else text, "red" if outcome.reasons else "green")
+        line = f"{moved} moved to {plan.target}{rate}, {rejected} rejected{stays}"
+        screen.echo(f"{line} (migration {outcome.run})" if outcome.run else line, "red" if outcome.reasons else "green")
     screen.document(
         {"run": outcome.run, "state": str(outcome.state), "rows": rows, "moved": moved, "rejected": rejected,
          "seconds": outcome.seconds, "left": outcome.left, "skipped": outcome.skipped,
@@ -457,39 +459,39 @@ def _print_left(screen: Screen, plan: Plan, outcome: MigrationResult) -> None:
         click.get_current_context().exit(EXIT_FAILED)
 
 
-def _print_verified(screen: Screen, found: Verified) -> None:
+def _print_verified(screen: Screen, check: Verified) -> None:
     rows: list[tuple[int, str]] = [
-        (found.rows, "found in the source when the run began"),
-        (found.moved, "moved, by the journal"),
-        (found.rejected, "rejected and returned to the source"),
-        (found.restored, "returned to the source by an abort"),
-        (found.unfinished, "not finished"),
+        (check.rows, "found in the source when the run began"),
+        (check.moved, "moved, by the journal"),
+        (check.rejected, "rejected and returned to the source"),
+        (check.restored, "returned to the source by an abort"),
+        (check.unfinished, "not finished"),
     ]
-    if found.waiting is not None:
-        rows += [(found.waiting, "pending at the target, unchanged"), (found.gone, "due, and no longer at the target")]
+    if check.waiting is not None:
+        rows += [(check.waiting, "pending at the target, unchanged"), (check.gone, "due, and no longer at the target")]
         rows += [
-            (len(found.missing), "missing at the target"),
-            (len(found.changed), "pending there with another due time or destination"),
+            (len(check.missing), "missing at the target"),
+            (len(check.changed), "pending there with another due time or destination"),
         ]
     else:
         screen.echo("the target cannot list its messages; it has confirmed each of the moved ones")
-    if found.skipped:
-        rows += [(found.skipped, "skipped: rows without a readable due time stay in the source; see status")]
-    rows += [(len(found.doubled), "moved, and in the source too")]
-    rows += [(len(found.repeatable), "possibly delivered more than once")]
-    screen.table(("count", f"messages of migration {found.run.name}"), rows)
-    for title, ids in (("missing", found.missing), ("changed", found.changed), ("in both", found.doubled)):
+    if check.skipped:
+        rows += [(check.skipped, "skipped: rows without a readable due time stay in the source; see status")]
+    rows += [(len(check.doubled), "moved, and in the source too")]
+    rows += [(len(check.repeatable), "possibly delivered more than once")]
+    screen.table(("count", f"messages of migration {check.run.name}"), rows)
+    for title, ids in (("missing", check.missing), ("changed", check.changed), ("in both", check.doubled)):
         for message_id in ids[:ROWS_SHOWN]:
             screen.echo(f"{title}: {message_id}", "red")
-    for message_id in found.repeatable[:ROWS_SHOWN]:
+    for message_id in check.repeatable[:ROWS_SHOWN]:
         screen.echo(f"possibly twice: {message_id}")
     screen.echo(
-        "✓ nothing is missing" if found.ok else "✗ source, journal and target differ", "green" if found.ok else "red"
+        "✓ nothing is missing" if check.ok else "✗ source, journal and target differ", "green" if check.ok else "red"
     )
     screen.document(
-        {"run": found.run.name, "ok": found.ok, "rows": found.rows, "moved": found.moved, "rejected": found.rejected,
-         "restored": found.restored, "skipped": found.skipped, "unfinished": found.unfinished,
-         "waiting": found.waiting, "gone": found.gone,
-         "missing": found.missing, "changed": found.changed, "in_both": found.doubled,
-         "possible_duplicates": found.repeatable}
+        {"run": check.run.name, "ok": check.ok, "rows": check.rows, "moved": check.moved, "rejected": check.rejected,
+         "restored": check.restored, "skipped": check.skipped, "unfinished": check.unfinished,
+         "waiting": check.waiting, "gone": check.gone,
+         "missing": check.missing, "changed": check.changed, "in_both": check.doubled,
+         "possible_duplicates": check.repeatable}
     )  # fmt: skip

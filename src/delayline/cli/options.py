@@ -74,8 +74,8 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
 
         decorated: Command = with_settings
         for name in reversed(chosen):
-            text = f"{describe_setting(name)} [{variable_of(name)}]"
-            decorated = click.option(flag_of(name), name, metavar="TEXT", help=text)(decorated)
+            description = f"{describe_setting(name)} [{variable_of(name)}]"
+            decorated = click.option(flag_of(name), name, metavar="TEXT", help=description)(decorated)
         return click.option(
             "--config", type=click.Path(), help=f"Settings file; ./{FILE_NAME} where there is one.", metavar="FILE"
         )(decorated)
@@ -86,8 +86,8 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
 
 def without_management_option(command: Command) -> Command:
     """Give a command `without_management`."""
-    text = "RabbitMQ: accept what is unknown without the management API, in place of exit code 1."
-    return click.option("--without-management", is_flag=True, help=text)(command)
+    description = "RabbitMQ: accept what is unknown without the management API, in place of exit code 1."
+    return click.option("--without-management", is_flag=True, help=description)(command)
 
 
 def json_option(command: Command) -> Command:

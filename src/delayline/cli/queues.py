@@ -36,10 +36,10 @@ def queues(settings: Settings, screen: Screen) -> None:
             counted = managed_queues(transport)
             return [(limit, await counted.count(limit.queue)) for limit in await limited(transport).limits()]
 
-    found = asyncio.run(work())
-    rows = [(limit.queue, str(number), *_cells(limit)) for limit, number in found]
+    limits = asyncio.run(work())
+    rows = [(limit.queue, str(number), *_cells(limit)) for limit, number in limits]
     screen.table(("queue", "messages", "received", "at once", "a second", "types at once"), rows)
-    screen.document({"queues": [{**_document(limit), "messages": number} for limit, number in found]})
+    screen.document({"queues": [{**_document(limit), "messages": number} for limit, number in limits]})
 
 
 @click.command(epilog=examples("delayline pause billing"))
@@ -103,8 +103,8 @@ def peek(settings: Settings, screen: Screen, queue: str, limit: int) -> None:
 
     async def work() -> tuple[int, list[Message]]:
         async with open_transport(settings) as transport:
-            found = managed_queues(transport)
-            return await found.count(queue), list(await found.browse(queue, limit))
+            managed = managed_queues(transport)
+            return await managed.count(queue), list(await managed.browse(queue, limit))
 
     total, messages = asyncio.run(work())
     if messages:
@@ -160,11 +160,11 @@ def _document(limits: QueueLimits) -> dict[str, object]:
     return asdict(limits)
 
 
-def _number(option: str, text: str, kind: type[int] | type[float]) -> int | float:
+def _number(option: str, given: str, kind: type[int] | type[float]) -> int | float:
     try:
-        return kind(text)
+        return kind(given)
     except ValueError as error:
-        raise click.BadParameter(f"{text!r} is not a number, and not {NONE!r}", param_hint=option) from error
+        raise click.BadParameter(f"{given!r} is not a number, and not {NONE!r}", param_hint=option) from error
 
 
 def _summary(message: Message) -> dict[str, object]:

@@ -64,8 +64,8 @@ def on_a_broker(command: Command) -> Command:
 
 def management_option(command: Command) -> Command:
     """Give a command `management_url`."""
-    text = "Where the management API is, if not at the broker's port 15672, with the same user."
-    return click.option("--management-url", metavar="URL", help=text)(command)
+    description = "Where the management API is, if not at the broker's port 15672, with the same user."
+    return click.option("--management-url", metavar="URL", help=description)(command)
 
 
 def broker(url: str) -> BrokerAddress:
@@ -246,8 +246,8 @@ def _move(
     with screen.progress() as bars:
         task = bars.add_task("", total=None)
 
-        def show(level: int, done: int, found: int) -> None:
-            bars.update(task, description=f"level {level:02}: {done} of {found}", completed=done, total=found or None)
+        def show(level: int, done: int, total: int) -> None:
+            bars.update(task, description=f"level {level:02}: {done} of {total}", completed=done, total=total or None)
 
         move = Move(source, target, name=name, dry_run=dry_run, progress=show)
         try:

@@ -173,25 +173,25 @@ def load_endpoint(target: str) -> Endpoint:
             f"there is no module {error.name!r} in {directory} or among the installed packages. "
             "Run from the directory that holds it"
         ) from error
-    found = module
+    named = module
     for part in name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(named, part):
             raise ConfigurationError(f"module {module_name!r} has no {name!r}. {_endpoints_of(vars(module), part)}")
-        found = getattr(found, part)
-    if isinstance(found, SyncEndpoint):
-        return found.endpoint
-    if not isinstance(found, Endpoint):
+        named = getattr(named, part)
+    if isinstance(named, SyncEndpoint):
+        return named.endpoint
+    if not isinstance(named, Endpoint):
         raise ConfigurationError(
-            f"{target!r} is a {type(found).__name__}, not an Endpoint. {_endpoints_of(vars(module), name)}"
+            f"{target!r} is a {type(named).__name__}, not an Endpoint. {_endpoints_of(vars(module), name)}"
         )
-    return found
+    return named
 
 
 async def _run(endpoint: Endpoint, probes: Probes, screen: Screen, grace: timedelta) -> str | None:
     def started() -> None:
-        text = _started(endpoint)
-        screen.echo(text)
-        probes.started(text)
+        started = _started(endpoint)
+        screen.echo(started)
+        probes.started(started)
 
     async with probes:
         return await run_until_stopped(endpoint, started, grace=grace, stopping=probes.stopping)

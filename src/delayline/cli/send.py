@@ -88,11 +88,11 @@ def send(  # noqa: PLR0913 - an option each
     due = due_time(now, delay, deliver_at)
     if due is not None:
         in_the_future(due, now)
-    text = sys.stdin.read() if body == "-" else body
+    content = sys.stdin.read() if body == "-" else body
     given = dict(_header(header) for header in headers)
     checked = not unchecked
     sent, due = asyncio.run(
-        _send(settings, destination, text, delay or due, given, message_id, check_destination=checked)
+        _send(settings, destination, content, delay or due, given, message_id, check_destination=checked)
     )
     when = "sent" if due is None else f"due {local(due)}, {relative(due, now)}"
     screen.echo(f"✓ {sent} to {destination}: {when}", "green")
@@ -127,10 +127,10 @@ def _start(endpoint: Endpoint) -> datetime:
     return start_of_delay(None if endpoint.delayed_delivery is None else endpoint.delayed_delivery.clock)
 
 
-def _header(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
+def _header(header: str) -> tuple[str, str]:
+    name, equals, value = header.partition("=")
     if not name or not equals:
-        raise click.BadParameter(f"{text!r} is not NAME=VALUE", param_hint="--header")
+        raise click.BadParameter(f"{header!r} is not NAME=VALUE", param_hint="--header")
     return name, value
 
 

@@ -94,15 +94,15 @@ def setup(
     if features:
         screen.echo(f"tables of {', '.join(features)} at {masked(settings.resolved_store_url)}")
     further = asyncio.run(after_setup(settings, created))
-    undone = [text for _, ok, text in further if ok is False]
-    unknown = [text for _, ok, text in further if ok is None]
-    for _, ok, text in further:
+    undone = [problem for _, ok, problem in further if ok is False]
+    unknown = [problem for _, ok, problem in further if ok is None]
+    for _, ok, finding in further:
         if not ok:
             mark, style = MARKS[ok]
-            screen.echo(f"{mark} {text}", style)
+            screen.echo(f"{mark} {finding}", style)
     warnings = asyncio.run(set_up_warnings(settings, created))
-    for text in warnings:
-        screen.echo(f"! {text}", "yellow")
+    for warning in warnings:
+        screen.echo(f"! {warning}", "yellow")
     screen.document(
         {
             "endpoint": settings.endpoint,
@@ -120,9 +120,9 @@ def setup(
 def _show(screen: Screen, planned: Mapping[str, Sequence[str]]) -> None:
     """Show the statements, those of several databases under SQL comments that name the database."""
     needed = {masked(url): statements for url, statements in planned.items() if statements}
-    for place, statements in needed.items():
+    for url, statements in needed.items():
         if len(planned) > 1:
-            screen.echo(f"-- {place}")
+            screen.echo(f"-- {url}")
         screen.echo("\n".join(f"{statement};" for statement in statements))
     if not needed:
         screen.echo("nothing to do")
@@ -137,9 +137,9 @@ async def _planned(
     if queues or settings.endpoint is not None:
         planned |= await planned_setup(settings, queues)
     if groups:
-        place = settings.resolved_store_url
+        store_url = settings.resolved_store_url
         statements = await planned_features(settings, groups)
-        planned[place] = list(dict.fromkeys([*planned.get(place, ()), *statements]))
+        planned[store_url] = list(dict.fromkeys([*planned.get(store_url, ()), *statements]))
     return planned
 
 

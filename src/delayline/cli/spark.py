@@ -58,8 +58,8 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
         return command(*args, sessions=sessions, **arguments)
 
-    text = "Where Spark runs: local[*] unless set here, by spark-submit or in Spark's files."
-    with_master = click.option("--master", metavar="URL", help=text)(with_sessions)
+    description = "Where Spark runs: local[*] unless set here, by spark-submit or in Spark's files."
+    with_master = click.option("--master", metavar="URL", help=description)(with_sessions)
     return click.option(
         "--conf", "confs", multiple=True, metavar="NAME=VALUE", help="A setting of Spark's; repeatable."
     )(with_master)
@@ -77,11 +77,11 @@ def target_of(settings: Settings) -> JobTarget:
     )
 
 
-def pair(text: str) -> tuple[str, str]:
+def pair(assignment: str) -> tuple[str, str]:
     """Return both sides of NAME=VALUE. Raises UsageError."""
-    name, sign, value = text.partition("=")
+    name, sign, value = assignment.partition("=")
     if not name or not sign or not value:
-        raise click.UsageError(f"{text!r} must be NAME=VALUE.")
+        raise click.UsageError(f"{assignment!r} must be NAME=VALUE.")
     return name, value
 
 
@@ -358,8 +358,8 @@ def audit(
 
     target = target_of(settings)
     with sessions(screen) as session:
-        there = waiting_ids(target, session).cache()
-        there.count()  # later dispatches are in the journal
+        waiting = waiting_ids(target, session).cache()
+        waiting.count()  # later dispatches are in the journal
         run_export(target, path, spark=session)
         journal = read_journal(target, path, spark=session)
         arrived = None if delivered is None else session.read.parquet(delivered)
@@ -368,12 +368,12 @@ def audit(
             journal,
             store=store,
             delivered=arrived,
-            waiting=there,
+            waiting=waiting,
             patience=patience,
             maximum_overdue=maximum_overdue,
-        ) as found:
-            totals = found.totals() if report is None else write_report(found, report, title=f"Audit of {store}")
-            _show_audit(screen, found, totals)
+        ) as audited:
+            totals = audited.totals() if report is None else write_report(audited, report, title=f"Audit of {store}")
+            _show_audit(screen, audited, totals)
     if report is not None:
         screen.echo(f"\nthe same with charts: {report}")
     for fault in totals.faults:
@@ -383,7 +383,7 @@ def audit(
         click.get_current_context().exit(EXIT_FAILED)
 
 
-def _show_audit(screen: Screen, found: Audit, totals: Totals) -> None:
+def _show_audit(screen: Screen, audited: Audit, totals: Totals) -> None:
     counts = asdict(totals)
     late = counts.pop("lateness")
     screen.table(
@@ -393,7 +393,7 @@ def _show_audit(screen: Screen, found: Audit, totals: Totals) -> None:
     if screen.as_json:
         return
     screen.echo("")
-    rows = found.by_destination.limit(20).toArrow().to_pylist()
+    rows = audited.by_destination.limit(20).toArrow().to_pylist()
     columns = ("destination", "messages", *late, "retries", "failed")
     screen.table(columns, [[_figure(row[name]) for name in columns] for row in rows])
     screen.echo("lateness in seconds")

@@ -221,18 +221,18 @@ class CollectedSource(TableSource):
 
     def among(self, connection: Connection, column: str, values: Iterable[Any]) -> set[Any]:
         """Return the values that the column of collected messages contains."""
-        found = self.kept.c[column]
+        contents = self.kept.c[column]
         return {
             value if isinstance(value, str) else bytes(value)
             for some in chunks(list(values))
-            for value in connection.execute(select(found).where(found.in_(some))).scalars()
+            for value in connection.execute(select(contents).where(contents.in_(some))).scalars()
         }
 
     def doubtful(self, connection: Connection, name: str) -> list[str]:
         """Return the ids of rows in a holding table of which the source may have kept, or sent on, a copy."""
         columns = self.held(name).c
-        found = connection.execute(select(columns.id, columns[self.key]).where(columns.state == IN_DOUBT))
-        return [_text(message_id) or key for message_id, key in found]
+        in_doubt = connection.execute(select(columns.id, columns[self.key]).where(columns.state == IN_DOUBT))
+        return [_text(message_id) or key for message_id, key in in_doubt]
 
     def name_column(self, table: Table) -> ColumnElement[Any]:
         """Return the ids of the messages."""

@@ -66,10 +66,10 @@ def hold(
     source.dialect.bulk.lock_table(connection, table)
     connection.execute(_into_batches(source, held, some, movable, size))
     batches = _rows_of_batches(connection, held)
-    there, left = sum(batches.values()), _delete_those_in(connection, source, table, held, movable)
-    if left != there:
+    moved, left = sum(batches.values()), _delete_those_in(connection, source, table, held, movable)
+    if left != moved:
         raise BackendUnavailable(
-            f"table {table.name} changed during the move ({there} rows, then {left}). None of them was moved: stop the "
+            f"table {table.name} changed during the move ({moved} rows, then {left}). None of them was moved: stop the "
             f"endpoint {some.partition.endpoint!r} and run the migration again, or resume it"
         )
     return batches
@@ -188,10 +188,10 @@ def slices_of(
     if places:
         number = (func.row_number().over(order_by=due) - 1).label("number")
         numbered = select(due.label("due"), number).where(movable, due.is_not(None)).subquery().c
-        found = select(numbered.due).where(numbered.number.in_([0, *places])).order_by(numbered.number)
-        cuts = list(dict.fromkeys(connection.execute(found).scalars()))[1:]  # nothing is due before the first
+        bounds = select(numbered.due).where(numbered.number.in_([0, *places])).order_by(numbered.number)
+        cuts = list(dict.fromkeys(connection.execute(bounds).scalars()))[1:]  # nothing is due before the first
     edges = [None, *cuts, None]
-    return [Slice(partition, *edges[place : place + 2]) for place in range(len(edges) - 1)] if rows else [], rows
+    return [Slice(partition, *edges[start : start + 2]) for start in range(len(edges) - 1)] if rows else [], rows
 
 
 def _places(rows: int) -> Iterator[int]:

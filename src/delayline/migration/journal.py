@@ -285,13 +285,13 @@ class MigrationJournal:
         begun = update(self.batches).where(mine, columns.state.in_(UNFINISHED))
         connection.execute(begun.values(state=BatchState.DELIVERED.value, attempts=columns.attempts + 1))
         query = select(columns.batch, columns.state, columns.attempts, columns.rows).where(mine).order_by(columns.batch)
-        found: dict[int, StartedRun] = {}
+        started: dict[int, StartedRun] = {}
         for row in connection.execute(query):
             if row.state == BatchState.DELIVERED:
-                found[row.batch] = StartedRun(int(row.attempts), int(row.rows))
+                started[row.batch] = StartedRun(int(row.attempts), int(row.rows))
             else:
                 self._must_be_marked(row.state, run)
-        return found
+        return started
 
     def record_rejected(
         self,
@@ -309,11 +309,11 @@ class MigrationJournal:
         """
         columns, lost = self.batches.c, self.rejected.c
         mine = and_(self._of(run, partition), columns.batch == batch)
-        found = connection.execute(select(columns.state, columns.attempts).where(mine).with_for_update()).one()
-        if found.state != BatchState.DELIVERED:
-            self._must_be_marked(found.state, run)
+        begun = connection.execute(select(columns.state, columns.attempts).where(mine).with_for_update()).one()
+        if begun.state != BatchState.DELIVERED:
+            self._must_be_marked(begun.state, run)
             return
-        if found.attempts != attempt:
+        if begun.attempts != attempt:
             raise BackendUnavailable(f"another task works on batch {batch} now: this one's work does not count")
         before = and_(self.rejected_in(run, partition), lost.batch == batch, lost.attempt == attempt)
         connection.execute(delete(self.rejected).where(before))
@@ -350,13 +350,13 @@ class MigrationJournal:
         columns, lost = self.batches.c, self.rejected.c
         rows = 0
         for some in chunks(list(attempts)):
-            there = select(func.sum(columns.rows)).where(self._of(run, partition), columns.batch.in_(some))
-            rows += int(connection.execute(there).scalar() or 0)
+            total = select(func.sum(columns.rows)).where(self._of(run, partition), columns.batch.in_(some))
+            rows += int(connection.execute(total).scalar() or 0)
             by_attempt = select(lost.batch, lost.attempt, func.count()).where(
                 self.rejected_in(run, partition), lost.batch.in_(some)
             )
-            found = connection.execute(by_attempt.group_by(lost.batch, lost.attempt))
-            rows -= sum(int(number) for batch, attempt, number in found if attempts[batch] == attempt)
+            counts = connection.execute(by_attempt.group_by(lost.batch, lost.attempt))
+            rows -= sum(int(number) for batch, attempt, number in counts if attempts[batch] == attempt)
         return rows
 
     def restore(self, connection: Connection, run: str) -> None:

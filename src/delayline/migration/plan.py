@@ -94,9 +94,9 @@ class Plan:
     def must_match(self, kept: Mapping[str, str]) -> None:
         """Raise ConfigurationError naming each parameter that the run was begun with otherwise."""
         given = self.parameters
-        other = [name for name in given if given[name] != kept.get(name, "")]
-        if other:
-            changes = "; ".join(f"{name} was {kept.get(name, '')!r}, now it is {given[name]!r}" for name in other)
+        changed = [name for name in given if given[name] != kept.get(name, "")]
+        if changed:
+            changes = "; ".join(f"{name} was {kept.get(name, '')!r}, now it is {given[name]!r}" for name in changed)
             raise ConfigurationError(
                 f"the migration was begun with other parameters: {changes}. Resume it with the same, or abort it first"
             )
@@ -141,11 +141,11 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
         return preview_taken(plan, plan.source, spark, bodies=bodies)
     plan.source.must_exist()
     partitions = partitions_of(plan)
-    found = [_preview(plan, partition, spark, bodies=bodies) for partition in partitions]
+    previews = [_preview(plan, partition, spark, bodies=bodies) for partition in partitions]
     if plan.endpoints is None:
         left = blocking(plan.source.database.look(partial(skipped_rows, source=plan.source, endpoints=None)))
-        found += [_of_no_endpoint(group) for group in left if group.reason == plan.source.ownerless]
-    return found
+        previews += [_of_no_endpoint(group) for group in left if group.reason == plan.source.ownerless]
+    return previews
 
 
 def preview_taken(plan: Plan, source: CollectedSource, spark: SparkSession, *, bodies: bool) -> list[EndpointPreview]:
@@ -155,7 +155,7 @@ def preview_taken(plan: Plan, source: CollectedSource, spark: SparkSession, *, b
     largest = ANY_SIZE if target is None else target.largest_message
     bounds = Bounds(now, None if longest is None else now + longest, largest, bodies)
     tally = source.looked_at(Selection(plan.endpoints, plan.cutoff), bounds, spark)
-    found: list[EndpointPreview] = []
+    previews: list[EndpointPreview] = []
     for endpoint, counts in sorted(tally.endpoints.items()):
         shown = EndpointPreview(
             endpoint, counts.rows + counts.unseen, counts.first, counts.last, counts.overdue, counts.before_cutoff,
@@ -166,8 +166,8 @@ def preview_taken(plan: Plan, source: CollectedSource, spark: SparkSession, *, b
         if counts.too_far:
             shown.unmovable.append((TOO_FAR.format(target), counts.too_far, None))
         shown.unmovable += [(why, number, counts.examples[why]) for why, number in counts.reasons.most_common()]
-        found.append(shown)
-    return found
+        previews.append(shown)
+    return previews
 
 
 def partitions_of(plan: Plan, *, each: bool = True) -> list[SourcePartition]:
@@ -216,10 +216,10 @@ def looked_through(
     look = PreviewWork(plan.source, partition, plan.cutoff, cuts, bodies, largest)
     with translated_errors():
         spans = spark.range(0, len(cuts) + 1, 1, len(cuts) + 1)
-        found = spans.mapInArrow(look.through, LOOKED).toArrow().to_pylist()
+        looked = spans.mapInArrow(look.through, LOOKED).toArrow().to_pylist()
     counts: Counter[str | None] = Counter()
     examples: dict[str | None, str | None] = {}
-    for row in found:
+    for row in looked:
         counts[row["reason"]] += row["rows"]
         examples.setdefault(row["reason"], row["id"])
     sound = counts.pop(None, 0)
@@ -232,8 +232,8 @@ def _of_no_endpoint(left: SkippedMessage) -> EndpointPreview:
 
 
 def _preview(plan: Plan, partition: SourcePartition, spark: SparkSession, *, bodies: bool) -> EndpointPreview:
-    found = blocking(plan.source.database.look(lambda connection: _counted(connection, plan, partition)))
-    shown, too_far = found
+    counted = blocking(plan.source.database.look(lambda connection: _counted(connection, plan, partition)))
+    shown, too_far = counted
     table, name = plan.source.table(partition.table), partial(_name_of_one, plan, partition)
     if shown.skipped:
         shown.unmovable.append((plan.source.outside, shown.skipped, name(plan.source.unmovable(partition))))
@@ -259,8 +259,8 @@ def _name_of_one(plan: Plan, partition: SourcePartition, condition: ColumnElemen
     source = plan.source
     table = source.table(partition.table)
     query = select(source.name_column(table)).where(source.owned(partition), condition).limit(1)
-    found = blocking(source.database.look(lambda connection: connection.execute(query).first()))
-    return None if found is None else source.shown_name(found[0])
+    named = blocking(source.database.look(lambda connection: connection.execute(query).first()))
+    return None if named is None else source.shown_name(named[0])
 
 
 def _counted(connection: Connection, plan: Plan, partition: SourcePartition) -> tuple[EndpointPreview, int]:
@@ -278,10 +278,10 @@ def _counted(connection: Connection, plan: Plan, partition: SourcePartition) -> 
     grouped = [] if source.destination is None else [group]
     source.dialect.bulk.begin_scan(connection)
     source.dialect.bulk.plan_for_scans(connection)
-    found = connection.execute(query.select_from(table).where(source.owned(partition)).group_by(*grouped)).fetchall()
-    mine, everything, rows, overdue, too_far = (sum(int(row[place]) for row in found) for place in range(1, 6))
-    first, last = ([source.read_due(row[place]) for row in found if row[place] is not None] for place in (6, 7))
-    destinations = sorted(((row[0], int(row[3])) for row in found if row[3] and grouped), key=lambda pair: -pair[1])
+    groups = connection.execute(query.select_from(table).where(source.owned(partition)).group_by(*grouped)).fetchall()
+    mine, everything, rows, overdue, too_far = (sum(int(row[place]) for row in groups) for place in range(1, 6))
+    first, last = ([source.read_due(row[place]) for row in groups if row[place] is not None] for place in (6, 7))
+    destinations = sorted(((row[0], int(row[3])) for row in groups if row[3] and grouped), key=lambda pair: -pair[1])
     shown = EndpointPreview(
         partition.endpoint,
         rows,

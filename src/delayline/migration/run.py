@@ -175,15 +175,15 @@ class Migration:
 
     def _slices(self, target: Target, *, each: bool = True) -> list[tuple[Slice, str]]:
         """Return the slices to move, each with the target's name for its endpoint. each: as in `parts_of`."""
-        found: list[tuple[Slice, str]] = []
+        pieces: list[tuple[Slice, str]] = []
         for partition in partitions_of(self.plan, each=each):
             look = partial(slices_of, source=self._source, partition=partition, cutoff=self.plan.cutoff)
             slices, rows = self._write(look)
             self._rows += rows
             if slices:
                 name = target.endpoint_named(partition.endpoint)
-                found += [(piece, name) for piece in slices]
-        return found
+                pieces += [(piece, name) for piece in slices]
+        return pieces
 
     def _move(
         self, run: MigrationRun, target: Target, slices: Sequence[tuple[Slice, str]], spark: SparkSession
@@ -236,9 +236,9 @@ class Migration:
             return
         if close:
             target.close(partition.target, list(names))
-        there = target.committed(partition.target, list(names))
-        if there:
-            attempts = {names[name]: attempt for name, attempt in there.items()}
+        committed = target.committed(partition.target, list(names))
+        if committed:
+            attempts = {names[name]: attempt for name, attempt in committed.items()}
             self._write(partial(self._journal.mark, run=run.name, partition=partition.number, attempts=attempts))
 
     def _deliver(

@@ -71,10 +71,10 @@ class TableSource(ABC):
     @property
     def database(self) -> Database:
         """This process's database for the URL."""
-        found: Database | None = self.__dict__.get("_kept_database")
-        if found is None:
-            found = self.__dict__["_kept_database"] = database_at(self.url)
-        return found
+        database: Database | None = self.__dict__.get("_kept_database")
+        if database is None:
+            database = self.__dict__["_kept_database"] = database_at(self.url)
+        return database
 
     @property
     def dialect(self) -> Dialect:
@@ -152,14 +152,14 @@ class TableSource(ABC):
 
     def table(self, name: str) -> Table:
         """Return the source's table of that name, the same each time."""
-        found = self._kept(name)
-        return self._made(name, self.columns()) if found is None else found
+        kept = self._kept(name)
+        return self._made(name, self.columns()) if kept is None else kept
 
     def held(self, name: str) -> Table:
         """Return a table beside it, for rows that are on their way: as they are, in numbered batches."""
-        found = self._kept(name)
-        if found is not None:
-            return found
+        kept = self._kept(name)
+        if kept is not None:
+            return kept
         own = [Column(column.name, column.type, nullable=True) for column in self.columns()]
         own[[column.name for column in own].index(self.key)].unique = not self.dialect.bulk.locks_tables
         batch, number = (Column(key, BigInteger, primary_key=True, autoincrement=False) for key in (BATCH, NUMBER))
@@ -194,12 +194,12 @@ class TableSource(ABC):
 
     def check_columns(self, connection: Connection, name: str) -> None:
         """Raise BackendUnusable for a table with other columns than this kind's."""
-        found = {column["name"] for column in inspect(connection).get_columns(name, schema=self.schema)}
+        present = {column["name"] for column in inspect(connection).get_columns(name, schema=self.schema)}
         known = {column.name for column in self.columns()}
-        for missing in sorted(known - found):
+        for missing in sorted(known - present):
             raise BackendUnusable(self._unknown(name, f"it has no column {missing!r}"))
-        for other in sorted(found - known):
-            raise BackendUnusable(self._unknown(name, f"its column {other!r} is none that {self.kind} has"))
+        for unknown in sorted(present - known):
+            raise BackendUnusable(self._unknown(name, f"its column {unknown!r} is none that {self.kind} has"))
 
     def table_names(self, connection: Connection) -> list[str]:
         """Return the names of the schema's tables, sorted."""
@@ -212,8 +212,8 @@ class TableSource(ABC):
         )
 
     def _kept(self, name: str) -> Table | None:
-        found: Table | None = self.__dict__.setdefault("_kept_tables", {}).get(name)
-        return found
+        table: Table | None = self.__dict__.setdefault("_kept_tables", {}).get(name)
+        return table
 
     def _made(self, name: str, columns: Sequence[Column[Any]]) -> Table:
         made = Table(quoted_name(name, quote=True), MetaData(schema=self.schema), *columns, **self.table_options())
@@ -241,14 +241,14 @@ def chosen(
     """
     if endpoints is None:
         return list(partitions)
-    found: list[SourcePartition] = []
+    selected: list[SourcePartition] = []
     for endpoint in dict.fromkeys(endpoints):
         mine = [partition for partition in partitions if source.names(partition, endpoint)]
         if each and not mine:
             known = ", ".join(repr(partition.endpoint) for partition in partitions) or "none at all"
             raise ConfigurationError(f"no endpoint {endpoint!r} has timeouts in {source}; there are: {known}")
-        found += [SourcePartition(endpoint, partition.table, partition.owner) for partition in mine]
-    return found
+        selected += [SourcePartition(endpoint, partition.table, partition.owner) for partition in mine]
+    return selected
 
 
 class SkippedMessage(NamedTuple):
@@ -264,7 +264,7 @@ def skipped_rows(connection: Connection, source: TableSource, endpoints: Sequenc
     """Return the rows of these endpoints that no run moves, by reason; for None, of all rows."""
     partitions = chosen(source, source.partitions(connection), endpoints, each=False)
     ownerless = source.without_endpoint(connection) if endpoints is None else None
-    found: list[SkippedMessage] = []
+    skipped: list[SkippedMessage] = []
     for reason, those in ((source.outside, partitions), (source.ownerless, [] if ownerless is None else [ownerless])):
         rows, names = 0, list[str]()
         for partition in those:
@@ -273,5 +273,5 @@ def skipped_rows(connection: Connection, source: TableSource, endpoints: Sequenc
             some = connection.execute(select(source.name_column(table)).where(mine).limit(NAMES_SHOWN)).scalars()
             names += [source.shown_name(value) for value in some]
         if rows:
-            found.append(SkippedMessage(reason, rows, names[:NAMES_SHOWN]))
-    return found
+            skipped.append(SkippedMessage(reason, rows, names[:NAMES_SHOWN]))
+    return skipped

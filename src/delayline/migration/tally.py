@@ -74,9 +74,9 @@ class Tally:
         for endpoint, some in mine.items():
             _count(self.of(endpoint), some, bounds)
 
-    def merge(self, other: Tally) -> None:
+    def merge(self, further: Tally) -> None:
         """Add another one's counts."""
-        for endpoint, theirs in other.endpoints.items():
+        for endpoint, theirs in further.endpoints.items():
             counts = self.of(endpoint)
             counts.span(theirs.first, theirs.last)
             for name in ("rows", "overdue", "before_cutoff", "too_far", "unseen"):
@@ -96,7 +96,7 @@ def _count(counts: Counts, rows: Sequence[CollectedMessage], bounds: Bounds) -> 
     counts.destinations.update(row.destination for row in rows)
     messages = record_batch((row.id, row.destination, row.due, row.headers, row.body, row.why) for row in rows)
     reasons: pa.Array = reasons_of(messages, largest=bounds.largest)
-    for place in pc.indices_nonzero(pc.is_valid(reasons)).to_pylist():
-        reason = reasons[place].as_py()
+    for position in pc.indices_nonzero(pc.is_valid(reasons)).to_pylist():
+        reason = reasons[position].as_py()
         counts.reasons[reason] += 1
-        counts.examples.setdefault(reason, rows[place].id or rows[place].key)
+        counts.examples.setdefault(reason, rows[position].id or rows[position].key)

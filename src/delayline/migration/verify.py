@@ -90,8 +90,8 @@ class DeliveredBatches:
             journal.rejected_in(self.run, self.partition.number), journal.rejected.c.batch == batch
         )
         left = set(connection.execute(rejected).scalars())
-        found = read_batch(connection, self.source, self.partition.held, batch)
-        messages = self.source.messages([row[1:] for row in found if row[0] not in left])
+        rows = read_batch(connection, self.source, self.partition.held, batch)
+        messages = self.source.messages([row[1:] for row in rows if row[0] not in left])
         return messages.select(WAITING_SCHEMA.names)
 
 
@@ -119,44 +119,44 @@ def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str
 
     Raises ConfigurationError for an unknown run, or one that went to another target.
     """
-    found = run_named(source, run)
-    if found.parameters.get("target") != str(target):
+    kept = run_named(source, run)
+    if kept.parameters.get("target") != str(target):
         raise ConfigurationError(
-            f"migration {found.name} went to {found.parameters.get('target')}, not to {target}: give that target"
+            f"migration {kept.name} went to {kept.parameters.get('target')}, not to {target}: give that target"
         )
     journal = MigrationJournal(source.dialect, source.schema)
-    partitions = blocking(source.database.look(partial(journal.list_partitions, run=found.name)))
-    progress = blocking(source.database.look(partial(journal.progress, run=found.name)))
+    partitions = blocking(source.database.look(partial(journal.list_partitions, run=kept.name)))
+    progress = blocking(source.database.look(partial(journal.progress, run=kept.name)))
     waiting, gone = None, 0
     missing: list[str] = []
     changed: list[str] = []
     doubled: list[str] = []
     repeatable: list[str] = []
-    there = set(blocking(source.database.look(source.table_names)))
+    tables = set(blocking(source.database.look(source.table_names)))
     holding = [
-        partition for partition in partitions if partition.held in there
+        partition for partition in partitions if partition.held in tables
     ]  # in other batches, every row was rejected and returned
     for partition in holding:
-        look = partial(_in_source, source=source, journal=journal, run=found, partition=partition)
+        look = partial(_in_source, source=source, journal=journal, run=kept, partition=partition)
         doubled += blocking(source.database.look(look))
         repeatable += blocking(source.database.look(partial(source.doubtful, name=partition.held)))
         if not target.exactly_once:
-            repeatable += _ids(source, journal, found, partition)
+            repeatable += _ids(source, journal, kept, partition)
     for endpoint in dict.fromkeys(partition.target for partition in holding if partition.rows):
         waits = target.waiting(endpoint, spark)
         if waits is not None:
             mine = [partition for partition in holding if partition.rows and partition.target == endpoint]
             with translated_errors():
-                sent = [_sent(source, found, partition, spark, journal) for partition in mine]
+                sent = [_sent(source, kept, partition, spark, journal) for partition in mine]
                 counted = _compared(reduce(DataFrame.unionAll, sent), waits, target.grain)
             waiting = (waiting or 0) + counted[0]
             gone += counted[1]
             missing += counted[2]
             changed += counted[3]
     return Verified(
-        found, progress.rows, progress.moved, progress.marked - progress.moved, progress.staged + progress.delivered,
+        kept, progress.rows, progress.moved, progress.marked - progress.moved, progress.staged + progress.delivered,
         progress.restored, waiting, gone, missing[:IDS_SHOWN], changed[:IDS_SHOWN], doubled[:IDS_SHOWN],
-        sum(group.rows for group in left_in(source, found)), repeatable,
+        sum(group.rows for group in left_in(source, kept)), repeatable,
     )  # fmt: skip
 
 
@@ -172,19 +172,19 @@ def _sent(
     return numbers.mapInArrow(DeliveredBatches(source, run.name, partition).rows, WAITING_COLUMNS)
 
 
-def _compared(sent: DataFrame, there: DataFrame, grain: timedelta) -> tuple[int, int, list[str], list[str]]:
+def _compared(sent: DataFrame, pending: DataFrame, grain: timedelta) -> tuple[int, int, list[str], list[str]]:
     """Return how many wait as they were sent, how many have left when due; ids of those missing, and changed.
 
     Args:
         sent: the messages of the source, with the due times that they had there.
-        there: the messages that the target has now.
+        pending: the messages that the target has now.
         grain: the resolution to which due times were rounded up.
 
     Returns:
         How many have the due time as sent, how many have left when due, and the ids of those missing and changed.
     """
     now = F.lit(datetime.now(UTC))
-    theirs = there.select(F.col("id").alias("there"), F.col("destination").alias("goes_to"), F.col("due").alias("at"))
+    theirs = pending.select(F.col("id").alias("there"), F.col("destination").alias("goes_to"), F.col("due").alias("at"))
     rounded = (F.unix_micros("at") - F.unix_micros("due")).between(0, grain // MICROSECOND - 1)
     same = (F.col("destination") == F.col("goes_to")) & rounded
     state = (
@@ -226,11 +226,11 @@ def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, part
     held = source.held(partition.held)
 
     def look(connection: Connection) -> list[str]:
-        found: list[str] = []
+        names: list[str] = []
         for batch in journal.repeated(connection, run.name, partition.number):
             query = select(source.name_column(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
-            found += [source.shown_name(value) for value in connection.execute(query).scalars()]
-        return found
+            names += [source.shown_name(value) for value in connection.execute(query).scalars()]
+        return names
 
     return blocking(source.database.look(look))
 

@@ -89,8 +89,8 @@ class BatchDelivery:
         write, run, partition = self.source.database.write, self.run, self.partition.number
         begun = await write(partial(journal.deliver, run=run, partition=partition, batches=batches))
         attempts: dict[int, int] = {}
-        async with contextlib.aclosing(self._read_ahead(begun)) as found:
-            async for batch, numbers, messages in found:
+        async with contextlib.aclosing(self._read_ahead(begun)) as ahead:
+            async for batch, numbers, messages in ahead:
                 attempts[batch] = await self._one(journal, batch, begun[batch].number, numbers, messages)
         if self.session.confirms:
             await write(partial(journal.mark, run=run, partition=partition, attempts=attempts))
@@ -107,15 +107,15 @@ class BatchDelivery:
         """Deliver a batch and return the attempt that counts."""
         write, run, partition = self.source.database.write, self.run, self.partition.number
         reasons = reasons_of(messages, largest=self.session.largest_message)
-        known = {place: reason for place, reason in enumerate(reasons.to_pylist()) if reason is not None}
-        places = [place for place in range(messages.num_rows) if place not in known]
+        known = {position: reason for position, reason in enumerate(reasons.to_pylist()) if reason is not None}
+        places = [position for position in range(messages.num_rows) if position not in known]
         record_rejected = partial(journal.record_rejected, run=run, partition=partition, batch=batch, attempt=number)
 
         async def record_refusals(refused: Mapping[int, str]) -> None:
             if not known and not refused:
                 return
             ids, every = messages.column("id"), known | {places[at]: reason for at, reason in refused.items()}
-            rejected = {numbers[place]: (ids[place].as_py() or "", reason) for place, reason in every.items()}
+            rejected = {numbers[position]: (ids[position].as_py() or "", reason) for position, reason in every.items()}
             await write(partial(record_rejected, rejected=rejected))
 
         attempt = Attempted(batch_name(run, partition, batch), number, record_refusals)
@@ -144,13 +144,13 @@ class BatchDelivery:
 
     async def _read(self, batch: int, begun: StartedRun) -> Sequence[Sequence[Any]]:
         read = partial(read_batch, source=self.source, name=self.partition.held, batch=batch)
-        found = await self.source.database.read(read)
-        if len(found) != begun.rows:
+        rows = await self.source.database.read(read)
+        if len(rows) != begun.rows:
             raise BackendUnavailable(
-                f"{self.partition.held} has {len(found)} of {begun.rows} rows of batch {batch}: another process "
+                f"{self.partition.held} has {len(rows)} of {begun.rows} rows of batch {batch}: another process "
                 "deleted rows"
             )
-        return found
+        return rows
 
 
 @dataclass(frozen=True)
@@ -180,10 +180,10 @@ class PreviewWork:
             messages = self.source.messages(rows)
             reasons = reasons_of(messages, largest=self.largest)
             counts[None] += reasons.null_count
-            for place in pc.indices_nonzero(pc.is_valid(reasons)).to_pylist():
-                reason = reasons[place].as_py()
+            for position in pc.indices_nonzero(pc.is_valid(reasons)).to_pylist():
+                reason = reasons[position].as_py()
                 counts[reason] += 1
-                first.setdefault(reason, messages.column("id")[place].as_py())
+                first.setdefault(reason, messages.column("id")[position].as_py())
         return [{"reason": reason, "rows": number, "id": first.get(reason)} for reason, number in counts.items()]
 
     def _rows(self, span: int) -> Iterator[Sequence[Sequence[Any]]]:

@@ -54,5 +54,5 @@ def source_at(
     if journal is None:
         raise ConfigurationError(f"a source of kind {kind!r} needs a database for the journal: name it with --journal")
     module = import_module(f"{__name__}.{kind.replace('-', '_')}")
-    place: type[CollectedSource] = getattr(module, COLLECTED_SOURCES[kind])
-    return place(url, journal, schema=schema, **names)
+    source: type[CollectedSource] = getattr(module, COLLECTED_SOURCES[kind])
+    return source(url, journal, schema=schema, **names)

@@ -71,8 +71,8 @@ class APScheduler(TableSource):
             return []
         self.check_columns(connection, APSCHEDULER_JOBS)
         jobs = self.table(APSCHEDULER_JOBS)
-        found = connection.execute(select(jobs.c.id).limit(1)).first()
-        return [] if found is None else [SourcePartition(self.kind, APSCHEDULER_JOBS)]
+        job = connection.execute(select(jobs.c.id).limit(1)).first()
+        return [] if job is None else [SourcePartition(self.kind, APSCHEDULER_JOBS)]
 
     def names(self, partition: SourcePartition, endpoint: str) -> bool:
         """Return True: all jobs are moved to the endpoint, as they name none."""
@@ -191,5 +191,5 @@ def _encoded(arguments: dict[str, Any]) -> bytes:
 
 
 def _cut(reason: object) -> str:
-    text = str(reason).encode(errors="backslashreplace").decode()
-    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
+    cause = str(reason).encode(errors="backslashreplace").decode()
+    return cause if len(cause) <= LONGEST_REASON else f"{cause[:LONGEST_REASON]}..."

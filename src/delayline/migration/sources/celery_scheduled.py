@@ -53,13 +53,13 @@ class CeleryScheduled(ExportedFiles):
             raise ConfigurationError(
                 "Celery's tasks belong to no endpoint: name the one whose store receives them with --endpoint"
             )
-        found = [
+        tasks = [
             _collected(entry, which.endpoints[0])
             for path in self.files
             for worker in _workers(path)
             for entry in worker
         ]
-        return list({task.key: task for task in found}.values())
+        return list({task.key: task for task in tasks}.values())
 
 
 def _workers(path: str) -> list[list[dict[str, Any]]]:
@@ -82,8 +82,8 @@ def _collected(entry: dict[str, Any], endpoint: str) -> CollectedMessage:
     """Return a task as it is kept; its body is made as Celery makes it."""
     given = entry.get("request")
     request: dict[str, Any] = given if isinstance(given, dict) else {}
-    place = request.get("delivery_info")
-    routing_key = place.get("routing_key") if isinstance(place, dict) else None
+    delivery = request.get("delivery_info")
+    routing_key = delivery.get("routing_key") if isinstance(delivery, dict) else None
     name = str(request.get("id") or "") or None
     args, kwargs = request.get("args"), request.get("kwargs")
     try:

@@ -48,10 +48,10 @@ def task_of(fields: Mapping[str, Any], content_type: str | None, body: bytes) ->
     due = due_of(fields.get("eta"))
     try:
         kept = _headers(fields)
-        text = json.dumps({Headers.MESSAGE_ID: task_id, Headers.CONTENT_TYPE: JSON_TYPE, **kept}, ensure_ascii=False)
+        encoded = json.dumps({Headers.MESSAGE_ID: task_id, Headers.CONTENT_TYPE: JSON_TYPE, **kept}, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         raise NoMessage(f"its headers cannot be kept: {error}") from error
-    return Task(task_id, due, text)
+    return Task(task_id, due, encoded)
 
 
 def _headers(fields: Mapping[str, Any]) -> dict[str, str]:

@@ -34,12 +34,12 @@ class ExportedFiles(CollectedSource):
     @property
     def files(self) -> list[str]:
         """The files. Raises ConfigurationError for none."""
-        found = [self.place] if Path(self.place).is_file() else sorted(glob.glob(self.place))  # noqa: PTH207 - anywhere
-        if not found:
+        files = [self.place] if Path(self.place).is_file() else sorted(glob.glob(self.place))  # noqa: PTH207 - anywhere
+        if not files:
             raise ConfigurationError(
                 f"there is no file {masked(self.place)}: give the path of a file written by {self.written_by}"
             )
-        return [str(Path(file).absolute()) for file in found]
+        return [str(Path(file).absolute()) for file in files]
 
     async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """No-op: a file is not changed."""

@@ -115,18 +115,18 @@ class NHibernate(NServiceBusSql):
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
         """Return a partition for each endpoint that has rows."""
-        found = [name for name in self.table_names(connection) if name.casefold() == NHIBERNATE_TABLE.casefold()]
-        if not found:
+        tables = [name for name in self.table_names(connection) if name.casefold() == NHIBERNATE_TABLE.casefold()]
+        if not tables:
             return []
-        self.check_columns(connection, found[0])
-        endpoint = self.table(found[0]).c.Endpoint
+        self.check_columns(connection, tables[0])
+        endpoint = self.table(tables[0]).c.Endpoint
         rows = connection.execute(select(endpoint).distinct().where(endpoint.is_not(None)))
-        return [SourcePartition(name, found[0], name) for name in sorted(rows.scalars())]
+        return [SourcePartition(name, tables[0], name) for name in sorted(rows.scalars())]
 
     def without_endpoint(self, connection: Connection) -> SourcePartition | None:
         """Return the rows whose `Endpoint` is NULL."""
-        found = [name for name in self.table_names(connection) if name.casefold() == NHIBERNATE_TABLE.casefold()]
-        return SourcePartition(NO_ENDPOINT, found[0]) if found else None
+        tables = [name for name in self.table_names(connection) if name.casefold() == NHIBERNATE_TABLE.casefold()]
+        return SourcePartition(NO_ENDPOINT, tables[0]) if tables else None
 
     def names(self, partition: SourcePartition, endpoint: str) -> bool:
         """Return whether both have the same name."""

@@ -107,15 +107,15 @@ class RabbitmqLevelsSource(CollectedSource):
             async with self._connected() as connection:
                 for level in reversed(range(LEVELS)):
                     queue = self.levels.level(level)
-                    found = await connection.run(partial(count, queue=queue))
+                    number = await connection.run(partial(count, queue=queue))
                     async with channel_of(connection) as channel:
                         seen = 0
                         async for some in batches(
-                            channel, queue, min(found, LARGEST_SAMPLE), size=LARGEST_SAMPLE, ahead=LARGEST_SAMPLE
+                            channel, queue, min(number, LARGEST_SAMPLE), size=LARGEST_SAMPLE, ahead=LARGEST_SAMPLE
                         ):
                             tally.add([self._read(message, level, endpoint) for message in some], which, bounds)
                             seen += len(some)
-                    tally.of(endpoint).unseen += max(0, found - seen)
+                    tally.of(endpoint).unseen += max(0, number - seen)
 
         blocking(look())
         return tally
@@ -168,11 +168,11 @@ class RabbitmqLevelsSource(CollectedSource):
 
     async def _drain(self, connection: BrokerConnection, level: int, endpoint: str, doubts: Counter[str]) -> None:
         queue = self.levels.level(level)
-        found = await connection.run(partial(count, queue=queue))
-        if not found:
+        number = await connection.run(partial(count, queue=queue))
+        if not number:
             return
         async with channel_of(connection) as channel:
-            async for some in batches(channel, queue, found, size=KEPT_AT_ONCE, ahead=2 * KEPT_AT_ONCE):
+            async for some in batches(channel, queue, number, size=KEPT_AT_ONCE, ahead=2 * KEPT_AT_ONCE):
                 new, known = _apart([self._read(message, level, endpoint) for message in some], doubts)
                 await self.database.write(partial(self._keep_new, rows=new))
                 await self._acknowledge(channel, queue, some)
@@ -190,9 +190,9 @@ class RabbitmqLevelsSource(CollectedSource):
         named: list[CollectedMessage] = []
         for row in rows:
             name = row.id
-            for other in (f"{row.id}/{row.destination}", f"{row.id}/{row.key}"):
+            for further_id in (f"{row.id}/{row.destination}", f"{row.id}/{row.key}"):
                 if name in pending:
-                    name = other
+                    name = further_id
             pending.add(name or "")
             named.append(replace(row, id=name, state=IN_DOUBT))
         self.keep(connection, named)

@@ -134,8 +134,8 @@ def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Ta
                 yield pa.RecordBatch.from_pylist([{"pickled": pickle.dumps(work(files[number]))}], PICKLED_SCHEMA)
 
     with translated_errors():
-        found = spark.range(0, len(files), 1, len(files)).mapInArrow(through, PICKLED).toArrow()
-    return [pickle.loads(pickled) for pickled in found.column(0).to_pylist()]  # noqa: S301 - our own tasks'
+        tallies = spark.range(0, len(files), 1, len(files)).mapInArrow(through, PICKLED).toArrow()
+    return [pickle.loads(pickled) for pickled in tallies.column(0).to_pylist()]  # noqa: S301 - our own tasks'
 
 
 def _collected(document: Mapping[str, Any]) -> CollectedMessage:
@@ -156,12 +156,14 @@ def _collected(document: Mapping[str, Any]) -> CollectedMessage:
     due = _due(document.get("Time"))
     if due is None:
         why = why or f"its Time {reprlib.repr(document.get('Time'))} is none"
-    text = None
+    encoded = None
     try:
-        text = None if not headers else json.dumps(headers, ensure_ascii=False)
+        encoded = None if not headers else json.dumps(headers, ensure_ascii=False)
     except (ValueError, RecursionError) as error:
         why = why or f"its Headers cannot be kept: {error}"
-    return CollectedMessage(key_of(name), owner, name, _destination(document.get("Destination")), due, text, body, why)
+    return CollectedMessage(
+        key_of(name), owner, name, _destination(document.get("Destination")), due, encoded, body, why
+    )
 
 
 def _name(value: Any) -> str:  # noqa: ANN401 - JSON
@@ -212,8 +214,8 @@ def documents(path: Path) -> Iterator[dict[str, Any]]:
             with gzip.open(raw) if gzipped else raw as plain:
                 yield from _Reader(plain).documents()
     except (EOFError, gzip.BadGzipFile, zlib.error, ValueError, TypeError, KeyError, RecursionError) as error:
-        text = str(error) or type(error).__name__
-        raise BackendUnusable(f"{path} is not a complete RavenDB export: {text}") from error
+        cause = str(error) or type(error).__name__
+        raise BackendUnusable(f"{path} is not a complete RavenDB export: {cause}") from error
     except OSError as error:
         raise BackendUnusable(f"cannot read {path}: {error.strerror or error}") from error
 
@@ -264,16 +266,16 @@ class _Reader:
 
     def _peek(self) -> bytes:
         """Return the next byte that means something."""
-        while (found := MEANING.search(self._buffer, self._at)) is None:
+        while (match := MEANING.search(self._buffer, self._at)) is None:
             self._at = len(self._buffer)
             self._more()
-        self._at = found.start()
-        return found[0]
+        self._at = match.start()
+        return match[0]
 
     def _expect(self, byte: bytes) -> None:
-        found = self._peek()
-        if found != byte:
-            raise ValueError(f"{found!r} where {byte!r} should be")
+        character = self._peek()
+        if character != byte:
+            raise ValueError(f"{character!r} where {byte!r} should be")
         self._at += 1
 
     def _value(self) -> bytes:
@@ -292,17 +294,17 @@ class _Reader:
     def _end_of_nested(self) -> int | None:
         depth = 0
         for token in JSON_TOKEN.finditer(self._buffer, self._at):
-            found = token[0]
-            if found == b'"':
+            character = token[0]
+            if character == b'"':
                 return None
-            depth += OPENS.get(found, 0)
+            depth += OPENS.get(character, 0)
             if depth == 0:
                 return token.end()
         return None
 
     def _end_of_scalar(self) -> int | None:
-        found = SCALAR.match(self._buffer, self._at)
-        return found.end() if found else None
+        match = SCALAR.match(self._buffer, self._at)
+        return match.end() if match else None
 
     def _skip(self, size: int) -> None:
         while len(self._buffer) - self._at < size:

@@ -62,5 +62,5 @@ def target_at(
             from delayline.migration.targets.messages import MessagesTarget
 
             return MessagesTarget(url)
-    known = ", ".join(f"{scheme}:" for scheme in schemes_with(lambda other: not other.in_process))
+    known = ", ".join(f"{scheme}:" for scheme in schemes_with(lambda backend: not backend.in_process))
     raise ConfigurationError(f"nothing moves to {masked(url)!r}; give a URL that begins with {known}, or {NOOP}")

@@ -76,8 +76,8 @@ class AzureTable(WithoutLedger):
         async def look() -> Mapping[str, str]:
             async with self.opened("") as (account, _):
                 queues = Queues(account)
-                found = {queue: await queues.refusal(queue) for queue in destinations}
-                return {queue: reason for queue, reason in found.items() if reason is not None}
+                refusals = {queue: await queues.refusal(queue) for queue in destinations}
+                return {queue: reason for queue, reason in refusals.items() if reason is not None}
 
         return blocking(look())
 
@@ -122,8 +122,8 @@ class AzureTable(WithoutLedger):
         async with self.opened(endpoint) as (_, table):
             async for entity in table.waiting(columns=PENDING_COLUMNS):
                 with contextlib.suppress(ForeignRow):
-                    found = from_entity(entity).message
-                    page.append({"id": found.id, "destination": found.destination, "due": found.due})
+                    message = from_entity(entity).message
+                    page.append({"id": message.id, "destination": message.destination, "due": message.due})
                 if len(page) == ENTITY_PAGE:
                     yield page
                     page = []

@@ -54,9 +54,9 @@ class ColdTierStore(SqlStore):
 
     def endpoint_named(self, name: str) -> str:
         """Return the endpoint that has a store. Raises BackendUnusable for none, and for an unreadable folder."""
-        found = super().endpoint_named(name)
+        named = super().endpoint_named(name)
         next(iter(self.folder.lying()), None)
-        return found
+        return named
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
         """Return the pending messages of both tiers of the endpoint's store."""
@@ -137,8 +137,8 @@ class TiersSession(StoreSession):
     async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
         """Return the reasons of messages whose id is pending in a tier or repeated in the batch, by position."""
         ids = messages.column("id")
-        found = self._cold_ids.among(ids)
-        cold = {at: DUPLICATE_ID for at, key in enumerate(ids.to_pylist()) if key in found} if found else {}
+        known = self._cold_ids.among(ids)
+        cold = {at: DUPLICATE_ID for at, key in enumerate(ids.to_pylist()) if key in known} if known else {}
         return {**cold, **await super().duplicates(messages)}
 
     async def end(self) -> Sequence[Staged]:

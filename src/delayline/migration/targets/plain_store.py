@@ -79,9 +79,9 @@ class PlainSession(DeliverySession):
 
     def _duplicates(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
         """Return the reasons of messages whose id another pending message has, which storing left unchanged."""
-        there = self.pending([message.id for message in messages.values()])
+        pending = self.pending([message.id for message in messages.values()])
         ours = {position: (message.destination, message.due) for position, message in messages.items()}
-        return {at: DUPLICATE_ID for at, message in messages.items() if there.get(message.id, ours[at]) != ours[at]}
+        return {at: DUPLICATE_ID for at, message in messages.items() if pending.get(message.id, ours[at]) != ours[at]}
 
     def _kept(self, due: datetime) -> datetime:
         """Return the time that the database keeps for it, not before it. Raises InvalidDueTime."""
@@ -103,10 +103,10 @@ class PlainSession(DeliverySession):
 
     def pending(self, ids: Sequence[str]) -> Mapping[str, tuple[str, datetime]]:
         """Return destination and due time of the pending messages among these ids."""
-        found: dict[str, tuple[str, datetime]] = {}
+        waiting_by_id: dict[str, tuple[str, datetime]] = {}
         for first in range(0, len(ids), ASKED_AT_ONCE):
             asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
             waiting = PendingScan(self.url, f"{self.endpoint}{TIMEOUTS_SUFFIX}", self.schema, asked)
             for rows in waiting.rows(COMPARED, Span(None, None), ASKED_AT_ONCE):
-                found |= {message_id: (destination, due) for message_id, destination, due in rows}
-        return found
+                waiting_by_id |= {message_id: (destination, due) for message_id, destination, due in rows}
+        return waiting_by_id

@@ -74,8 +74,8 @@ class SqlStore:
     def queues(self) -> frozenset[str] | None:
         """Return the names of all queues, None where they are somewhere else."""
         names = select(queue_tables(self._database.dialect.catalog.schema_of(self.schema)).queues.c.name)
-        found = blocking(self._database.look(lambda connection: list(connection.execute(names).scalars())))
-        return frozenset(found) if found else None
+        queues = blocking(self._database.look(lambda connection: list(connection.execute(names).scalars())))
+        return frozenset(queues) if queues else None
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
         """Return the pending messages of the endpoint's store."""
@@ -116,19 +116,19 @@ class SqlStore:
         tables = inspect(connection).get_table_names(schema=schema)
         prefix = table_prefix(name).casefold()
         stores = [table.removesuffix(TIMEOUTS_SUFFIX) for table in tables if table.endswith(TIMEOUTS_SUFFIX)]
-        found = [name] if name in stores else [store for store in stores if table_prefix(store).casefold() == prefix]
-        if not found:
+        matching = [name] if name in stores else [store for store in stores if table_prefix(store).casefold() == prefix]
+        if not matching:
             make = f"Make it with: delayline setup --endpoint {name}"
             if "_" in name:  # as a table of .NET's is called, which has it for a dot
                 make += f", or --endpoint {name.replace('_', '.')} if that is the endpoint's own name"
             raise BackendUnusable(f"{dialect} has no store for endpoint {name!r}. {make}")
-        if len(found) > 1:
+        if len(matching) > 1:
             raise ConfigurationError(
-                f"{name!r} may be any of {', '.join(sorted(found))} at {dialect}: name one with --endpoint"
+                f"{name!r} may be any of {', '.join(sorted(matching))} at {dialect}: name one with --endpoint"
             )
-        table = dialect.catalog.store_table(f"{found[0]}{TIMEOUTS_SUFFIX}", schema)
+        table = dialect.catalog.store_table(f"{matching[0]}{TIMEOUTS_SUFFIX}", schema)
         RequiredTables(dialect, schema, QUEUES, others=[table]).check(connection)
-        return found[0]
+        return matching[0]
 
 
 class StoreSession(DeliverySession):
