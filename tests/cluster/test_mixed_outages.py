@@ -54,13 +54,17 @@ def processes_of(server: PostgresqlServer | MariadbServer) -> list[int]:
 def halted(server: PostgresqlServer | MariadbServer) -> Iterator[None]:
     """Let the server answer nothing, with its connections open."""
     halted = processes_of(server)
-    for pid in halted:
-        os.kill(pid, signal.SIGSTOP)
+    send_all(halted, signal.SIGSTOP)
     try:
         yield
     finally:
-        for pid in halted:
-            os.kill(pid, signal.SIGCONT)
+        send_all(halted, signal.SIGCONT)
+
+
+def send_all(pids: list[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):  # a session's process that has ended meanwhile
+            os.kill(pid, number)
 
 
 class Outages:
