@@ -12,6 +12,9 @@ import pytest
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.cluster.harness`, however pytest was started
 
 from tests.cluster.harness import Cluster, WorkerFactory
+from tests.conftest import running
+from tests.servers.mariadb import MariadbServer
+from tests.servers.postgresql import PostgresqlServer
 
 from delayline import Endpoint, StoredDelivery
 from delayline.spi import DelayedDelivery
@@ -66,3 +69,14 @@ async def set_up(cluster: Cluster) -> None:
         delivery = StoredDelivery(SqlDelayedMessageStore(cluster.store_url))
     await Endpoint("orders", transport=transport, delayed_delivery=delivery).setup()
     await transport.setup_infrastructure(["results"])
+
+
+@pytest.fixture(params=["postgresql", "mariadb"])
+def crashing(request: pytest.FixtureRequest) -> Iterator[PostgresqlServer | MariadbServer]:
+    """Provide a server of one's own of either kind, to be crashed."""
+    if request.param == "postgresql":
+        with running(PostgresqlServer, "fsync=off") as server:
+            yield server
+    else:
+        with running(MariadbServer, "innodb_flush_log_at_trx_commit=2") as other:
+            yield other

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Final
 import pymysql
 import pytest
 from tests.cluster.harness import new_seed
-from tests.conftest import running
 from tests.eventually import PATIENCE, eventually
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
@@ -29,17 +28,6 @@ OUTAGES_A_ROUND: Final = 4
 MESSAGES_A_ROUND: Final = 150
 PROCESSES: Final = 3
 SERVER_TIMEOUT: Final = 3
-
-
-@pytest.fixture(params=["postgresql", "mariadb"])
-def server(request: pytest.FixtureRequest) -> Iterator[PostgresqlServer | MariadbServer]:
-    """Provide a server of either kind of the test's own."""
-    if request.param == "postgresql":
-        with running(PostgresqlServer, "fsync=off") as postgresql:
-            yield postgresql
-    else:
-        with running(MariadbServer, "innodb_flush_log_at_trx_commit=2") as mariadb:
-            yield mariadb
 
 
 def processes_of(server: PostgresqlServer | MariadbServer) -> list[int]:
@@ -128,13 +116,13 @@ class Outages:
 @pytest.mark.sample(1)
 @pytest.mark.timeout(2 * PATIENCE * (ROUNDS + 1))
 def test_no_process_stands_still_after_outages(
-    make_cluster: Callable[..., Cluster], server: PostgresqlServer | MariadbServer
+    make_cluster: Callable[..., Cluster], crashing: PostgresqlServer | MariadbServer
 ) -> None:
     # Given processes that poll and handle, many messages at once, with a transaction of each handler's own
-    cluster = make_cluster(databases=[server.new_database()])
+    cluster = make_cluster(databases=[crashing.new_database()])
     cluster.make_effects()
     chance = random.Random(new_seed())  # noqa: S311 - repeatable
-    outages = Outages(cluster, server, chance)
+    outages = Outages(cluster, crashing, chance)
     for number in range(ROUNDS):
         # When connections, processes and the server end and fall silent while messages fall due
         sender = cluster.send(MESSAGES_A_ROUND, first=number * MESSAGES_A_ROUND, delays=(0.2, 4))

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from tests.cluster.harness import new_seed
 from tests.cluster.test_steps import IN_HANDLER, POLLER_ONE_FILE, POLLER_TWO_FILES, RECEIVER_ONE_FILE, waits_or_left
-from tests.conftest import running
 from tests.eventually import PATIENCE, eventually
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
@@ -39,17 +38,6 @@ def two(postgresql: PostgresqlServer) -> Iterator[list[str]]:
     yield urls
     for url in urls:
         postgresql.drop_database(url)
-
-
-@pytest.fixture(params=["postgresql", "mariadb"])
-def crashing(request: pytest.FixtureRequest) -> Iterator[PostgresqlServer | MariadbServer]:
-    """Provide a server of one's own of either kind, to be crashed."""
-    if request.param == "postgresql":
-        with running(PostgresqlServer, "fsync=off") as server:
-            yield server
-    else:
-        with running(MariadbServer, "innodb_flush_log_at_trx_commit=2") as other:
-            yield other
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])
