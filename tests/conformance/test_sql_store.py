@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -88,23 +89,24 @@ async def test_two_instances_on_one_table_double_nothing(postgresql_url: str, fa
     # When 30 messages are due at once
     due = datetime.now(UTC) + timedelta(seconds=2)
     store = example.PostgresqlStore(postgresql_url)
-    await store.setup_infrastructure("sales")
-    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
-    for number in range(30):
-        await store.store(DelayedMessage(Message(str(number), {}, b""), "out", due))
-    for endpoint in endpoints:
-        await endpoint.start()
 
     async def empty() -> bool:
         return await store.next_due() is None
 
-    await eventually_async(empty, "every message has left")
-    for endpoint in endpoints:
-        await endpoint.stop()
+    async with contextlib.AsyncExitStack() as running:
+        running.push_async_callback(store.close)
+        await store.setup_infrastructure("sales")
+        await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        for number in range(30):
+            await store.store(DelayedMessage(Message(str(number), {}, b""), "out", due))
+        for endpoint in endpoints:
+            await running.enter_async_context(endpoint)
+        await eventually_async(empty, "every message has left")
     # Then each was sent once, or tried as often as it should be
     sent = [message.id for message in await transport.browse("out", 100)]
     assert sorted(sent) == sorted({str(number) for number in range(30)} - bad)
     assert sorted(message.id for message in await transport.browse("error", 100)) == sorted(bad)
     tried = Counter(call.ids[0] for call in transport.faults.recorded("dispatch"))
-    assert {tried[message_id] for message_id in bad} <= {retries + 2}
-    await store.close()
+    # A failure is counted when the transaction that locks the message has ended: the other instance may fetch the
+    # message before that, and then tries it once more. The dispatch to the error queue is counted in.
+    assert {tried[message_id] for message_id in bad} <= {retries + 2, retries + 3}
