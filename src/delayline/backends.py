@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     Findings = Sequence[tuple[str, bool | None, str]]
 
 GROUP: Final = "delayline.backends"
-#: delayline's own back ends by scheme. An entry point cannot replace one of them.
+#: delayline's own back ends by scheme. An entry point cannot replace them.
 OWN_BACKENDS: Final = {
     "memory": "delayline.memory.backend:MemoryBackend",
     "azure": "delayline.azure.backend:AzureBackend",
@@ -43,7 +43,7 @@ OWN_BACKENDS: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendOptions:
-    """Settings for what is made at a URL; a back end ignores those that do not apply to it.
+    """Settings for what is made at a URL; a back end ignores settings that do not apply to it.
 
     Attributes:
         name: Name of the endpoint, and of the client's connections.
@@ -64,7 +64,7 @@ class BackendOptions:
 
 @dataclass(frozen=True, slots=True)
 class BackendUse:
-    """What an endpoint has at one URL.
+    """What an endpoint has at a URL.
 
     Attributes:
         queues: Names of the queues that are there; None if its queues are elsewhere.
@@ -89,7 +89,7 @@ class DueWithin:
 
 
 class MessageWriter(Protocol):
-    """The connection of one task of a job to a back end that holds delayed messages itself."""
+    """The connection of a job's task to a back end that holds delayed messages itself."""
 
     async def deliver(self, messages: pa.RecordBatch) -> Mapping[int, str]:
         """Send messages, and return once the back end has them durably.
@@ -143,7 +143,7 @@ class BulkRoute(StrEnum):
 
 
 class Backend:
-    """What there is behind the URLs of one scheme; one object a scheme, which keeps no connection.
+    """What there is behind the URLs of a scheme: an object for each scheme, which keeps no connection.
 
     Subclass it. A back end has `transport`, `store` or both; one whose queues hold messages until they are due has
     `delivery` and `pending` in place of a store, and says so in `native_delays`. All other members have defaults.
@@ -262,7 +262,7 @@ class Backend:
         await self.transport(url, options).setup_infrastructure(queues)
 
     async def planned_setup(self, url: str, options: BackendOptions, use: BackendUse) -> Sequence[str]:
-        """Return the statements that a set-up would run, without running one.
+        """Return the statements that a set-up would run, without running them.
 
         Args:
             url: The URL from the settings.
@@ -331,7 +331,7 @@ _loaded: Final[dict[str, Backend]] = {}
 
 
 def find_backend(url: str) -> Backend | None:
-    """Return the back end of the URL's scheme, None for an unknown one. Raises the other errors of `backend_of`."""
+    """Return the back end of the URL's scheme, None for an unknown scheme. Raises the other errors of `backend_of`."""
     scheme = full_scheme(url).partition(":")[0].partition("+")[0].lower()
     if scheme not in _loaded:
         made = _own(scheme) if scheme in OWN_BACKENDS else _installed(scheme)
@@ -382,7 +382,7 @@ def known_schemes() -> list[str]:
 
 
 def schemes_with(ability: Callable[[Backend], bool]) -> list[str]:
-    """Return the schemes whose back ends have an ability, sorted; without those that cannot be loaded.
+    """Return the schemes whose back ends have an ability, sorted; without back ends that cannot be loaded.
 
     Args:
         ability: Returns whether a back end has it.

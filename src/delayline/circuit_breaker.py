@@ -1,4 +1,4 @@
-"""Circuit breakers: a fault that lasts becomes a critical error, one that passes does not."""
+"""Circuit breakers: a fault that lasts becomes a critical error, a passing fault does not."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class FailureLog:
 
         Args:
             logger: The caller's logger.
-            level: The level of the first line and of the counted ones.
+            level: The level of the first line and of the counted failures.
             event: The event of the record, by which records are counted.
             text: The text, with `%` placeholders.
             args: The values for the placeholders.
@@ -104,7 +104,7 @@ class RepeatedFailuresOverTime(FailureLog):
     Disarmed → armed at the first failure → triggered by the first failure at or after the time; any success disarms.
     Unlike NServiceBus's, it does not trigger by time alone: silence after a failure is not a lasting fault. While armed
     each failure waits 1 s, once triggered 10 s, to spare a failing back end. Failures are logged with `log_failure`,
-    which restarts when the breaker is disarmed. Belongs to one event loop.
+    which restarts when the breaker is disarmed. Belongs to an event loop.
     """
 
     def __init__(
@@ -214,9 +214,9 @@ class RepeatedFailuresOverTime(FailureLog):
 
 
 class FailureRate:
-    """Triggers on every failure beyond `maximum_per_second` × 30 within one 30 s window; never waits.
+    """Triggers on every failure beyond `maximum_per_second` × 30 within a 30 s window; never waits.
 
-    Windows tumble from the breaker's construction on. Belongs to one event loop.
+    Windows tumble from the breaker's construction on. Belongs to an event loop.
     """
 
     def __init__(

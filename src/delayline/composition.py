@@ -1,4 +1,4 @@
-"""The one place that composes: settings and URLs become transports, stores, delayed deliveries and endpoints."""
+"""Composition: settings and URLs become transports, stores, delayed deliveries and endpoints."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def persister_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None)
 
 
 def satellites_of(settings: Settings) -> list[str]:
-    """Return the timeout manager's queues, where the settings have one."""
+    """Return the timeout manager's queues, where the settings ask for it."""
     drained = settings.timeouts_url is not None and not settings.disable_timeout_manager
     if settings.endpoint is None or not (settings.timeout_manager or drained):
         return []
@@ -115,7 +115,7 @@ def delays_url(settings: Settings) -> str | None:
 
 
 def uses_of(settings: Settings, queues: Sequence[str], delays_at: Collection[str | None]) -> Mapping[str, BackendUse]:
-    """Return what the endpoint has at each URL of its settings: these queues, and delayed messages at some URLs."""
+    """Return what the endpoint has at each URL of its settings: its queues, and delayed messages at some URLs."""
     queues_url = settings.resolved_transport_url
     urls = dict.fromkeys([settings.resolved_store_url, queues_url])
     return {url: BackendUse(queues if url == queues_url else None, url in delays_at) for url in urls}
@@ -158,7 +158,7 @@ async def after_setup(settings: Settings, queues: Sequence[str] = ()) -> Sequenc
 
 
 async def set_up_warnings(settings: Settings, queues: Sequence[str]) -> Sequence[str]:
-    """Return warnings after a set-up of these queues: about those that will refuse due messages."""
+    """Return warnings after a set-up of the queues: about queues that will refuse due messages."""
     url = settings.resolved_transport_url
     return await backend_of(url).set_up_warnings(url, queues)
 

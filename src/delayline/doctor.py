@@ -42,7 +42,7 @@ ONE_SECOND: Final = timedelta(seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at."""
+    """What an examination found about a subject."""
 
     what: str
     ok: bool | None
@@ -79,7 +79,7 @@ async def examine_endpoint(settings: Settings, thresholds: Thresholds | None = N
         findings = []
         try:
             async for finding in look(settings, limits):
-                findings.append(finding)  # noqa: PERF401 - those before an error are kept
+                findings.append(finding)  # noqa: PERF401 - findings before an error are kept
         except DelaylineError as error:
             findings.append(Finding(what, ok=False, text=str(error)))
         return findings

@@ -1,4 +1,4 @@
-"""The endpoint: a named party that sends messages, now or delayed, and handles those that arrive."""
+"""The endpoint: a named party that sends messages, now or delayed, and handles messages that arrive."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Endpoint:
         on_critical_error: Called, after logging, when a fault has lasted too long. The default stops the endpoint.
         setup_infrastructure: Create queues and tables at start; False leaves that to `delayline setup`.
         clock: Clock for delays and retries; by default the delayed delivery's, or the machine's.
-        draining: The delayed delivery used before: its messages are still delivered, new ones go elsewhere.
+        draining: The delayed delivery used before: its messages are still delivered, new messages go elsewhere.
         serializer: Writes and reads the bodies of messages that are neither bytes nor text; JSON by default.
         observers: Objects that are called with what the endpoint has done, such as `delayline.telemetry.Measurements`.
         disable_timeout_manager: Do not start the `draining` delivery; `delayline doctor` shows when it is empty.
@@ -305,7 +305,7 @@ class Endpoint:
     ) -> Any:
         """Register a function for every message that no handler of `handles` takes; usable as a decorator.
 
-        A coroutine function runs in the event loop, any other one in a thread. Several handlers run in order.
+        A coroutine function runs in the event loop, any other function in a thread. Several handlers run in order.
 
         Args:
             handle: A function of a `Message` and a `MessageContext`.
@@ -336,7 +336,7 @@ class Endpoint:
         timeout: timedelta | None = None,
         concurrency: int | None = None,
     ) -> Callable[[HandlerFunction], HandlerFunction]:
-        """Return a decorator that registers the handler for messages of one type.
+        """Return a decorator that registers the handler for messages of a type.
 
         Args:
             kind: A dataclass, TypedDict, pydantic model, msgspec struct or other type that the serializer reads; or the
@@ -507,7 +507,7 @@ class Endpoint:
     ) -> list[str]:
         """Send several messages and return their ids, in order, once all are durable.
 
-        Where queues and delayed messages are in one database, all of them are sent or none. Otherwise some may have
+        Where queues and delayed messages are in one database, all are sent or none. Otherwise some may have
         been sent when it raises.
 
         Args:
@@ -601,7 +601,7 @@ class Endpoint:
         self._started = True
 
     async def _start_delivery(self, delivery: DelayedDelivery) -> None:
-        """Start it; in a weaker mode if its store refuses the default one, which the store alone knows."""
+        """Start it; in a weaker mode if its store refuses the default mode, which the store alone knows."""
         while True:
             try:
                 return await delivery.start()
@@ -614,7 +614,7 @@ class Endpoint:
                 delivery.bind(self._host)
 
     async def _check_rights(self) -> None:
-        """Raise BackendUnusable with every right that is missing, before the first use of one."""
+        """Raise BackendUnusable with every right that is missing, before its first use."""
         missing: dict[str, None] = {}
         if isinstance(self.transport, SupportsRightsCheck):
             takes = bool(self._handlers)

@@ -39,7 +39,7 @@ class HeldMessage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RetryOutcome:
-    """The result for one message: its new queue, or why it stayed."""
+    """The result for a message: its new queue, or why it stayed."""
 
     id: str
     queue: str | None
@@ -47,7 +47,7 @@ class RetryOutcome:
 
 
 def managed_queues(transport: Transport) -> SupportsQueueManagement:
-    """Return the transport as one whose queues people can look into; raises ConfigurationError."""
+    """Return the transport if people can look into its queues; raises ConfigurationError."""
     if not isinstance(transport, SupportsQueueManagement):
         raise ConfigurationError(f"{type(transport).__name__} cannot list or move single messages of a queue")
     return transport
@@ -68,7 +68,7 @@ async def browse(queues: SupportsQueueManagement, queue: str) -> AsyncGenerator[
 
 
 async def find(queues: SupportsQueueManagement, queue: str, ids: Set[str]) -> dict[str, Message]:
-    """Return the messages with these ids, as far as they are in the queue."""
+    """Return the messages with the ids, as far as they are in the queue."""
     matching: dict[str, Message] = {}
     async with contextlib.aclosing(browse(queues, queue)) as messages:
         async for message in messages:
@@ -114,7 +114,7 @@ async def holding(
 
 
 async def holding_ids(transport: Transport, queue: str, ids: Set[str]) -> AsyncGenerator[HeldMessage, None]:
-    """Yield the messages with these ids, one each, as `holding` does."""
+    """Yield the messages with the ids, each once, as `holding` does."""
     left = set(ids)
 
     def wanted(message: Message) -> bool:
@@ -156,7 +156,7 @@ async def retry(
 async def replace(
     transport: Transport, queue: str, held: HeldMessage, message: Message, destination: str
 ) -> RetryOutcome:
-    """Send the message to its destination in place of the one of the queue."""
+    """Send the message to its destination in place of the queue's message."""
     message_id = held.message.id
     try:
         taken = await _move(transport, queue, held, TransportOperation(message, destination))

@@ -1,8 +1,8 @@
-"""Every error delayline raises, in one tree.
+"""Every error delayline raises, as a tree.
 
 DelaylineError
 ├── ConfigurationError (ValueError)      a setting, name or URL that cannot work; the text names the change
-│   ├── UnsupportedTransactionMode       these parts cannot honour that transaction mode
+│   ├── UnsupportedTransactionMode       the parts cannot honour that transaction mode
 │   ├── DifferentInput                   a job's name was used for other rows before
 │   └── MissingExtra (ImportError)       an optional dependency is not installed
 ├── InvalidMessage (ValueError)          a message refused at the door: body, header, destination, id
@@ -67,7 +67,7 @@ class InvalidDueTime(InvalidMessage):
 
 
 class DuplicateMessage(InvalidMessage):
-    """The id of a message is that of a pending one, or comes twice in a bulk job; nothing was stored."""
+    """The id of a message is that of a pending message, or comes twice in a bulk job; nothing was stored."""
 
     def __init__(self, message_id: str, text: str | None = None) -> None:
         super().__init__(
@@ -127,7 +127,7 @@ class BackendUnavailable(DelaylineError, ConnectionError):
 
 
 class TransactionConflict(BackendUnavailable):
-    """The database has undone a transaction in favour of another one, by a deadlock or a conflict: repeat it."""
+    """The database has undone a transaction in favour of another, by a deadlock or a conflict: repeat it."""
 
 
 class StorageFull(BackendUnavailable):
@@ -162,11 +162,11 @@ class QueueNotFound(DelaylineError, LookupError):
 
 
 class MessageRejected(DelaylineError):
-    """The broker did not take one message, as when its queue is full; the same message may be taken later."""
+    """The broker did not take a message, as when its queue is full; the same message may be taken later."""
 
 
 class DispatchFailed(DelaylineError):
-    """Some operations of one dispatch were not sent; every other operation of it was.
+    """Some operations of a dispatch were not sent; every other operation of it was.
 
     `failures` maps the position of each failed operation in the dispatched sequence to its error.
     """

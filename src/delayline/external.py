@@ -183,7 +183,7 @@ def django_connection(alias: str, argument: str) -> Any:  # noqa: ANN401 - Djang
     from django.core.exceptions import ImproperlyConfigured
 
     try:
-        # Not the connections: making one raises the same error where its driver is not installed.
+        # Not the connections: making a connection raises the same error where its driver is not installed.
         usable = [each for each, of in connections.settings.items() if of["ENGINE"] != NO_DATABASE]
     except ImproperlyConfigured:
         usable = []

@@ -31,7 +31,7 @@ MACHINE: Final = socket.gethostname()
 MAXIMUM_EXCEPTION_MESSAGE: Final = 16_384  # bytes of UTF-8; bounds the error headers
 MAXIMUM_STACK_TRACE: Final = 16_384  # bytes of UTF-8
 MAXIMUM_TYPE_NAME: Final = 300  # bytes of UTF-8
-BRIEF_TEXT: Final = 300  # characters of an exception in one line of a log
+BRIEF_TEXT: Final = 300  # characters of an exception in a line of a log
 #: The largest sizes of text and stack trace in the forms of a failed message, largest form first.
 EXCEPTION_TEXT_LIMITS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
 #: Of a longer chain of causes the stack trace has as many from each end.
@@ -61,9 +61,9 @@ def back_off(attempts: int) -> timedelta:
 def error_operations(
     message: Message, error: Exception, *, failed_queue: str, error_queue: str, endpoint_name: str, now: datetime
 ) -> Iterator[TransportOperation]:
-    """Yield the sends that move a message to the error queue: the next one is for where the one before did not fit.
+    """Yield the sends that move a message to the error queue: each is for where the send before did not fit.
 
-    The first has headers with the whole story, the last one the message alone, as it was received. `failed_queue` is
+    The first has headers with the whole story, the last has the message alone, as it was received. `failed_queue` is
     the queue to send the message to when it is retried. Headers that cannot be read stay as they are.
     """
     try:
@@ -116,7 +116,7 @@ def failure_headers(
         endpoint_name: Whose handler it was.
         now: When it failed.
         size: How many bytes of UTF-8 the exception's text, and again its stack trace, may have: 0 to 16384. Longer
-            ones are cut in the middle; with 0 there are neither, and no id of the host.
+            texts are cut in the middle; with 0 there are neither, and no id of the host.
 
     Returns:
         Names and values, all of them valid Unicode.
@@ -152,7 +152,7 @@ def host_id(endpoint_name: str) -> str:
 
 
 def brief(error: BaseException) -> str:
-    """Return an exception's type and the beginning of its text, in one line, for a log."""
+    """Return an exception's type and the beginning of its text, as a line of a log."""
     shown = " ".join(_text_of(error)[: 2 * BRIEF_TEXT].split()).encode("utf-8", "backslashreplace").decode()
     shown = shown if len(shown) <= BRIEF_TEXT else f"{shown[:BRIEF_TEXT]}..."
     return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
@@ -187,7 +187,7 @@ def _stack_trace(error: BaseException) -> str:
 
 
 def _chain(outermost: traceback.TracebackException) -> Iterator[tuple[traceback.TracebackException, str]]:
-    """Yield the exceptions that led to one, first the innermost, each with the line that leads on to the next."""
+    """Yield the exceptions that led to an exception, innermost first, each with the line that leads on to the next."""
     links: list[tuple[traceback.TracebackException, str]] = []
     link: traceback.TracebackException | None = outermost
     joint = ""

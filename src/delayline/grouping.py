@@ -1,4 +1,4 @@
-"""Groups: work on many items at once, such as one commit for many messages."""
+"""Groups: work on many items at once, such as a single commit for many messages."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class Uncancelled(asyncio.Future[Any]):
 
 
 class Grouping(Generic[Item, Result]):
-    """Runs work on groups of items: those that arrive while a group is at work form the next one.
+    """Runs work on groups of items: items that arrive while a group is at work form the next group.
 
-    Nothing is delayed to make a group larger. If a group fails, each of its items is tried alone, so that one bad item
-    does not fail the others; if the back end is unavailable or unusable, the group fails as a whole. Belongs to one
+    Nothing is delayed to make a group larger. If a group fails, each of its items is tried alone, so that a bad item
+    does not fail the others; if the back end is unavailable or unusable, the group fails as a whole. Belongs to an
     event loop.
 
     Args:

@@ -72,7 +72,7 @@ def _spell(match: re.Match[str]) -> str:
 
 
 class _Reader:
-    """Reads one document: a root, items, keys and values; whatever else is in there is passed over."""
+    """Reads a document: a root, items, keys and values; whatever else is in there is passed over."""
 
     def __init__(self) -> None:
         self.headers: dict[str, str] = {}

@@ -52,7 +52,7 @@ def _without_login(url: str) -> str:
     rest = url[begin:]
     end = _end_of_login(rest, authority=re.split(r"[/?#;]", rest, maxsplit=1)[0])
     colon = rest.find(":", 0, max(end, 0))
-    if colon < 0 < end and url[begin - 2 : begin] == ":/":  # with one slash what looks like a scheme may be the user
+    if colon < 0 < end and url[begin - 2 : begin] == ":/":  # with a slash less, what seems a scheme may be the user
         return f"{url[: begin - 1]}{MASK}{rest[end:]}"
     return url if colon < 0 else f"{url[: begin + colon + 1]}{MASK}{rest[end:]}"
 

@@ -46,7 +46,7 @@ class _NoValue(str):
     __slots__ = ()
 
 
-#: The value of a header without one, as .NET writes it for null: handlers see an empty text, and queues keep it so.
+#: The value of a header without a value, as .NET writes it for null: handlers see an empty text, and queues keep it so.
 NO_VALUE: Final = _NoValue()
 
 
@@ -118,7 +118,7 @@ class Message:
     """An id, headers (str to str) and a body (bytes); immutable.
 
     Headers are decoded and encoded on first use only, so a message that merely moves from a store to a queue is
-    never parsed, and one whose stored headers are damaged can still be moved, whole, to the error queue.
+    never parsed, and a message whose stored headers are damaged can still be moved, whole, to the error queue.
 
     Args:
         id: The message id, 1 to 250 characters.
@@ -195,7 +195,7 @@ class Message:
 
     @property
     def time_to_be_received(self) -> timedelta | None:
-        """How long it may wait in a queue; None for ever, as one has that was received before, or is damaged."""
+        """How long it may wait in a queue; None for ever, as for a message received before, or damaged."""
         if self._headers is None and Headers.TIME_TO_BE_RECEIVED.encode() not in (self._encoded or b""):
             return None
         try:
@@ -219,9 +219,9 @@ class Message:
 
     @property
     def logical(self) -> Message:
-        """The message under the id its headers give it: several copies, as of a retried message, share that one.
+        """The message under the id its headers give it: several copies, as of a retried message, share that id.
 
-        An id that a back end could not keep, as one of more than 250 characters, is replaced by one that follows from
+        An id that a back end could not keep, such as more than 250 characters, is replaced by an id that follows from
         it; the header stays as it is.
         """
         headers = self._headers or self.headers
@@ -283,7 +283,7 @@ class HeaderTemplate:
     JSON's encoder would take as long as all the rest of a send, and its decoder half of that.
 
     Args:
-        varying: the names of those values, in their order.
+        varying: the names of the varying values, in their order.
         fixed: the other headers.
     """
 
@@ -294,7 +294,7 @@ class HeaderTemplate:
         self._json = f"{places[:-1]},{encode_headers(fixed).decode()[1:].replace('%', '%%')}"
 
     def message(self, id: str, values: tuple[str, ...], body: bytes) -> Message:
-        """Return a message with these values, which JSON writes as they are: no quotes, backslashes, controls."""
+        """Return a message with the values, which JSON writes as they are: no quotes, backslashes, controls."""
         return Message.from_template(id, self, values, body)
 
     def headers(self, values: tuple[str, ...]) -> dict[str, str]:
@@ -371,7 +371,7 @@ def encode_body(body: Body, serializer: Serializer = JSON_SERIALIZER) -> tuple[b
 
 
 def in_utc(due: datetime) -> datetime:
-    """Return the instant in UTC; raises InvalidDueTime for one without a time zone or beyond year 9999."""
+    """Return the instant in UTC; raises InvalidDueTime for an instant without a time zone or beyond year 9999."""
     if not isinstance(due, datetime):
         raise InvalidDueTime(f"a due time must be an aware datetime, not {due!r}")
     if due.utcoffset() is None:
@@ -392,7 +392,7 @@ def usable_id(text: str) -> str:
 
 
 def id_from(namespace: uuid.UUID, text: str) -> str:
-    """Return a UUID that follows from the text, which may be any: also one with lone surrogates."""
+    """Return a UUID that follows from the text, which may be any: lone surrogates included."""
     digest = hashlib.sha1(namespace.bytes + text.encode("utf-8", "surrogatepass"), usedforsecurity=False).digest()
     return str(uuid.UUID(bytes=digest[:16], version=5))
 

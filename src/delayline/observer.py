@@ -118,7 +118,7 @@ class SupportsMeasures(Protocol):
 
 
 class Observer(Protocol):
-    """Is called with each event of an endpoint: on its event loop, after the commit where there is one.
+    """Is called with each event of an endpoint: on its event loop, after the commit if there is a commit.
 
     A method must return at once. An exception that it raises is logged and suppressed.
     """
@@ -135,7 +135,7 @@ class Observer(Protocol):
         """Messages were sent, or failed to be.
 
         Args:
-            operation: `send` for messages due now, `schedule` for delayed ones.
+            operation: `send` for messages due now, `schedule` for delayed messages.
             destinations: The destination of each.
             seconds: How long that took.
             error: Why they were not sent; None if they were.
@@ -238,7 +238,7 @@ class SupportsTraces(Protocol):
     def headers(self, destination: str, delay: timedelta | None) -> Mapping[str, str]:
         """Return the headers by which the receiver of a message continues the trace.
 
-        Inside of `sending` they name that span, in a handler a new one.
+        Inside of `sending` they name that span, in a handler a new span.
 
         Args:
             destination: Where the message is sent to.
@@ -266,7 +266,7 @@ class SupportsTraces(Protocol):
 
 @runtime_checkable
 class SupportsRun(Protocol):
-    """Capability of observers: a task beside the endpoint, for example one that writes counts to a database."""
+    """Capability of observers: a task beside the endpoint, for example to write counts to a database."""
 
     async def run(self) -> None:
         """Run until cancelled; the endpoint starts it, and cancels it when it stops."""
@@ -288,7 +288,7 @@ METHODS: Final = (
 
 
 class Observers:
-    """The observers of one endpoint."""
+    """The observers of an endpoint."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)
@@ -300,7 +300,7 @@ class Observers:
         return tuple(self._observers)
 
     def add(self, observer: Observer) -> None:
-        """Add one."""
+        """Add an observer."""
         self._observers.append(observer)
 
     def attach(self, endpoint: ObservedEndpoint) -> None:
@@ -309,7 +309,7 @@ class Observers:
             observer.attached(endpoint)
 
     def start(self) -> None:
-        """Start the observers that run beside the endpoint; an error that ends one is logged."""
+        """Start the observers that run beside the endpoint; an error that ends an observer is logged."""
         running = [observer for observer in self._observers if isinstance(observer, SupportsRun)]
         self._tasks = [
             asyncio.create_task(_run(beside), name=f"delayline {type(beside).__name__}") for beside in running
@@ -329,7 +329,7 @@ class Observers:
 
     @property
     def all(self) -> Observer | None:
-        """All of them as one, None if there is none; parts of an endpoint ask for it when they start."""
+        """All observers as a single observer, None without any; parts of an endpoint ask for it when they start."""
         return cast("Observer", _Guarded(self._observers)) if self._observers else None
 
 

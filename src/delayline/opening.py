@@ -38,7 +38,7 @@ async def open_store(settings: Settings) -> AsyncIterator[DelayedMessageStore]:
 
 @contextlib.asynccontextmanager
 async def open_waiting(settings: Settings, *, timeouts: bool) -> AsyncIterator[SupportsManagement]:
-    """Open the endpoint's pending messages to be listed and changed; with timeouts those of an old timeout manager."""
+    """Open the endpoint's pending messages to be listed and changed; with timeouts an old timeout manager's."""
     if not timeouts:
         async with open_pending(settings) as pending:
             yield managed(pending)

@@ -1,6 +1,6 @@
 """Outgoing messages: arguments are validated, ids and headers assigned, due times computed, and destinations looked up.
 
-The destination of a delayed message is looked up when it is sent: a misspelt one would be found weeks later.
+The destination of a delayed message is looked up when it is sent: a misspelling would be found weeks later.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ HEADERS_OF_SEND: Final = (
     Headers.TIME_SENT,
     Headers.DELIVER_AT,
 )
-#: By these headers of a reply NServiceBus finds the saga that sent the request.
+#: By the following headers of a reply NServiceBus finds the saga that sent the request.
 OF_SAGA: Final = {
     Headers.ORIGINATING_SAGA_ID: Headers.SAGA_ID,
     Headers.ORIGINATING_SAGA_TYPE: Headers.SAGA_TYPE,
@@ -92,7 +92,7 @@ def report_sent(observer: Observer, sends: Sequence[Outgoing], seconds: float, e
 async def hand_over(
     transport: Transport, delivery: DelayedDelivery | None, sends: Sequence[Outgoing], transaction: Transaction | None
 ) -> None:
-    """Dispatch what is due and defer the rest, in the transaction if there is one. Raises DispatchFailed."""
+    """Dispatch what is due and defer the rest, in the transaction if given. Raises DispatchFailed."""
     now, later = [], []
     for operation, due, _ in sends:
         if due is None:
@@ -127,7 +127,7 @@ async def _defer_each(
 
 
 class Send(NamedTuple):
-    """One message of `send_many`; the arguments are those of `Endpoint.send`.
+    """A message of `send_many`; its arguments are the arguments of `Endpoint.send`.
 
     Args:
         destination: Name of the queue, 1 to 200 characters.
@@ -151,7 +151,7 @@ class Send(NamedTuple):
 
 
 class Composer:
-    """Composes one endpoint's outgoing operations from the arguments of `send`."""
+    """Composes an endpoint's outgoing operations from the arguments of `send`."""
 
     def __init__(
         self, endpoint_name: str, clock: Clock, *, reply_to: str | None, serializer: Serializer = JSON_SERIALIZER
@@ -244,7 +244,7 @@ class Composer:
         """Return the received message as a new copy, to be handled again later.
 
         Handlers see the same message id, which is in the headers. The copy's own id, which stores go by, follows from
-        the received copy's: the store may not have removed that one yet, and a redelivery makes the same copy again.
+        the received copy's: the store may not have removed it yet, and a redelivery makes the same copy again.
         The copy has no time to be received: that ended when the message was received.
         """
         now = self._now(deliver_at)
@@ -315,18 +315,18 @@ def check_endpoint_name(name: str) -> str:
 
 
 def sent_headers(message_id: str, content_type: str, now: datetime, due: datetime | None) -> dict[str, str]:
-    """Return the headers that differ from one send to the next."""
+    """Return the headers that differ from send to send."""
     return dict(zip(HEADERS_OF_SEND, sent_values(message_id, content_type, now, due), strict=False))
 
 
 def sent_values(message_id: str, content_type: str, now: datetime, due: datetime | None) -> tuple[str, ...]:
-    """Return the values in the order of `HEADERS_OF_SEND`; the last one is omitted for messages due now."""
+    """Return the values in the order of `HEADERS_OF_SEND`; the last is omitted for messages due now."""
     values = (message_id, message_id, message_id, content_type, to_wire_time(now))
     return values if due is None else (*values, to_wire_time(due))
 
 
 def fixed_headers(endpoint_name: str, reply_to: str | None) -> dict[str, str]:
-    """Return the headers that everything from one endpoint has."""
+    """Return the headers that everything from the endpoint has."""
     fixed = {
         Headers.INTENT: "Send",
         Headers.ORIGINATING_ENDPOINT: endpoint_name,
@@ -390,7 +390,7 @@ def _check_time_span(value: str) -> None:
         ) from error
 
 
-#: A send waits no longer for the answer; without one the message is stored unchecked.
+#: A send waits no longer for the answer; without an answer the message is stored unchecked.
 CHECK_PATIENCE: Final = 2.0  # seconds
 UNCHECKED_FOR: Final = timedelta(minutes=1)
 #: For so long a queue that is missing is not asked for again, as in a file with thousands of lines for it.
@@ -401,7 +401,7 @@ SIMILAR: Final = 2
 
 
 class Destinations:
-    """The queues that were found once; a further send to one of them asks nothing. Belongs to one event loop."""
+    """The queues that were found once; a further send to such a queue asks nothing. Belongs to an event loop."""
 
     def __init__(self, transport: Transport, clock: Clock) -> None:
         self._transport = transport
@@ -419,7 +419,7 @@ class Destinations:
         """Raise QueueNotFound for a queue that does not exist; pass where the transport cannot look it up now."""
         if queue in self._found or not isinstance(self._transport, SupportsQueueLookup):
             return
-        async with self._asking:  # many sends at once to one queue ask once
+        async with self._asking:  # many simultaneous sends to a queue ask once
             if queue not in self._found:
                 await self._ask(self._transport, queue)
 

@@ -56,10 +56,10 @@ class Sent(str):
 
 
 class Sender:
-    """Sends the messages of an endpoint, from its start to its stop. Belongs to one event loop.
+    """Sends the messages of an endpoint, from its start to its stop. Belongs to an event loop.
 
     Args:
-        transport: Sends those that are due.
+        transport: Sends messages that are due.
         delivery: Keeps the others; None for none.
         composer: Composes them.
         clock: The endpoint's.
@@ -174,9 +174,9 @@ class Sender:
     async def _deliver_in(
         self, external: ExternalConnection | ExternalTransaction | Transaction, outgoing: Outgoing
     ) -> None:
-        """Deliver in an external transaction, or one of ours.
+        """Deliver in an external transaction, or in a transaction of ours.
 
-        A message for a queue that an external one does not reach waits in the store, due at once.
+        A message for a queue that an external transaction does not reach waits in the store, due at once.
         """
         if isinstance(external, Transaction):
             await self._deliver([outgoing], external)
@@ -203,7 +203,7 @@ class Sender:
         await self._deliver([outgoing])
 
     async def _deliver_together(self, sends: Sequence[Outgoing]) -> None:
-        """Deliver all, in one transaction if transport and delayed delivery can share one."""
+        """Deliver all, in a single transaction if transport and delayed delivery can share one."""
         transport, delivery = self._transport, self._delivery
         shares = all(send.due is None for send in sends) or (
             delivery is not None and delivery.transaction_domain == transport.transaction_domain
@@ -228,7 +228,7 @@ class Sender:
 
     @contextlib.contextmanager
     def _reported(self, sends: Sequence[Outgoing]) -> Iterator[None]:
-        """Report the sending of these messages, which is awaited inside."""
+        """Report the sending of the messages, which is awaited inside."""
         failed: Exception | None = None
         began = time.perf_counter()
         try:
@@ -241,7 +241,7 @@ class Sender:
                 report_sent(self._observer, sends, time.perf_counter() - began, failed)
 
     def _traced(self, sends: Sequence[Send]) -> AbstractContextManager[object]:
-        """Return the span around sending, to be entered; one that does nothing without traces."""
+        """Return the span around sending, to be entered; without traces, a span that does nothing."""
         traces = self._composer.traces
         if traces is None:
             return UNOBSERVED

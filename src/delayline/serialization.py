@@ -88,7 +88,7 @@ class JsonSerializer:
 def message_type(name: str) -> Callable[[Kind], Kind]:
     """Return a class decorator that gives messages of the class this name on the wire.
 
-    Without it the name is that of the module and the class. Names of .NET are those of the namespace and the class;
+    Without it the name is made of the module and the class. Names of .NET are made of the namespace and the class;
     whatever follows a comma, such as the assembly, is ignored when a message is received.
 
     Args:

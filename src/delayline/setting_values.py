@@ -27,7 +27,7 @@ VARIABLE_PREFIX: Final = "DELAYLINE_"
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a value came from, and how a right one is written there."""
+    """Where a value came from, and how a right value is written there."""
 
     place: str
     form: str
@@ -74,7 +74,7 @@ def from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -
 
 
 def from_flags(flags: Mapping[str, object], flag_of: Callable[[str], str]) -> Sourced:
-    """Return the flags that were given; None stands for one that was not."""
+    """Return the flags that were given; None stands for a flag that was not given."""
     return {
         name: (value, Source(f"the flag {flag_of(name)}", f"{flag_of(name)} {{example}}"))
         for name, value in flags.items()

@@ -140,7 +140,7 @@ class Settings:
 
     @property
     def named_endpoint(self) -> str:
-        """The endpoint's name; raises ConfigurationError, saying how to give one, where there is none."""
+        """The endpoint's name; raises ConfigurationError, saying how to give a name, where there is none."""
         if self.endpoint is None:
             raise ConfigurationError(
                 f"no endpoint is named: use --endpoint NAME, the variable {VARIABLE_PREFIX}ENDPOINT, "
@@ -158,7 +158,7 @@ def setting_names() -> tuple[str, ...]:
 
 
 def describe_setting(name: str) -> str:
-    """Return the one-line explanation of a setting: for help texts and the reference page."""
+    """Return the short explanation of a setting: for help texts and the reference page."""
     return str(_KNOWN[name]["text"])
 
 
@@ -178,9 +178,9 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Settings:
-    """Return the settings of `config` (else ./delayline.toml where there is one), the environment and `flags`.
+    """Return the settings of `config` (else ./delayline.toml if it exists), the environment and `flags`.
 
-    Later ones win; a flag that is None was not given. Raises ConfigurationError naming the value, its place and the
+    Later sources win; a flag that is None was not given. Raises ConfigurationError naming the value, its place and the
     remedy.
     """
     environ = os.environ if environ is None else environ

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 CONFLICTS_IN_A_ROW: Final = 5  # in a row; after that the caller decides
-#: The task that waits for the one at work, so that a transaction of the former is not waited for by the latter.
+#: The task that waits for the working task, so that a transaction of the former is not waited for by the latter.
 WAITING_TASK: Final[ContextVar[asyncio.Task[Any] | None]] = ContextVar("delayline_waiting_task", default=None)
 
 #: Whether a thread waits for the task at work, so that a transaction of that thread does not end meanwhile.
@@ -52,7 +52,7 @@ class Transaction:
     """A unit of work: `async with` commits it on a normal exit and rolls it back on an exception.
 
     Technologies subclass it and supply `_commit` and `_rollback`. Everything done in it is seen by others at its
-    commit or never. It belongs to one task; it is not safe to share.
+    commit or never. It belongs to a task; it is not safe to share.
     """
 
     def __init__(self, domain: Hashable) -> None:
@@ -78,7 +78,7 @@ class Transaction:
 
     @contextlib.contextmanager
     def _undoing_callbacks(self) -> Iterator[None]:
-        """Treat the callbacks registered inside as those of a rollback when it is left with an exception."""
+        """Treat the callbacks registered inside as callbacks of a rollback when it is left with an exception."""
         commits, ends = len(self._after_commit), len(self._after_end)
         try:
             yield
@@ -121,8 +121,8 @@ class SupportsSavepoints(Protocol):
     def savepoint(self) -> AbstractAsyncContextManager[None]:
         """Return a part of the transaction: left with an exception it is undone, and the exception raised.
 
-        Callbacks registered inside are undone too: those for the end run at once, those for the commit never.
-        Savepoints nest; the transaction stays usable, unless the back end has gone away. Any error other than the one
+        Callbacks registered inside are undone too: callbacks for the end run at once, callbacks for the commit never.
+        Savepoints nest; the transaction stays usable, unless the back end has gone away. Any error other than the error
         raised inside means that the part may not be undone: roll the whole transaction back.
         """
         ...
@@ -159,7 +159,7 @@ async def _checked_savepoint(transaction: SupportsSavepoints) -> AsyncIterator[N
 
 
 def is_unusable(transaction: Transaction | None, error: Exception) -> bool:
-    """Return whether the transaction has to be rolled back after `error` left one of its savepoints."""
+    """Return whether the transaction has to be rolled back after `error` left a savepoint."""
     if transaction is None:
         return False
     return isinstance(error, BackendUnavailable | SavepointLost) or not isinstance(transaction, SupportsSavepoints)
@@ -193,7 +193,7 @@ class SupportsHighestMode(Protocol):
 
     @property
     def highest_transaction_mode(self) -> TransactionMode:
-        """The strongest mode it can honour; all weaker ones are supported too. Known before it is opened."""
+        """The strongest mode it can honour; all weaker modes are supported too. Known before it is opened."""
         ...
 
 
@@ -207,20 +207,20 @@ class TransportParticipant(TransactionParticipant, Protocol):
 
 
 def share_transactions(first: TransactionParticipant, second: TransactionParticipant) -> bool:
-    """Return whether both parts can take part in one local transaction."""
+    """Return whether both parts can take part in the same local transaction."""
     return first.transaction_domain is not None and first.transaction_domain == second.transaction_domain
 
 
 def guarantee(
     transport: TransportParticipant, delivery: TransactionParticipant | None, mode: TransactionMode
 ) -> Guarantee:
-    """Return the guarantee of this pair: the one source for start-up, `doctor` and the table in the documentation.
+    """Return the guarantee of this pair: the only source for start-up, `doctor` and the table in the documentation.
 
     See https://docs.particular.net/transports/transactions.
 
     Args:
         transport: The endpoint's transport.
-        delivery: Its delayed delivery; None for an endpoint without one.
+        delivery: Its delayed delivery; None for an endpoint without delayed delivery.
         mode: The transaction mode.
 
     Raises:
@@ -261,7 +261,7 @@ def strongest_mode(transport: TransportParticipant, delivery: TransactionPartici
 
 
 def weaker_mode(refused: TransactionMode) -> TransactionMode | None:
-    """Return the mode to try when a store has refused one: the next weaker, but not the one that may lose messages."""
+    """Return the mode to try when a store has refused a mode: the next weaker that cannot lose messages."""
     return TransactionMode(refused - 1) if refused > TransactionMode.RECEIVE_ONLY else None
 
 

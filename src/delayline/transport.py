@@ -42,18 +42,19 @@ class ReceivedMessage:
 
 
 class Receiver(Protocol):
-    """One endpoint's hold on its input queue. Called from one event loop; methods may be awaited concurrently."""
+    """An endpoint's hold on its input queue. Called from one event loop; methods may be awaited concurrently."""
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and return them, oldest first.
 
-        A message is returned to one receiver at a time, in whatever process; the crash of its holder gives it back.
+        A message is returned to a single receiver at a time, in whatever process; the crash of its holder gives it
+        back.
 
         Args:
             limit: The most messages to return.
 
         Returns:
-            At least one message; none only after `stop`.
+            At least a message; none only after `stop`.
 
         Raises:
             BackendUnavailable: The transport is down.
@@ -180,7 +181,7 @@ class SupportsHoldingOne(Protocol):
     """Capability of a receiver that holds further messages: hold no other whose crashes are counted."""
 
     async def hold_only(self, received: ReceivedMessage) -> None:
-        """Give all others of these back, and take no more until the message is acknowledged or released.
+        """Give all other messages back, and take no more until the message is acknowledged or released.
 
         Args:
             received: A message of this receiver.
@@ -199,11 +200,11 @@ class SupportsServerTimeout(Protocol):
 
 
 class Transport(Protocol):
-    """Moves messages between queues. Passed to one or several endpoints of one event loop."""
+    """Moves messages between queues. Passed to endpoints of the same event loop."""
 
     @property
     def transaction_domain(self) -> Hashable | None:
-        """Equal to a store's domain when both can share one local transaction; None for none."""
+        """Equal to a store's domain when both can share a local transaction; None for none."""
         ...
 
     @property
@@ -224,13 +225,13 @@ class Transport(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Undo one `start`; the last one disconnects."""
+        """Undo a `start`; the last disconnects."""
         ...
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
         """Send every operation, durably on return, or at the commit of `transaction` where given.
 
-        Not idempotent: sending twice is two messages with one id.
+        Not idempotent: sending twice is two messages with the same id.
 
         Args:
             operations: Messages with their destinations.
@@ -288,7 +289,7 @@ class SupportsQueueAddresses(Protocol):
 
 @runtime_checkable
 class SupportsTransportTransactions(Protocol):
-    """Capability: sends, receives and (in a shared domain) the store in one transaction."""
+    """Capability: sends, receives and (in a shared domain) the store in the same transaction."""
 
     def transaction(self) -> Transaction:
         """Return a new transaction; enter it with `async with`."""
@@ -300,7 +301,7 @@ class SupportsQueueManagement(Protocol):
     """Capability: look into queues and take single messages out, for people and for `delayline errors`."""
 
     async def count(self, queue: str) -> int:
-        """Return how many messages are in the queue, hidden ones included.
+        """Return how many messages are in the queue, hidden messages included.
 
         Args:
             queue: The queue.
@@ -324,7 +325,7 @@ class SupportsQueueManagement(Protocol):
         ...
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
-        """Remove one copy of the message.
+        """Remove a copy of the message.
 
         Args:
             queue: The queue.
@@ -352,7 +353,7 @@ class SupportsQueueManagement(Protocol):
 
 
 class QueuePass(Protocol):
-    """One look through a queue; iterate over its messages, oldest first."""
+    """A look through a queue; iterate over its messages, oldest first."""
 
     def __aiter__(self) -> QueuePass: ...
 
@@ -365,10 +366,10 @@ class QueuePass(Protocol):
 
 @runtime_checkable
 class SupportsQueuePass(Protocol):
-    """Capability: look through a queue in one pass, where looking takes messages and gives them back."""
+    """Capability: look through a queue in a single pass, where looking takes messages and gives them back."""
 
     def passing(self, queue: str) -> AbstractAsyncContextManager[QueuePass]:
-        """Return the messages that are in the queue and that no receiver holds; those not removed return at the end.
+        """Return the messages that are in the queue and that no receiver holds; messages not removed return at the end.
 
         Args:
             queue: The queue.
@@ -399,7 +400,7 @@ class SupportsQueueLimits(Protocol):
     """Capability: pause queues and limit them, while endpoints run; every process follows within a second."""
 
     async def limits(self, queue: str | None = None) -> Sequence[QueueLimits]:
-        """Return the limits of the queue, or those of every queue, by name.
+        """Return the limits of the queue, or of every queue, by name.
 
         Args:
             queue: The queue; None for all.
@@ -422,7 +423,7 @@ class SupportsQueueLimits(Protocol):
 
         Args:
             queue: The queue.
-            paused: Whether to receive no messages; those that were received already are handled.
+            paused: Whether to receive no messages; messages that were received already are handled.
             concurrency: How many messages are handled at once; 1 to 10 000.
             rate: How many messages are received a second; above 0.
             handlers: How many messages of a type are handled at once, 1 to 10 000, by its name; None for the number in
@@ -436,7 +437,7 @@ class SupportsQueueLimits(Protocol):
 
 
 def limited(transport: object) -> SupportsQueueLimits:
-    """Return the transport as one whose queues can be limited; raises ConfigurationError if they cannot."""
+    """Return the transport if its queues can be limited; raises ConfigurationError if they cannot."""
     if not isinstance(transport, SupportsQueueLimits):
         raise ConfigurationError(
             f"{type(transport).__name__} has no limits of queues: they need queues in a SQL database"
@@ -459,7 +460,7 @@ class SupportsQualifiedQueues(Protocol):
 
 
 class HandlerSlots(Protocol):
-    """The slots of one type of message: as many are handled at once as there are, over all processes."""
+    """The slots of a type of message: as many messages are handled at once as there are slots, over all processes."""
 
     async def take(self) -> int | None:
         """Return a free slot, which is free again when this process ends; None while all are taken."""
@@ -485,7 +486,7 @@ class SupportsHandlerSlots(Protocol):
 
 @runtime_checkable
 class SupportsQueueComparison(Protocol):
-    """Capability: compares queues with those that it would create."""
+    """Capability: compares queues with the queues that it would create."""
 
     async def difference(self, queue: str) -> str:
         """Return in which way an existing queue differs; empty if it does not. Raises QueueNotFound."""

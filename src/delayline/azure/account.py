@@ -82,7 +82,7 @@ class Clients:
 
 
 class AzureAccount:
-    """A storage account, shared by the transport and the delayed messages of one event loop.
+    """A storage account, shared by the transport and the delayed messages of an event loop.
 
     Args:
         url: `azure://ACCOUNT` with DefaultAzureCredential, `azure://ACCOUNT?SAS`, `azure:CONNECTION STRING`, or
@@ -137,7 +137,7 @@ class AzureAccount:
 
     @classmethod
     def at(cls, place: str | AzureAccount) -> AzureAccount:
-        """Return the account itself, or a new one at the URL."""
+        """Return the account itself, or a new account at the URL."""
         return place if isinstance(place, AzureAccount) else cls(place)
 
     def __repr__(self) -> str:
@@ -152,7 +152,7 @@ class AzureAccount:
         return self._clients
 
     def check_process(self) -> None:
-        """Raise NotStarted in a process that was forked from the one that opened the account."""
+        """Raise NotStarted in a process that was forked from the process that opened the account."""
         self._process.check(f"storage account {self.name!r}")
 
     async def open(self) -> None:
@@ -174,7 +174,7 @@ class AzureAccount:
                 await self._open.enter_async_context(client)
 
     async def close(self) -> None:
-        """Undo one `open`; the last one lets go of all connections."""
+        """Undo an `open`; the last lets go of all connections."""
         self._users -= 1
         if self._users == 0 and not self._process.forked:
             self._clients = None
@@ -210,7 +210,7 @@ class AzureAccount:
 
 
 def _over_aiohttp() -> AioHttpTransport:
-    """Return a transport that looks for a proxy, in a thread and at each request, only where there is one."""
+    """Return a transport that looks for a proxy, in a thread and at each request, only where a proxy is set."""
     return AioHttpTransport(use_env_settings=bool(getproxies()))
 
 

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ONE_SECOND: Final = timedelta(seconds=1)
-#: How long a process leaves the lease alone that another one has, with messages due.
+#: How long a process leaves another's lease alone, with messages due.
 STAND_BY: Final = 1.0
 #: How long cancelling waits for the lease, which a poller has while it dispatches; in steps.
 PAUSES_FOR_LEASE: Final = (0.1, 0.2, 0.3, 0.5, 0.9)
@@ -66,9 +66,9 @@ SWEEP_AFTER: Final = 60.0
 SWEEP_EVERY: Final = 3600.0
 #: ... and after each hundred of them.
 SWEEP_PAUSE: Final = 1.0
-#: How old these rows are at least: others may belong to messages that are just being stored.
+#: How old such rows are at least: others may belong to messages that are just being stored.
 ORPHANED_AFTER: Final = timedelta(minutes=10)
-#: Requests of one forecast at a time.
+#: Requests of a forecast at a time.
 FORECASTS_AT_ONCE: Final = 8
 NOT_OPEN: Final = "the delayed messages table is not open: start its endpoint, or call initialize first"
 
@@ -76,7 +76,7 @@ NOT_OPEN: Final = "the delayed messages table is not open: start its endpoint, o
 class AzureDelayedTable(SingleMessageVerbs):
     """Delayed message store in an Azure table; the dispatching process holds a lease on a container.
 
-    Due times are rounded up to whole seconds. Several messages are not stored in one transaction.
+    Due times are rounded up to whole seconds. Several messages are not stored together.
 
     Args:
         account: The storage account, or its URL.
@@ -169,7 +169,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         await self.store_many([message], transaction)
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
-        """Keep the messages; of several some may be kept when this fails. Raises InvalidMessage for one too large."""
+        """Keep the messages, some of them if it fails half-way. Raises InvalidMessage for a message too large."""
         _refuse(transaction)
         table = self._open
         rows: dict[str, TableRow] = {}
@@ -309,7 +309,7 @@ class AzureDelayedTable(SingleMessageVerbs):
         return number
 
     async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
-        """Return the pending message with that id, or None; one that .NET has stored is searched in the whole table."""
+        """Return the pending message with that id, or None; .NET's own are searched in the whole table."""
         row = await self._where.find(message_id)
         return None if row is None else found_of(row.message, body_limit)
 
@@ -486,7 +486,7 @@ class AzureDelayedTable(SingleMessageVerbs):
 class DelayedTableDelivery(StoredDelivery):
     """Delayed delivery through the account's own table: StoredDelivery over an AzureDelayedTable, settings and all.
 
-    Start it in as many processes as you like; one at a time dispatches, and another takes over when it ends.
+    Start it in as many processes as you like; only one dispatches at a time, and another takes over when it ends.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ def too_large(message: Message, size: int, limit: int) -> InvalidMessage:
 def unwrap(native_id: str, text: str) -> Message:
     """Return the message in a queue's text; an UnwrappedMessage for any text that is none.
 
-    Raises nothing: the text is untrusted, and the error of one message must not keep its page from being handled.
+    Raises nothing: the text is untrusted, and a message's error must not keep its page from being handled.
     """
     try:
         return _unwrapped(json.loads(_decoded(text)))
@@ -200,9 +200,9 @@ def _intent(headers: Mapping[str, str]) -> int:
 
 
 def _shortened(message: Message, size: int) -> str:
-    """Cut the stack trace until the message fits, then leave out one header after the other."""
+    """Cut the stack trace until the message fits, then leave out headers."""
     trace = message.headers.get(Headers.EXCEPTION_STACK_TRACE, "")
-    length = len(trace) - (size - LARGEST_TEXT)  # each character takes more than one byte of text
+    length = len(trace) - (size - LARGEST_TEXT)  # each character takes several bytes of text
     if length > SHORTEST_TRACE:
         wrapped = _text(message.with_headers({Headers.EXCEPTION_STACK_TRACE: "..." + trace[-(length - 3) :]}))
         if len(wrapped) <= LARGEST_TEXT:

@@ -1,4 +1,4 @@
-"""The lease that lets one process at a time dispatch an endpoint's delayed messages.
+"""The lease that lets a single process at a time dispatch an endpoint's delayed messages.
 
 See https://docs.particular.net/transports/azure-storage-queues/delayed-delivery.
 """

@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 def queue_name(address: str) -> str:
-    """Return the queue of an address, in lower case; raises ConfigurationError for one that Azure cannot have."""
+    """Return the queue of an address, in lower case; raises ConfigurationError for a name that Azure cannot have."""
     name = address.lower()
     if QUEUE.fullmatch(name) is None:
         raise ConfigurationError(
@@ -61,7 +61,7 @@ SANITIZERS: Final[dict[str, Sanitizer]] = {"dots-to-hyphens": dots_to_hyphens}
 
 
 def checked_sanitizer(given: Sanitizer | str | None) -> Sanitizer | None:
-    """Return the sanitizer, or the one of that name; raises ConfigurationError."""
+    """Return the sanitizer, or the sanitizer of that name; raises ConfigurationError."""
     if given is None or callable(given):
         return given
     if given not in SANITIZERS:
@@ -95,7 +95,7 @@ def message_key(message_id: str, due: datetime) -> Key:
     """Return the key of a message with this due time. Raises InvalidDueTime if its second is beyond year 9999.
 
     A key names the second before the due time: a .NET endpoint, which dispatches a row once its second is over, and
-    this one then agree, and neither is early.
+    this endpoint then agree, and neither is early.
     """
     try:
         second = _ceiling(due) - ONE_SECOND

@@ -51,7 +51,7 @@ class InvisibleMessage:
 
 
 class AzureReceiver:
-    """Takes messages from one queue, in pages of 32 at most.
+    """Takes messages from a queue, in pages of 32 at most.
 
     Args:
         poll_interval: the longest wait, in seconds, between looks at an empty queue; the first are shorter.
@@ -212,7 +212,7 @@ class AzureReceiver:
 
 
 async def page_of(client: QueueClient, number: int, hidden_for: int) -> list[QueueMessage]:
-    """Return up to so many messages, hidden for so many seconds: one request, so that no page is lost with another."""
+    """Return up to so many messages, hidden for so many seconds, in a single request: no page is lost with another."""
     pages = client.receive_messages(
         messages_per_page=number, max_messages=number, visibility_timeout=hidden_for
     ).by_page()
@@ -222,7 +222,7 @@ async def page_of(client: QueueClient, number: int, hidden_for: int) -> list[Que
 
 
 def receipt_of(message: QueueMessage) -> str:
-    """Return the receipt with which the message can be deleted; only the latest one is valid."""
+    """Return the receipt with which the message can be deleted; only the latest is valid."""
     return message.pop_receipt or ""
 
 
@@ -238,7 +238,7 @@ async def deleted_with(client: QueueClient, message_id: str, receipt: str) -> bo
 
 
 async def shown(client: QueueClient, message_id: str, receipt: str, text: str | None = None) -> str | None:
-    """Make a message visible, with a new text if given, and return its receipt; None if the old one has expired."""
+    """Make a message visible, with a new text if given, and return its receipt; None if the old receipt has expired."""
     try:
         return receipt_of(await client.update_message(message_id, receipt, content=text, visibility_timeout=0))
     except HttpResponseError as error:

@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 PASSING: Final = frozenset({408, 429})
 DENIED_STATUSES: Final = frozenset({401, 403})
 MAYBE_DONE: Final = "Whether it was done is unknown: repeat it, with the same message_id where it sends a message. "
-#: Seconds, from the begin of a stop, in which requests may still take their time; each later one has the second limit.
+#: Seconds, from the begin of a stop, in which requests may still take their time; each later request has the second
+#: limit.
 STOPPING: Final = 8.0
 STOPPING_REQUEST: Final = 2.0
 
 
 class Requests:
-    """The requests of one transport or store, each of which is answered within a limit or fails.
+    """The requests of a transport or store, each of which is answered within a limit or fails.
 
     The limit covers all that a request takes: the client's retries and their pauses, tokens, and reading the answer.
 
@@ -47,7 +48,7 @@ class Requests:
         self._stop_at = None
 
     def stop_soon(self) -> None:
-        """Limit the requests that are under way, and those that follow, so that a stop ends within 20 seconds."""
+        """Limit the requests that are under way, and requests that follow, so that a stop ends within 20 seconds."""
         self._stop_at = stop_at = asyncio.get_running_loop().time() + STOPPING
         for timeout in self._open:
             if (when := timeout.when()) is not None and when > stop_at:
@@ -57,7 +58,7 @@ class Requests:
     async def ask(
         self, doing: str, *, at_most: float | None = None, semaphore: asyncio.Semaphore | None = None
     ) -> AsyncIterator[None]:
-        """Run one request inside: translates its errors, and raises BackendUnavailable without an answer.
+        """Run a request inside: translates its errors, and raises BackendUnavailable without an answer.
 
         Args:
             doing: The operation, for the error text, as in "send to queue 'sales'".
@@ -112,7 +113,7 @@ def _silent(doing: str, limit: float) -> BackendUnavailable:
 
 @contextlib.contextmanager
 def azure_errors(doing: str) -> Iterator[None]:
-    """Raise BackendUnavailable or BackendUnusable for a client's error; errors about one entity pass unchanged.
+    """Raise BackendUnavailable or BackendUnusable for a client's error; errors about a single entity pass unchanged.
 
     Args:
         doing: the action that failed, for the text, as in "send to queue 'sales'". No text of a request is repeated: it

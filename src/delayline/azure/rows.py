@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Entity = dict[str, Any]
 
-#: Azure's limit for one property that is a text.
+#: Azure's limit for a property that is a text.
 LONGEST_TEXT: Final = 32 * 1024
 #: Columns that .NET neither writes nor reads. A row without the first was not written here.
 RETRIES_COLUMN: Final = "NumberOfRetries"
@@ -62,7 +62,7 @@ def row_of(message: DelayedMessage) -> TableRow:
 
 
 def to_entity(row: TableRow) -> Entity:
-    """Return the entity of a message; raises InvalidMessage for one that is too large for an entity."""
+    """Return the entity of a message; raises InvalidMessage for a message that is too large for an entity."""
     message = row.message.message
     headers, encoded = _headers(message)
     entity: Entity = {
@@ -78,7 +78,7 @@ def to_entity(row: TableRow) -> Entity:
 
 
 def from_entity(entity: Mapping[str, Any]) -> TableRow:
-    """Return the message of an entity; raises ForeignRow, and nothing else, for one that holds none."""
+    """Return the message of an entity; raises ForeignRow, and nothing else, for an entity that holds none."""
     try:
         return _row_in(entity)
     except ForeignRow:
@@ -140,7 +140,7 @@ ORPHANS_AT_ONCE: Final = 100
 
 
 class MessageIndex:
-    """The index rows of one table: the key of each message by its id."""
+    """The index rows of a table: the key of each message by its id."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -163,7 +163,7 @@ class MessageIndex:
             await asyncio.wait([self._sweeping])
 
     async def take(self, rows: Sequence[TableRow]) -> list[bool]:
-        """Claim the ids of messages to be stored; False for one whose id waits already."""
+        """Claim the ids of messages to be stored; False for an id that waits already."""
         for row in rows:
             self._left.pop(place_key(row.message.id), None)
         claimed = await self._table.create_each([place_entity(row.message.id, row.key) for row in rows])
@@ -233,7 +233,7 @@ class MessageIndex:
         return isinstance(named, str) and id_key(named) == id_row
 
     async def _take_over(self, row: TableRow) -> bool:
-        """Claim an id that was claimed before, unless its message is there; the same message twice is one."""
+        """Claim an id that was claimed before, unless its message is there; the same message twice is a claim."""
         for _ in range(CLAIM_ATTEMPTS):
             index_row = await self._table.get(place_key(row.message.id))
             mine = place_entity(row.message.id, row.key)

@@ -35,7 +35,7 @@ UNEXPECTED: Final = frozenset({404, 409, 412})
 
 
 class Table:
-    """The entities of one table; a verb that ends in `each` answers True for those that it changed."""
+    """The entities of a table; a verb that ends in `each` answers True for those that it changed."""
 
     def __init__(self, client: TableClient, requests: Requests) -> None:
         self._client = client
@@ -66,7 +66,7 @@ class Table:
     async def waiting(
         self, *, at_least: int = ENTITY_PAGE, only: Mapping[str, str] | None = None, columns: list[str] | None = None
     ) -> AsyncIterator[Entity]:
-        """Yield all messages, earliest first, or only those whose columns have these values."""
+        """Yield all messages, earliest first, or only entities whose columns have the given values."""
         only = only or {}
         query = " and ".join([f"PartitionKey lt '{BEHIND_DIGITS}'", *(f"{name} eq @{name}" for name in only)])
         async for entity in self.query(query, min(at_least, ENTITY_PAGE), parameters=only, select=columns):
@@ -75,7 +75,7 @@ class Table:
     async def between(
         self, start: datetime | None, end: datetime | None, *, at_least: int, columns: list[str] | None = None
     ) -> AsyncIterator[Entity]:
-        """Yield messages due from `start` on and before `end`, earliest first, with these columns, or all."""
+        """Yield messages due from `start` on and before `end`, earliest first, with the given columns, or all."""
         first, last = (None if edge is None else latest_before(edge) for edge in (start, end))
         parts = [f"PartitionKey lt '{BEHIND_DIGITS}'"]
         if first is not None:
@@ -86,7 +86,7 @@ class Table:
             yield entity
 
     async def get(self, key: Key, *, columns: list[str] | None = None) -> Any | None:  # noqa: ANN401
-        """Return the entity, its etag in its metadata, or only these columns of it; None if there is none."""
+        """Return the entity, its etag in its metadata, or only the given columns of it; None if there is none."""
         async with self._asking("read", self._slots):
             try:
                 return await self._client.get_entity(key.partition, key.row, select=columns)
@@ -95,15 +95,15 @@ class Table:
                 return None
 
     async def create_each(self, entities: Sequence[Entity]) -> list[bool]:
-        """Insert entities; False for one whose key is there already."""
+        """Insert entities; False for an entity whose key is there already."""
         return await self.change_each([("create", entity) for entity in entities])
 
     async def delete_each(self, keys: Sequence[Key]) -> list[bool]:
-        """Delete entities; False for one that was gone."""
+        """Delete entities; False for an entity that was gone."""
         return await self.change_each([("delete", _keys(key)) for key in keys])
 
     async def put_each(self, entities: Sequence[Entity]) -> list[bool]:
-        """Insert entities, in the place of those that are there."""
+        """Insert entities, replacing entities that are there."""
         return await self.change_each([("upsert", entity, {"mode": UpdateMode.REPLACE}) for entity in entities])
 
     async def merge(self, key: Key, values: Entity) -> bool:
@@ -111,23 +111,23 @@ class Table:
         return await self.change_together([("update", _keys(key) | values, {"mode": UpdateMode.MERGE})])
 
     async def replace(self, entity: Entity, etag: str) -> bool:
-        """Write an entity in place of one that is as it was read; False when it is not."""
+        """Write an entity in place of an entity that is as it was read; False when it is not."""
         conditions = {"mode": UpdateMode.REPLACE, "etag": etag, "match_condition": MatchConditions.IfNotModified}
         return await self.change_together([("update", entity, conditions)])
 
     async def delete_unchanged_each(self, entities: Sequence[Any]) -> list[bool]:
-        """Delete entities; False for one that is not as it was read."""
+        """Delete entities; False for an entity that is not as it was read."""
         unmodified = MatchConditions.IfNotModified
         return await self.change_each(
             [("delete", row, {"etag": row.metadata["etag"], "match_condition": unmodified}) for row in entities]
         )
 
     async def move(self, old: Key, entity: Entity) -> bool:
-        """Delete an entity and insert another one of the same partition, together; False when neither happened."""
+        """Delete an entity and insert another of the same partition, together; False when neither happened."""
         return await self.change_together([("delete", _keys(old)), ("create", entity)])
 
     async def change_together(self, operations: Sequence[Operation]) -> bool:
-        """Run a transaction on one partition; False when an entity was not as expected, and nothing was changed."""
+        """Run a transaction on a partition; False when an entity was not as expected, and nothing was changed."""
         async with self._asking("write to", self._slots):
             try:
                 await self._client.submit_transaction(operations)
@@ -139,7 +139,7 @@ class Table:
         return True
 
     async def change_each(self, operations: Sequence[Operation]) -> list[bool]:
-        """Run operations, in as few transactions as there can be; False for one whose entity was not as expected."""
+        """Run operations, in as few transactions as there can be; False where the entity was not as expected."""
         answers = [False] * len(operations)
 
         async def change(positions: Sequence[int]) -> None:
@@ -187,7 +187,7 @@ def _keys(key: Key) -> Entity:
 
 
 def _chunks(operations: Sequence[Operation]) -> list[list[int]]:
-    """Return the positions of operations that can be one transaction: one partition, not too many, not too large."""
+    """Return the positions of operations that can share a transaction: same partition, not too many, not too large."""
     chunks: list[list[int]] = []
     by_partition = sorted(range(len(operations)), key=lambda position: operations[position][1]["PartitionKey"])
     for _, positions in groupby(by_partition, key=lambda position: operations[position][1]["PartitionKey"]):

@@ -50,7 +50,7 @@ LONGEST_LIFE: Final = 2**31 - 1  # seconds
 QUEUE_MISSING_FOR: Final = 1.0
 #: How long a walk through a queue hides messages from others, at most.
 WALK: Final = 60
-#: How many addresses are compared with new ones; those of replies come from outside.
+#: How many addresses are compared with new ones; addresses of replies come from outside.
 MOST_ADDRESSES: Final = 10_000
 NO_TIME: Final = timedelta(0)
 
@@ -67,8 +67,8 @@ class AzureStorageQueueTransport:
             1 second to 7 days; a running handler may take longer.
         server_timeout: Seconds that a request may take with its retries; by default the account's.
         queue_name_sanitizer: Converts names of endpoints and destinations to queue names: a function, or
-            `dots-to-hyphens`; by default the one in the account's URL (`queue_name_sanitizer=dots-to-hyphens`). A .NET
-            endpoint of the same name needs the same one.
+            `dots-to-hyphens`; by default the sanitizer in the account's URL (`queue_name_sanitizer=dots-to-hyphens`). A
+            .NET endpoint of the same name needs the same sanitizer.
 
     Raises:
         ConfigurationError: An argument is invalid.
@@ -150,7 +150,7 @@ class AzureStorageQueueTransport:
         self._requests.stop_soon()
 
     async def stop(self) -> None:
-        """Undo one `start`."""
+        """Undo a `start`."""
         self._requests.begin()
         self._clients.clear()
         self._missing.clear()
@@ -198,13 +198,13 @@ class AzureStorageQueueTransport:
             return [listed.name async for listed in self._account.clients.queues.list_queues()]
 
     async def count(self, queue: str) -> int:
-        """Return how many messages are in the queue, hidden ones included; on a busy queue about how many."""
+        """Return how many messages are in the queue, hidden messages included; on a busy queue about how many."""
         client = self._client(queue)
         async with self._asking("count", queue):
             return int((await client.get_queue_properties()).approximate_message_count or 0)
 
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
-        """Return messages, oldest first, hidden ones left out.
+        """Return messages, oldest first, hidden messages left out.
 
         More than 32 cannot be looked at without taking them: the queue is hidden from others for the moment.
         """
@@ -254,7 +254,7 @@ class AzureStorageQueueTransport:
             fresh = {message.id: message for message in page if message.id not in messages}
             messages |= fresh
             if not fresh:
-                break  # so many that the first ones are visible again
+                break  # so many that the first messages are visible again
         in_order = sorted(messages.values(), key=lambda message: message.inserted_on or EPOCH)
         receipts = await asyncio.gather(*(show(message) for message in in_order))
         self._seen = {key: copies for key, copies in self._seen.items() if key[0] != queue}
@@ -288,7 +288,7 @@ class AzureStorageQueueTransport:
         self._event_of(queue).set()
 
     def _check_not_missing(self, queue: str, name: str) -> None:
-        """Raise QueueNotFound if the queue did not exist a moment ago; once that is over one send at a time asks."""
+        """Raise QueueNotFound if the queue did not exist a moment ago; after that a single send at a time asks."""
         if not self._missing:
             return
         now = asyncio.get_running_loop().time()
@@ -340,7 +340,7 @@ class AzureStorageQueueTransport:
         return self._events.setdefault(queue_name(self.address_of(queue)), asyncio.Event())
 
     def _distinct(self, queues: Sequence[str]) -> list[str]:
-        """Return the names of the queues; raises ConfigurationError where two of them become one."""
+        """Return the names of the queues; raises ConfigurationError where two names become equal."""
         names: dict[str, str] = {}
         for queue in queues:
             name = queue_name(self.address_of(queue))

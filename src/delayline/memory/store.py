@@ -75,7 +75,7 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
             in_memory(transaction).on_commit(lambda: self._insert(messages))
 
     async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
-        """Store the message unless one with its id is pending, which it may replace."""
+        """Store the message unless a message with its id is pending, which it may replace."""
         outcome = self._outcome(message.id)
         if outcome is Outcome.NOT_PENDING:
             self._insert([message])

@@ -1,4 +1,4 @@
-"""One transaction over everything in this process's memory: effects wait for the commit, then happen all at once."""
+"""A transaction over everything in this process's memory: effects wait for the commit, then happen all at once."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class MemoryTransaction(Transaction):
 
 
 def in_memory(transaction: Transaction) -> MemoryTransaction:
-    """Return `transaction` as a memory transaction; raises TypeError for one of another technology."""
+    """Return `transaction` as a memory transaction; raises TypeError for a transaction of another technology."""
     if not isinstance(transaction, MemoryTransaction):
         raise TypeError(f"a {type(transaction).__name__} cannot span this process's memory")
     return transaction

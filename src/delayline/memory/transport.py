@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryTransport:
-    """Transport with queues in memory; endpoints of one process share an instance.
+    """Transport with queues in memory; endpoints of a process share an instance.
 
     Args:
         clock: Decides when a message with a time to be received has expired.
@@ -94,12 +94,12 @@ class MemoryTransport:
         return sorted(self._queues)
 
     async def count(self, queue: str) -> int:
-        """Return how many messages are in the queue, hidden ones included."""
+        """Return how many messages are in the queue, hidden messages included."""
         stored = self._queue(queue)
         return len(stored.visible) + len(stored.hidden)
 
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
-        """Return messages, oldest first, hidden ones included."""
+        """Return messages, oldest first, hidden messages included."""
         stored = self._queue(queue)
         entries = sorted([*stored.visible, *stored.hidden.items()], key=itemgetter(0))
         return [message for _, message in entries[offset : offset + limit]]
@@ -135,7 +135,7 @@ class MemoryTransport:
 
 
 class MemoryQueue:
-    """Messages in the order they came, and those that a receiver or a transaction holds."""
+    """Messages in the order they came, and messages that a receiver or a transaction holds."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -178,7 +178,7 @@ class MemoryQueue:
 
 
 class MemoryReceiver:
-    """Takes messages from one queue; competes fairly with other receivers on it."""
+    """Takes messages from a queue; competes fairly with other receivers on it."""
 
     def __init__(self, queue: MemoryQueue) -> None:
         self._queue = queue
