@@ -1,6 +1,6 @@
-"""The catalog of a store's cold tier: which files hold its messages, and which of these were cancelled.
+"""The catalog of a store's cold tier: which files hold its messages, and which of them were cancelled.
 
-Only files in the catalog count. It is kept in the store's database: one transaction moves messages between the tiers.
+Only files in the catalog count. It is kept in the store's database: a transaction moves messages between the tiers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class FileState(StrEnum):
 
 
 class ColdFile(NamedTuple):
-    """A file of messages that fall due within one hour, ordered by due time; times in microseconds since 1970."""
+    """A file of messages that fall due within an hour, ordered by due time; times in microseconds since 1970."""
 
     name: str
     due_hour: str
@@ -57,7 +57,7 @@ class ColdFile(NamedTuple):
 
 
 class ColdTables:
-    """The catalog's tables, for all stores of one schema."""
+    """The catalog's tables, for all stores of a schema."""
 
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
@@ -97,7 +97,7 @@ class ColdTables:
 
     @property
     def all(self) -> list[Table]:
-        """Every one of them; the catalog's own last, so that where it is, all are."""
+        """All tables; the catalog's own last, so that where it is, all are."""
         return [self.tiers, self.counts, self.tombstones, self.files]
 
 
@@ -111,7 +111,7 @@ COLD_TIER: Final = register(TableGroup("cold_tier", lambda _, schema: cold_table
 
 
 class ColdFiles:
-    """The catalog of one store; every call is part of the caller's transaction."""
+    """The catalog of a store; every call is part of the caller's transaction."""
 
     def __init__(self, dialect: Dialect, store: Table) -> None:
         self._dialect = dialect
@@ -166,7 +166,7 @@ class ColdFiles:
         return [ColdFile(*row, {}) for row in rows]
 
     def buried(self, connection: Connection, names: Sequence[str]) -> dict[str, dict[str, str]]:
-        """Return the cancelled messages of those files: by file, the destination by id."""
+        """Return the cancelled messages of the files: by file, the destination by id."""
         columns = self.tables.tombstones.c
         tombstones: dict[str, dict[str, str]] = defaultdict(dict)
         for some in _parts(names):
@@ -176,10 +176,10 @@ class ColdFiles:
         return dict(tombstones)
 
     def lock(self, connection: Connection, names: Iterable[str]) -> set[str]:
-        """Lock the files against changes by other processes, and return those that still are in the tier."""
+        """Lock the files against changes by other processes, and return the files that still are in the tier."""
         columns = self.tables.files.c
         locked: set[str] = set()
-        for some in _parts(sorted(names)):  # in one order in all processes, so that they cannot deadlock
+        for some in _parts(sorted(names)):  # in the same order in all processes, so that they cannot deadlock
             query = select(columns.name).where(columns.name.in_(some), columns.state == FileState.HELD.value)
             locked |= set(connection.execute(query.order_by(columns.name).with_for_update()).scalars())
         return locked

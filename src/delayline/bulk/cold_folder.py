@@ -1,4 +1,4 @@
-"""The files of a cold tier: Parquet, one hour of due times in each, in a local folder or on a file system of pyarrow.
+"""The files of a cold tier: Parquet, an hour of due times in each, in a local folder or on a file system of pyarrow.
 
 Which files count is recorded in the catalog only.
 """
@@ -55,7 +55,7 @@ class FoundFile(NamedTuple):
 
 
 class ColdFolder:
-    """Where the files of one store's cold tier are; pickled to tasks. Every method blocks.
+    """Where the files of a store's cold tier are; pickled to tasks. Every method blocks.
 
     Args:
         path: a local folder, or a URI of pyarrow's: file, s3, gs, hdfs, abfss.
@@ -90,7 +90,7 @@ class ColdFolder:
             )
 
     def settle(self, name: str, due_hour: str) -> None:
-        """Let a file that is complete outlast a power cut, where it is a local one."""
+        """Let a file that is complete outlast a power cut, where it is local."""
         from pyarrow.fs import LocalFileSystem
 
         system, _ = self._place
@@ -106,7 +106,7 @@ class ColdFolder:
     def batches(
         self, file: ColdFile, dead: Sequence[str] = (), *, columns: Sequence[str] = MESSAGE_COLUMNS
     ) -> Iterator[pa.RecordBatch]:
-        """Yield a file's rows, without those with dead ids, earliest due first."""
+        """Yield a file's rows, without rows of dead ids, earliest due first."""
         import pyarrow as pa
         import pyarrow.compute as pc
         import pyarrow.parquet as pq

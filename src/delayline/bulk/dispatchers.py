@@ -29,7 +29,7 @@ ONE_SECOND: Final = timedelta(seconds=1)
 
 @dataclass(frozen=True, slots=True)
 class ShardMetrics:
-    """Progress of one task of a dispatcher in its generation; lateness in seconds, None if unknown."""
+    """Progress of a task of a dispatcher in its generation; lateness in seconds, None if unknown."""
 
     shard: int
     generation: int
@@ -46,7 +46,7 @@ class ShardMetrics:
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """One job of a dispatcher: its tasks end when it does."""
+    """A job of a dispatcher: its tasks end when it does."""
 
     dispatcher: str
     owner: str
@@ -99,7 +99,7 @@ DISPATCHERS: Final = register(TableGroup("dispatchers", _tables_of))
 
 
 class DispatcherControl:
-    """The rows of all dispatchers in one schema of one database, where their store is."""
+    """The rows of all dispatchers in a schema of a database, where their store is."""
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self._database = database_at(url)
@@ -135,7 +135,7 @@ class DispatcherControl:
         """Ask the dispatcher to finish messages in flight and to stop; False if there is none of that name."""
         columns = self._tables.dispatchers.c
         change = update(self._tables.dispatchers).where(columns.name == name).values(stopping=1)
-        # Not by the number of changed rows: MariaDB does not count one that was 1 already.
+        # Not by the number of changed rows: MariaDB does not count a row that was 1 already.
         known = select(columns.name).where(columns.name == name)
         self._must_be_there()
         self._write(lambda connection: connection.execute(change))

@@ -26,7 +26,7 @@ class Fingerprint(NamedTuple):
         """Return the fingerprint of some rows, from their id, destination, due time, headers and body.
 
         Args:
-            batch: Rows with these columns, valid or not.
+            batch: Rows with the columns, valid or not.
             since: Microseconds since 1970 that due times are counted from: for delays, the time that they began.
         """
         import pyarrow.compute as pc

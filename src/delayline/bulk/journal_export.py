@@ -39,7 +39,7 @@ class EntryRange(NamedTuple):
 
 
 class JournalExport:
-    """The way out of the journal that is in one schema of one database."""
+    """The way out of the journal that is in a schema of a database."""
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self._database = database_at(url)
@@ -67,9 +67,9 @@ class JournalExport:
             yield [(*row[:5], moment(row[5]), moment(row[6]), row[7]) for row in rows]
 
     def finish(self, path: str, directory: str, runs: Sequence[EntryRange]) -> None:
-        """Remove the exported entries and record the directory as complete, in one transaction.
+        """Remove the exported entries and record the directory as complete, in a single transaction.
 
-        Raises BackendUnavailable if another process has exported one of the entries; the directory then does not count.
+        Raises BackendUnavailable if another process has exported any of the entries; the directory then does not count.
         """
         blocking(self._opened_write(path, directory, runs))
 

@@ -1,7 +1,7 @@
 """The ledger of bulk jobs: a batch that a run has committed is not committed again.
 
 A run is known by its name, what it belongs to, and the sink of its messages. With its result the ledger keeps a
-fingerprint of its input, so that another input under the same name is refused and not taken for the same one.
+fingerprint of its input, so that another input under the same name is refused and not taken for the same.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
     from delayline.bulk.fingerprint import Fingerprint
     from delayline.sql.dialect import Dialect
 
-#: The number of a batch before the first one.
+#: The number of a batch before the first.
 NONE_YET: Final = -1
 #: In place of an attempt: there may be none any more.
 CLOSED: Final = 0
-#: Names that are asked for in one statement.
+#: Names that are asked for in a statement.
 RUNS_AT_ONCE: Final = 1000
 LONGEST_KIND: Final = 16
 LONGEST_FINGERPRINT: Final = 64
@@ -119,7 +119,7 @@ def runs_table(schema: str | None = None) -> Table:
         Column("duplicates", BigInteger, nullable=False),
         Column("rejected", BigInteger, nullable=False),
         Column("finished", DUE),
-        # Since revision 2; NULL for other runs than jobs, and for those of before.
+        # Since revision 2; NULL for other runs than jobs, and for earlier jobs.
         Column("fingerprint", text(LONGEST_FINGERPRINT)),
     )
 
@@ -164,7 +164,7 @@ LEDGER: Final = register(
 
 
 class JobLedger:
-    """The ledger in one database; every call is part of the caller's transaction."""
+    """The ledger in a database; every call is part of the caller's transaction."""
 
     def __init__(self, dialect: Dialect, schema: str | None = None) -> None:
         self._dialect = dialect
@@ -208,7 +208,7 @@ class JobLedger:
         return None if last == NONE_YET else last
 
     def attempts(self, connection: Connection, runs: Sequence[str]) -> dict[str, int]:
-        """Return which attempts have committed those of a migration's batches that any has."""
+        """Return which attempts have committed batches of a migration, without uncommitted batches."""
         columns = self.table.c
         if not inspect(connection).has_table(self.table.name, schema=self.table.schema):
             return {}
@@ -286,7 +286,7 @@ def check_input(run: str, kept: str | None, rows: int, given: Fingerprint | None
 
 
 def check_run(run: str) -> str:
-    """Return the name of a run; raises ConfigurationError for one that the ledger could not keep as it is."""
+    """Return the name of a run; raises ConfigurationError for a name that the ledger could not keep as it is."""
     if not isinstance(run, str) or not run.strip() or len(run) > MAXIMUM_ID_LENGTH or not run.isprintable():
         raise ConfigurationError(
             f"run={run!r} must be a text of 1 to {MAXIMUM_ID_LENGTH} printable characters, the same when run again"

@@ -1,6 +1,6 @@
 """The ledger of jobs that publish to a broker: the partitions of their rows that the broker has confirmed.
 
-A job that is run again skips these partitions, and uses the parameters that its first attempt has saved.
+A job that is run again skips the recorded partitions, and uses the parameters that its first attempt has saved.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ PARTITIONS: Final = register(TableGroup("broker_jobs", lambda _, schema: [partit
 
 
 class PublishedPartitions:
-    """The entries of one job. Every call runs in the caller's transaction."""
+    """The entries of a job. Every call runs in the caller's transaction."""
 
     def __init__(self, dialect: Dialect, run: str, schema: str | None = None) -> None:
         self._dialect = dialect

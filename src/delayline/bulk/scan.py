@@ -1,4 +1,4 @@
-"""Queries over a store's pending messages, one statement per range of due times, on a separate connection; blocks."""
+"""Queries over a store's pending messages, a statement per range of due times, on a separate connection; blocks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OPERATORS: Final[dict[str, Callable[[Any, Any], Any]]] = {
 
 
 class Condition(NamedTuple):
-    """A comparison of one column: id, destination or due."""
+    """A comparison of a column: id, destination or due."""
 
     column: str
     sign: str
@@ -37,14 +37,14 @@ class Condition(NamedTuple):
 
 
 class Span(NamedTuple):
-    """From a due time on and up to another one, without it; None is without end."""
+    """From a due time on and up to another, without it; None is without end."""
 
     start: datetime | None
     end: datetime | None
 
 
 class PendingScan:
-    """The pending messages of one store's table that meet all conditions."""
+    """The pending messages of a store's table that meet all conditions."""
 
     def __init__(self, url: str, table_name: str, schema: str | None, conditions: Sequence[Condition]) -> None:
         self._dialect = database_at(url).dialect
@@ -69,7 +69,7 @@ class PendingScan:
             yield [[read(value) for read, value in zip(reads, row, strict=True)] for row in rows]
 
     def query(self, columns: Sequence[str], span: Span) -> Select[Any]:
-        """Return the query for these columns."""
+        """Return the query for the columns."""
         chosen = [self._table.c[name] for name in columns]
         query = select(*chosen).where(*self._conditions).order_by(*in_order(self._table))
         if span.start is not None:

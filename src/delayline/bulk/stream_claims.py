@@ -1,4 +1,4 @@
-"""Due messages on their way into a stream: taken out of a store's table into one where no poller looks for them.
+"""Due messages on their way into a stream: taken out of a store's table into a table where no poller looks for them.
 
 Each gets a number. A stream reads ranges of numbers, repeatedly if need be, until it commits them.
 """
@@ -62,7 +62,7 @@ STREAM_CLAIMS: Final = register(TableGroup("streams", lambda _, schema: stream_t
 
 
 class StreamClaims:
-    """One stream's way of taking messages out of a store; of two with one name, the later one goes on."""
+    """A stream's way of taking messages out of a store; of two with the same name, the later goes on."""
 
     def __init__(self, url: str, table_name: str, schema: str | None, app: str) -> None:
         self._database = database_at(url)
@@ -96,7 +96,7 @@ class StreamClaims:
 
         Args:
             done: the highest number whose message the stream has committed.
-            limit: how many messages to claim at most; all due ones if None.
+            limit: how many messages to claim at most; all due messages if None.
             until: claim no message due later.
 
         Raises:

@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 
 class CatalogSnapshot(NamedTuple):
-    """The catalog's contents at one moment."""
+    """The catalog's contents at a moment."""
 
     files: list[ColdFile]
     dead: dict[str, list[str]]
@@ -57,7 +57,7 @@ class TwoTierStore(SqlDelayedMessageStore):
 
     Args:
         cold_tier: a folder, or a URI that begins with file, s3, gs, hdfs or abfss. The other arguments are
-            those of SqlDelayedMessageStore.
+            passed to SqlDelayedMessageStore.
 
     Raises:
         MissingExtra: pyarrow is not installed; the extra `spark` brings it.
@@ -87,7 +87,7 @@ class TwoTierStore(SqlDelayedMessageStore):
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
     ) -> Sequence[DelayedMessage]:
-        """Return pending messages, earliest due first; of the files only the first ones are read."""
+        """Return pending messages, earliest due first; of the files only the first messages are read."""
         number = limit + offset
         snapshot = (
             await self._snapshot()
@@ -235,7 +235,7 @@ class TwoTierStore(SqlDelayedMessageStore):
                 return Outcome.DONE
 
     async def _take_out(self, rows: Mapping[str, ColdRow], due: datetime | None) -> bool:
-        """Cancel the message in its files; False where they were promoted, compacted or looked at by another one."""
+        """Cancel the message in its files; False where they were promoted, compacted or looked at elsewhere."""
         dead = {name: {row.id: row.destination} for name, row in rows.items()}
         async with self.transaction() as transaction:
             buried = await self._database.write(partial(self._catalog.bury, dead=dead), transaction)
@@ -253,7 +253,7 @@ class TwoTierStore(SqlDelayedMessageStore):
         return buried
 
     async def _noted(self, note: Callable[[Connection], Result], transaction: Transaction) -> Result | None:
-        """Write in the journal, where one is kept."""
+        """Write in the journal, where a journal is kept."""
         return await self._database.write(note, transaction) if self._kept_journal.kept else None
 
     def _first(self, snapshot: CatalogSnapshot, destination: str | None, number: int) -> list[DelayedMessage]:

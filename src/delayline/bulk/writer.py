@@ -1,7 +1,7 @@
 """Bulk writing to a delayed message store, in two ways.
 
-Staged: tasks write to a staging area, and one transaction moves the attempts that the driver names to the store. A task
-that fails, is repeated or outlives its job leaves rows of attempts that are never named.
+Staged: tasks write to a staging area, and a single transaction moves the attempts that the driver names to the store. A
+task that fails, is repeated or outlives its job leaves rows of attempts that are never named.
 
 Batch by batch: a task stores each batch in a transaction with the batch's name in the ledger. A later attempt finds the
 name, so that each batch is stored once.
@@ -55,7 +55,7 @@ SWEPT_AFTER: Final = timedelta(days=1)
 
 
 class Attempt(NamedTuple):
-    """The staged rows of one task attempt, named by the driver at the commit."""
+    """The staged rows of a task attempt, named by the driver at the commit."""
 
     number: int
     rows: int
@@ -69,7 +69,7 @@ class IdTaken(Exception):
 
 
 class BulkWriter:
-    """Bulk writer of one job to a delayed message store; pickled to its tasks. Every method blocks, except coroutines.
+    """Bulk writer of a job to a delayed message store; pickled to its tasks. Every method blocks, except coroutines.
 
     Args:
         url: The store's database.
@@ -142,10 +142,10 @@ class BulkWriter:
         journal_only: Sequence[Attempt] = (),
         arrival: JournalEvent = JournalEvent.SCHEDULED,
     ) -> Committed:
-        """Move the staged attempts to the store in one transaction, and notify its pollers.
+        """Move the staged attempts to the store in a single transaction, and notify its pollers.
 
         Args:
-            attempts: The attempts that count, one for each task.
+            attempts: The attempts that count, one per task.
             on_conflict: For an id that exists.
             run: Name of the job in the ledger; a committed batch of it is not committed again.
             batch: Number of the batch in the run.
@@ -153,7 +153,7 @@ class BulkWriter:
             fingerprint: That of the job's input, for the ledger.
             pre_commit: Runs inside the transaction before the move, and may delete staged rows; an exception rolls
                 everything back.
-            journal_only: Attempts whose messages are in the cold tier: recorded in the journal, if there is one,
+            journal_only: Attempts whose messages are in the cold tier: recorded in the journal, if there is any,
                 and not stored.
             arrival: The journal event of the messages that are moved to the store.
 
@@ -164,7 +164,7 @@ class BulkWriter:
         """
         work = partial(self._work, attempts, on_conflict, journal_only, arrival, pre_commit)
         key = None if run is None else RunKey(check_run(run), kind=kind)
-        contents = on_conflict == "replace"  # otherwise a row with the id of an earlier one is left out anyway
+        contents = on_conflict == "replace"  # otherwise a row with the id of an earlier row is left out anyway
         begin = partial(self._runs.begin, batch=batch, fingerprint=fingerprint, contents=contents)
         move = partial(self._move, work=work, begin=begin, key=key, batch=batch, fingerprint=fingerprint)
         committed: Committed = blocking(self._opened(self._move_and_notify, move, attempts))
@@ -173,7 +173,7 @@ class BulkWriter:
         return committed
 
     def discard(self, attempts: Sequence[Attempt] = ()) -> None:
-        """Remove the area, or, for streams, the rows of these attempts. Rows of late tasks are left to the sweep."""
+        """Remove the area, or, for streams, the rows of the attempts. Rows of late tasks are left to the sweep."""
         numbers = [attempt.number for attempt in attempts]
         clear = partial(self._stage.clear, attempts=numbers, before=_first_number(SWEPT_AFTER))
         with contextlib.suppress(BackendUnavailable):
@@ -191,11 +191,11 @@ class BulkWriter:
         return committed
 
     def committed_batches(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the attempt that has committed each of a migration's batches; uncommitted ones are left out."""
+        """Return the attempt that has committed each of a migration's batches; uncommitted batches are left out."""
         return blocking(self._opened(self._database.write, partial(self._attempts, names=names)))
 
     def close_batches(self, names: Sequence[str]) -> None:
-        """Prevent later commits of these batches; committed ones are unaffected."""
+        """Prevent later commits of the batches; committed batches are unaffected."""
         blocking(self._opened(self._database.write, partial(self._close, names=names)))
 
     def record_batches(self, connection: Connection, attempts: Mapping[str, int]) -> bool:
@@ -213,7 +213,7 @@ class BulkWriter:
 
     @job_work
     async def store_batch(self, name: str, attempt: int, batch: pa.RecordBatch) -> int:
-        """Store the batch in one transaction with its name, and return the attempt that has stored it.
+        """Store the batch in a single transaction with its name, and return the attempt that has stored it.
 
         Args:
             name: The batch's name.
@@ -221,7 +221,7 @@ class BulkWriter:
             batch: Columns id, destination, due (in UTC), headers (JSON) and body; nulls are empty.
 
         Returns:
-            This attempt, an earlier one, or CLOSED if the batch may not be stored any more.
+            This attempt, an earlier attempt, or CLOSED if the batch may not be stored any more.
 
         Raises:
             IdTaken: An id is pending already or is in the batch twice.
@@ -408,7 +408,7 @@ def earliest_due(batch: pa.RecordBatch) -> int:
 
 
 def new_area() -> str:
-    """Return a name for the staging area of one job."""
+    """Return a name for the staging area of a job."""
     return f"{PREFIX}{datetime.now(UTC).strftime(MINUTE_FORMAT)}_{uuid.uuid4().hex[:12]}"
 
 

@@ -23,7 +23,7 @@ def table_groups(*, migrations: bool = False) -> Mapping[str, TableGroup]:
     """Register the tables of features, for their versions and upgrades, and return their groups by name.
 
     Args:
-        migrations: Include those of migrations, which need the extra `spark` and take seconds to import.
+        migrations: Include migrations' tables, which need the extra `spark` and take seconds to import.
     """
     from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
     from delayline.telemetry import history
@@ -38,7 +38,7 @@ def table_groups(*, migrations: bool = False) -> Mapping[str, TableGroup]:
 
 
 def sending_endpoint(settings: Settings) -> Endpoint:
-    """Return the endpoint as one that only stores and sends; `delayline setup` has created its tables and queues."""
+    """Return the endpoint for storing and sending only; `delayline setup` has created its tables and queues."""
     refuse_memory(settings)
     endpoint = endpoint_from(settings, polling=False, send_only=True, setup_infrastructure=False)
     for url in (settings.resolved_store_url, settings.resolved_transport_url):

@@ -1,4 +1,4 @@
-"""`delayline dashboard`: serve the dashboard of one or more endpoints."""
+"""`delayline dashboard`: serve the dashboard of endpoints."""
 
 from __future__ import annotations
 
@@ -102,8 +102,8 @@ def dashboard(
 ) -> None:
     """Serve the dashboard until SIGINT or SIGTERM: due, late, pending and failed messages, and actions on them.
 
-    It shows the endpoint of the settings, or those of the settings files and Endpoint objects given. It listens on this
-    machine only; for others it needs a token or users, which travel as they are: put a proxy with TLS in front.
+    It shows the endpoint of the settings, or the endpoints of the settings files and Endpoint objects given. It listens
+    on this machine only; for others it needs a token or users, which travel as they are: put a proxy with TLS in front.
     """
     from delayline.telemetry.http_server import parse_address
 

@@ -60,7 +60,7 @@ def list_errors(settings: Settings, screen: Screen, limit: int) -> None:
 @settings_options(*ERROR_QUEUE_SETTINGS)
 @json_option
 def show(settings: Settings, screen: Screen, message_id: str) -> None:
-    """Show one failed message: headers, stack trace and body."""
+    """Show a failed message: headers, stack trace and body."""
 
     async def work() -> Message | None:
         async with open_transport(settings) as transport:
@@ -94,7 +94,7 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
 def retry(settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool, to: str | None) -> None:
     """Send failed messages to the queue they failed in, without the headers that describe the failure.
 
-    A message leaves the error queue in the same transaction; one that cannot be sent stays. Exit code 1 when any
+    A message leaves the error queue in the same transaction; a message that cannot be sent stays. Exit code 1 when any
     could not be sent.
     """
     if bool(ids) == every:

@@ -20,7 +20,7 @@ MOST_IDS: Final = 10
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON: time, level, logger, event, text, and the message that it is about.
+    """Formats a record as a line of JSON: time, level, logger, event, text, and the message that it is about.
 
     Args:
         endpoint: The endpoint that every record is about; None leaves it out.

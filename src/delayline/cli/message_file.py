@@ -39,7 +39,7 @@ Fields = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """One line as the file has it: its fields, or, where they cannot be read, why."""
+    """A line as the file has it: its fields, or, where they cannot be read, why."""
 
     number: int
     fields: Fields
@@ -61,7 +61,7 @@ class InputRow:
 
 
 class RowFile:
-    """Reads rows one by one; `read_bytes` is its position in the file."""
+    """Reads row after row; `read_bytes` is its position in the file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -116,7 +116,7 @@ class RowFile:
         return message_id
 
     def _counted(self, file: IO[bytes]) -> Iterator[tuple[bytes, bool]]:
-        """Yield each line's first bytes, and whether these are all of it."""
+        """Yield each line's first bytes, and whether they are all of it."""
         while raw := file.readline(LONGEST_LINE):
             self.read_bytes += len(raw)
             whole = end = len(raw) < LONGEST_LINE or raw.endswith(b"\n")
@@ -188,7 +188,7 @@ class RowFile:
 
 
 class RejectedFile:
-    """Writes rejected lines in the input's format with their reasons; creates the file with the first one."""
+    """Writes rejected lines in the input's format with their reasons; creates the file with the first."""
 
     def __init__(self, rows: RowFile) -> None:
         self.path = rows.path.with_name(rows.path.name + REJECTED_SUFFIX)
@@ -278,7 +278,7 @@ def _text(given: Fields, name: str) -> str:
 
 
 def _body(body: object) -> object:
-    """Return a text as it is; a message without body is an empty one."""
+    """Return a text as it is; a message without body has an empty text."""
     return "" if body is None else body
 
 

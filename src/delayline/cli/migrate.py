@@ -202,7 +202,7 @@ def _spark() -> SparkSession:
 @planned
 @json_option
 def preview(screen: Screen, plan: Plan) -> None:
-    """Count the messages that would move, and those that cannot, with reasons. Changes nothing.
+    """Count the messages that would move, and messages that cannot, with reasons. Changes nothing.
 
     Exit code 1 when something could not move.
     """
@@ -225,7 +225,7 @@ def preview(screen: Screen, plan: Plan) -> None:
 @report_option
 @json_option
 def run(screen: Screen, plan: Plan, report: Path | None) -> None:
-    """Move all messages. Rejected ones go back to the source, with their reason in the journal.
+    """Move all messages. Rejected messages go back to the source, with their reason in the journal.
 
     Stop the endpoints first. With --target noop everything is read and nothing moved or marked. Exit code 1 when
     a row was rejected.
@@ -317,7 +317,7 @@ def status(screen: Screen, source: TableSource, name: str | None) -> None:
 @on_a_source
 @json_option
 def history(screen: Screen, source: TableSource) -> None:
-    """List all migrations of a source, the last one first."""
+    """List all migrations of a source, the latest first."""
     from delayline.migration.verify import runs_of
 
     runs = runs_of(source)

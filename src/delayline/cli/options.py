@@ -1,4 +1,4 @@
-"""Shared by all commands: settings as flags, --json, examples in help texts, one line for an error."""
+"""Shared by all commands: settings as flags, --json, examples in help texts, errors in a line."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Command = Callable[..., Any]
 
 
 class ReportsErrors(click.Command):
-    """A command that prints a DelaylineError as one red line instead of a stack trace."""
+    """A command that prints a DelaylineError as a red line instead of a stack trace."""
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's own signature
         """Run the command; exit 2 for wrong settings or arguments, 1 for a failure."""
@@ -59,12 +59,12 @@ def _sentence(error: DelaylineError) -> str:
 
 
 def examples(*lines: str) -> str:
-    """Return the end of a help text that shows these command lines."""
+    """Return the end of a help text that shows the command lines."""
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def settings_options(*names: str) -> Callable[[Command], Command]:
-    """Give a command `settings`, with flags for the named ones (all when none is named), and --config."""
+    """Give a command `settings`, with flags for the named settings (all when none is named), and --config."""
 
     def decorate(command: Command) -> Command:
         @functools.wraps(command)
@@ -91,7 +91,7 @@ def without_management_option(command: Command) -> Command:
 
 
 def json_option(command: Command) -> Command:
-    """Give a command `screen`, and --json, which makes it print one JSON document for machines."""
+    """Give a command `screen`, and --json, which makes it print a JSON document for machines."""
 
     @functools.wraps(command)
     def with_screen(*args: object, as_json: bool, **arguments: Any) -> Any:  # noqa: ANN401 - click's

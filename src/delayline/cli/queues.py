@@ -119,7 +119,7 @@ def peek(settings: Settings, screen: Screen, queue: str, limit: int) -> None:
 @settings_options(*QUEUE_SETTINGS)
 @json_option
 def purge(settings: Settings, screen: Screen, queue: str, yes: bool) -> None:
-    """Delete the messages of a queue for ever, except those that are handled now."""
+    """Delete the messages of a queue for ever, except messages that are handled now."""
     if screen.as_json and not yes:
         raise click.UsageError("--json cannot ask: add --yes to delete the messages for ever.")
 

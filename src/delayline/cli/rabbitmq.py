@@ -45,7 +45,7 @@ ROWS_SHOWN: Final = 10
 def rabbitmq() -> None:
     """Create, check, move and count the delay levels of RabbitMQ.
 
-    The broker's URL is the setting `url`, as for all commands. The commands work on the v2 levels, or on those of
+    The broker's URL is the setting `url`, as for all commands. The commands work on the v2 levels, or on levels of
     ?delays=v1 or ?delays=PREFIX in the URL.
     """
 
@@ -135,7 +135,7 @@ def subscribe(settings: Settings, screen: Screen, event_type: str) -> None:
 @settings_options("url", "transport_url", "endpoint")
 @json_option
 def unsubscribe(settings: Settings, screen: Screen, event_type: str) -> None:
-    """Undo `subscribe`: the endpoint receives no more events of that type. Those in its queue stay."""
+    """Undo `subscribe`: the endpoint receives no more events of that type. Events in its queue stay."""
     _subscribe(settings, screen, event_type, undo=True)
 
 
@@ -203,7 +203,7 @@ def migrate(
     dry_run: bool,
     without_management: bool,
 ) -> None:
-    """Move messages from one set of levels to another on the same broker, v1 to v2.
+    """Move messages from a set of levels to another on the same broker, v1 to v2.
 
     Nothing is lost and nothing is early. After an interruption run it again; messages in flight may be duplicated, with
     the same message id. Messages that cannot be moved go to the queue delays-migrate-poison-messages, with the reason;
@@ -228,7 +228,7 @@ def migrate(
 @without_management_option
 @json_option
 def transfer(screen: Screen, source: str, target: str, *, dry_run: bool, without_management: bool) -> None:
-    """Move the messages in the delay levels of one broker to those of another.
+    """Move the messages in the delay levels of a broker to another broker's.
 
     See migrate; messages that cannot be moved stay on the source, in the queue delays-transfer-poison-messages.
     """

@@ -1,4 +1,4 @@
-"""`delayline run`: run one endpoint until a signal stops it."""
+"""`delayline run`: run an endpoint until a signal stops it."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def run(  # noqa: PLR0913 - the options of the command
 def _servers(
     endpoint: Endpoint, probes: Probes, health: str | None, metrics: str | None, *, nservicebus: bool
 ) -> list[HttpServer]:
-    """Return a server for each address that is asked for; the one of the probes serves the metrics too."""
+    """Return a server for each address that is asked for; the server of the probes serves the metrics too."""
     wanted: dict[str, dict[str, Callable[[str], Response]]] = {}
     if health is not None:
         wanted[health] = dict(probes.routes())

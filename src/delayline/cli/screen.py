@@ -1,4 +1,4 @@
-"""Prints tables for people, one JSON document for machines, and plain text without a terminal."""
+"""Prints tables for people, a JSON document for machines, and plain text without a terminal."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MARKS: Final = {True: ("✓", "green"), False: ("✗", "red"), None: ("?", "yell
 
 
 class Screen:
-    """One command's output on stdout; with `as_json` only `document` prints."""
+    """A command's output on stdout; with `as_json` only `document` prints."""
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
@@ -51,7 +51,7 @@ class Screen:
         self.console.print(text, style=style, soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-        """Print a table for people. On a narrow terminal its lines run over whole: ids stay in one piece."""
+        """Print a table for people. On a narrow terminal its lines run over whole: ids stay in a piece."""
         if self.as_json:
             return
         table = table_of(columns, rows, plain=not self.console.is_terminal)
@@ -65,7 +65,7 @@ class Screen:
 
     @staticmethod
     def complain(text: str) -> None:
-        """Print one red line on stderr."""
+        """Print a red line on stderr."""
         line = Text(" ".join(f"error: {text}".split()), style="bold red")
         Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
@@ -85,5 +85,5 @@ def table_of(columns: Sequence[str], rows: Iterable[Sequence[object]], *, plain:
 
 
 def bar(count: int, largest: int, width: int = 24) -> str:
-    """Return a bar of blocks, `width` long for the largest count and never empty for one above zero."""
+    """Return a bar of blocks, `width` long for the largest count and never empty for a count above zero."""
     return "█" * max(1 if count else 0, round(width * count / largest)) if largest else ""

@@ -1,4 +1,4 @@
-"""`delayline send`: one message, or a file of them."""
+"""`delayline send`: a message, or a file of messages."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def send(  # noqa: PLR0913 - an option each
     """Send BODY ("-" reads it from standard input) to DESTINATION, now or later; or every row of a file.
 
     Bad lines of a file are kept in FILE.rejected with their reasons, to be corrected and sent from there; the good
-    ones are stored. Sending a file again changes no pending message: ids come from the file, or, where it
+    lines are stored. Sending a file again changes no pending message: ids come from the file, or, where it
     has none, from its content and the line number.
     """
     if file is not None:
@@ -170,7 +170,7 @@ def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destinat
 
 
 class Bulk:
-    """Stores the rows of a file, many at once, and sets the bad ones aside."""
+    """Stores the rows of a file, many at once, and sets bad rows aside."""
 
     def __init__(
         self, rows: RowFile, rejected: RejectedFile, shown: list[tuple[int, str]], *, check_destination: bool

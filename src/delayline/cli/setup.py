@@ -118,7 +118,7 @@ def setup(
 
 
 def _show(screen: Screen, planned: Mapping[str, Sequence[str]]) -> None:
-    """Show the statements, those of several databases under SQL comments that name the database."""
+    """Show the statements, grouped by database under SQL comments that name the database."""
     needed = {masked(url): statements for url, statements in planned.items() if statements}
     for url, statements in needed.items():
         if len(planned) > 1:

@@ -87,7 +87,7 @@ def pair(assignment: str) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
-    """Call `stop` at SIGINT or SIGTERM, in place of ending; a second one ends the process."""
+    """Call `stop` at SIGINT or SIGTERM, in place of ending; a second signal ends the process."""
 
     def on_signal(number: int, frame: object) -> None:
         del number, frame
@@ -106,7 +106,7 @@ def stopped_by_signal(stop: Callable[[], None]) -> Iterator[None]:
 
 
 def in_thread(work: Callable[[], object]) -> None:
-    """Run `work` in a thread, so that this one can handle signals."""
+    """Run `work` in a thread, so that the calling thread can handle signals."""
     failures: list[BaseException] = []
 
     def run() -> None:

@@ -1,4 +1,4 @@
-"""The dashboard: one ASGI application that shows endpoints and acts on their messages."""
+"""The dashboard: an ASGI application that shows endpoints and acts on their messages."""
 
 from importlib.util import find_spec
 

@@ -1,4 +1,4 @@
-"""What people ask for messages: done one by one or in the background, at a rate, and kept for the audit."""
+"""What people ask for messages: done message by message or in the background, at a rate, and kept for the audit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class RunningAction:
     problems: list[str] = field(default_factory=list)
 
     async def change_ids(self, ids: Sequence[str], change: Callable[[str], Awaitable[ActionOutcome]]) -> None:
-        """Change the messages with these ids, which are all that are expected."""
+        """Change the messages with the ids, which are all that are expected."""
         self.shown = replace(self.shown, expected=len(ids))
 
         async def each() -> AsyncIterator[str]:
@@ -56,7 +56,7 @@ class RunningAction:
     async def change_each(
         self, messages: AsyncIterator[Changed], change: Callable[[Changed], Awaitable[ActionOutcome]]
     ) -> None:
-        """Change the messages one by one, no faster than the job's rate."""
+        """Change message after message, no faster than the job's rate."""
         began, number = self.clock.now(), 0
         async for message in messages:
             early = number / self.shown.rate - (self.clock.now() - began).total_seconds()
@@ -77,7 +77,7 @@ class RunningAction:
 
 
 class Actions(PageQueries):
-    """The actions on one endpoint's messages."""
+    """The actions on an endpoint's messages."""
 
     def __init__(self, back_ends: BackEnds) -> None:
         super().__init__(back_ends)
@@ -85,7 +85,7 @@ class Actions(PageQueries):
         self._audit: deque[AuditEntry] = deque(maxlen=AUDITED)
 
     def jobs(self) -> list[ActionJob]:
-        """Return the jobs of this process, the last one first."""
+        """Return the jobs of this process, the latest first."""
         return [job.shown for job in reversed(self._running.values())]
 
     def stop(self, job_id: str, *, actor: str) -> bool:
@@ -102,7 +102,7 @@ class Actions(PageQueries):
         return [job.task for job in self._running.values() if job.task is not None]
 
     def audit(self) -> list[AuditEntry]:
-        """Return the actions that were taken, the last one first; all of them are in the log."""
+        """Return the actions that were taken, the latest first; all of them are in the log."""
         return list(reversed(self._audit))
 
     def note(self, action: OperatorAction, actor: str, what: str, result: str) -> None:
@@ -115,7 +115,7 @@ class Actions(PageQueries):
     async def each(
         self, action: OperatorAction, ids: Sequence[str], actor: str, change: Callable[[str], Awaitable[ActionOutcome]]
     ) -> list[ActionOutcome]:
-        """Change messages one by one."""
+        """Change message after message."""
         outcomes = []
         for message_id in dict.fromkeys(ids):
             answer = await self.back_ends.ask((action, message_id, actor), partial(change, message_id))

@@ -40,7 +40,7 @@ def app(
     mounted_at: str = "",
     clock: Clock | None = None,
 ) -> ASGIApp:
-    """Return the dashboard as an ASGI application, to be served or mounted in another one.
+    """Return the dashboard as an ASGI application, to be served or mounted in another.
 
     It opens separate connections at the first request, and closes them when its lifespan ends.
 
@@ -51,13 +51,13 @@ def app(
             response such as a redirect to a sign-in page. Without it anyone with access to the port can read it.
         allowed_hosts: Host names that browsers reach it by, without ports; `"*"` for any. Others are refused, so that a
             page elsewhere cannot reach it through another name.
-        secret: Signs CSRF tokens, 16 bytes or more; the same in all processes of one dashboard. Random if left out.
+        secret: Signs CSRF tokens, 16 bytes or more; the same in all processes of a dashboard. Random if left out.
         mounted_at: The path below which it is mounted, `/delayline`, where the framework does not pass it on as
             `root_path`, as Litestar.
         clock: Clock for ages; the machine's if left out.
 
     Raises:
-        ConfigurationError: No endpoint is given, two have one name, or actions are allowed without `authorize`.
+        ConfigurationError: No endpoint is given, two share a name, or actions are allowed without `authorize`.
 
     Example:
         ```python

@@ -1,4 +1,4 @@
-"""One endpoint's back ends, as the dashboard opens and asks them.
+"""An endpoint's back ends, as the dashboard opens and asks them.
 
 Each part of a page has a separate time limit, and is `Unavailable` with its reason where a back end lacks it,
 refuses, or does not answer. Work that outlives its limit goes on in the background; the same question joins it instead
@@ -39,12 +39,12 @@ Value = TypeVar("Value")
 Parameters = ParamSpec("Parameters")
 PageType = TypeVar("PageType", bound="PageQueries")
 
-#: Questions that may be unanswered at a time, those that are past their limit included.
+#: Questions that may be unanswered at a time, past their limit or not.
 MOST_UNANSWERED: Final = 24
 
 
 class BackEnds:
-    """The transport and the store of one endpoint, opened when first asked for. Used by one event loop.
+    """The transport and the store of an endpoint, opened when first asked for. Used by a single event loop.
 
     Args:
         source: The endpoint's settings, of which transport and store are opened; or an endpoint of this process, whose
@@ -121,7 +121,7 @@ class BackEnds:
             return self._store
 
     async def managed_store(self) -> SupportsManagement:
-        """Return the open store as one whose messages can be listed and changed."""
+        """Return the open store if its messages can be listed and changed."""
         store = await self.store()
         if not isinstance(store, SupportsManagement):
             raise ConfigurationError(f"{type(store).__name__} cannot list, cancel or reschedule messages")
@@ -138,7 +138,7 @@ class BackEnds:
             return self._transport
 
     async def queues(self) -> SupportsQueueManagement:
-        """Return the open transport as one whose queues can be counted and browsed."""
+        """Return the open transport if its queues can be counted and browsed."""
         return error_queue.managed_queues(await self.transport())
 
     async def store_clock(self) -> Clock:
@@ -151,7 +151,7 @@ class BackEnds:
         return (await self.store_clock()).now()
 
     def sql_store(self) -> SqlDelayedMessageStore:
-        """Return the store as one with tables, open or not; raises ConfigurationError if it has none."""
+        """Return the store if it has tables, open or not; raises ConfigurationError if it has none."""
         if self.settings is None:
             store = None if self._endpoint is None else self._endpoint.store
             from delayline.sql.store import SqlDelayedMessageStore
@@ -168,7 +168,7 @@ class BackEnds:
         raise ConfigurationError("this needs a store in a SQL database: others have no tables for it")
 
     def _started(self) -> Endpoint:
-        assert self._endpoint is not None  # noqa: S101 - one of endpoint and settings
+        assert self._endpoint is not None  # noqa: S101 - endpoint or settings
         if not self._endpoint.started:
             raise BackendUnavailable(f"endpoint {self.name!r} is not started in this process")
         return self._endpoint
@@ -184,7 +184,7 @@ class PageQueries:
 def within_limit(
     method: Callable[Concatenate[PageType, Parameters], Awaitable[Value]],
 ) -> Callable[Concatenate[PageType, Parameters], Coroutine[Any, Any, Value | Unavailable]]:
-    """Have a question answered within the time limit, or `Unavailable`; the same one joins the one that is open."""
+    """Have a question answered within the time limit, or `Unavailable`; the same question joins an open one."""
 
     @wraps(method)
     async def asked(self: PageType, /, *args: Parameters.args, **kwargs: Parameters.kwargs) -> Value | Unavailable:

@@ -20,7 +20,7 @@ RIGHT: Final = 12
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """One bucket of due times."""
+    """A bucket of due times."""
 
     label: str
     """Below the axis: `1 h`."""
@@ -187,7 +187,7 @@ def heat_map(data: HeatMap, *, width: int, height: int = 320) -> str:
 
 
 def _labelled(labels: Sequence[str], step: float) -> int:
-    """Return how many labels are left out for one to be shown, plus one, so that none covers another."""
+    """Return how many labels are left out for one to be shown, plus 1, so that none covers another."""
     return max(1, math.ceil((6.4 * max(map(len, labels), default=0) + 8) / step))
 
 
@@ -199,7 +199,7 @@ def _level(number: int, largest: int) -> int:
 
 
 def _row_of(value: float, bounds: Sequence[float]) -> float:
-    """Return the height of a lateness in rows, between those of the bounds."""
+    """Return the height of a lateness in rows, between the heights of the bounds."""
     lower = 0.0
     for place, upper in enumerate(bounds):
         if value <= upper:
@@ -244,7 +244,7 @@ def sparkline(values: Sequence[int], title: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Logarithm:
-    """Heights of numbers between two powers of ten; zero is on the floor, one a little above it."""
+    """Heights of numbers between two powers of ten; zero is on the floor, 1 a little above it."""
 
     lowest: float
     largest: float
@@ -258,7 +258,7 @@ class _Logarithm:
     def at(self, value: float | None) -> float:
         if not value or value < self.lowest:
             return self.floor
-        # One message must be seen: a twentieth of a decade is below the first line.
+        # A single message must be seen: a twentieth of a decade is below the first line.
         share = (math.log10(value) + 0.35) / (self.decades + 0.35)
         return self.floor - (self.floor - self.top) * min(1.0, share)
 

@@ -28,7 +28,7 @@ VALUE_SHOWN: Final = 16_384
 HEADERS_SHOWN: Final = 200
 #: Characters of texts in lists.
 TEXT_SHOWN: Final = 300
-#: A frame of a Python stack trace, and one of .NET.
+#: A frame of a Python stack trace, and of a .NET stack trace.
 PYTHON_FRAME: Final = re.compile(r'^\s*File "([^"\n]{1,500})", line (\d{1,9}), in ([^\n]{1,200})$', re.MULTILINE)
 NET_FRAME: Final = re.compile(r"^\s*at ([^\n(]{1,300})\(", re.MULTILINE)
 #: Parts of paths of code that is not the user's.
@@ -45,7 +45,7 @@ def headers_of(message: Message) -> tuple[Mapping[str, str], str | None]:
 
 
 def header_rows(message: Message) -> tuple[list[HeaderRow], str | None]:
-    """Return the headers to show, cut where they are long; damaged ones as they are stored."""
+    """Return the headers to show, cut where they are long; damaged headers as they are stored."""
     headers, damaged = headers_of(message)
     if damaged is not None:
         headers = {"(as stored)": message.encoded_headers[: 4 * VALUE_SHOWN].decode("utf-8", "replace")}
@@ -64,7 +64,7 @@ def body_of(body: bytes, size: int, form: Form | None = None) -> Body:
     Args:
         body: The body, or its beginning.
         size: Bytes of the whole body.
-        form: The form to show it in, if it has that; by default the most readable one.
+        form: The form to show it in, if it has that; by default the most readable.
     """
     if not size:
         return Body(0, "empty", "", cut=False)
@@ -104,7 +104,7 @@ def place_of(headers: Mapping[str, str]) -> str:
 
 
 def wire_time(headers: Mapping[str, str], name: str) -> datetime | None:
-    """Return the time in a header; None for none, and for one that cannot be read."""
+    """Return the time in a header; None for none, and for a time that cannot be read."""
     try:
         return from_wire_time(headers[name])
     except (KeyError, ValueError):
@@ -112,7 +112,7 @@ def wire_time(headers: Mapping[str, str], name: str) -> datetime | None:
 
 
 def one_line(text: str) -> str:
-    """Return the beginning of a text as one line."""
+    """Return the beginning of a text as a line."""
     return " ".join(text[: 4 * TEXT_SHOWN].split())[:TEXT_SHOWN]
 
 

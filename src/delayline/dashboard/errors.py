@@ -135,14 +135,14 @@ class FailedMessages(PageQueries):
     ) -> ActionOutcome:
         """Send an edited copy of a failed message in its place, with the same id.
 
-        One transaction where the transport has them: the old message leaves with the new one's arrival, or both stay
-        as they are. On brokers the new one is sent first.
+        A transaction where the transport has them: the old message leaves as the new message arrives, or both stay
+        as they are. On brokers the new message is sent first.
 
         Args:
             message_id: The failed message.
-            headers: All headers of the copy; those that describe the failure are left out.
+            headers: All headers of the copy; headers that describe the failure are left out.
             body: The body of the copy.
-            to: The queue to send it to; by default the one it failed in.
+            to: The queue to send it to; by default the queue it failed in.
             actor: Who does it, for the log.
         """
         return (
@@ -150,7 +150,7 @@ class FailedMessages(PageQueries):
         )[0]
 
     async def purge(self, ids: Sequence[str] | None = None, *, actor: str) -> list[ActionOutcome] | Unavailable:
-        """Delete failed messages for ever: those with these ids, or all that the error queue has."""
+        """Delete failed messages for ever: the messages with the ids, or all that the error queue has."""
         if ids is not None:
             return await self._each_failed(OperatorAction.PURGE, ids, actor, self._drop)
         number = await self._purge_all()
@@ -195,9 +195,9 @@ class FailedMessages(PageQueries):
     async def _held(
         self, transport: Transport, group: str | None, rate: float
     ) -> AsyncGenerator[error_queue.HeldMessage, None]:
-        """Yield the failed messages of a group, each once: those that fail again meanwhile are left out.
+        """Yield the failed messages of a group, each once: messages that fail again meanwhile are left out.
 
-        A pass keeps the messages that it has seen from others, and brokers end one that keeps them for long.
+        A pass keeps the messages that it has seen from others, and brokers end a pass that keeps them for long.
         """
         tried: set[str] = set()
 
@@ -223,7 +223,7 @@ class FailedMessages(PageQueries):
         actor: str,
         change: Callable[[error_queue.HeldMessage], Awaitable[ActionOutcome]],
     ) -> list[ActionOutcome]:
-        """Change failed messages in one pass through the error queue."""
+        """Change failed messages in a single pass through the error queue."""
         wanted = list(dict.fromkeys(ids))
         outcomes: dict[str, ActionOutcome] = {}
 
@@ -265,7 +265,7 @@ class FailedMessages(PageQueries):
         if not destination:
             text = f"it has no {Headers.FAILED_QUEUE} header: name the queue to send it to"
             return ActionOutcome(message.id, done=False, text=text)
-        kept = headers_of(message)[0]  # a header without a value stays one: a form cannot tell it from an empty text
+        kept = headers_of(message)[0]  # a header without a value stays so: a form cannot tell it from an empty text
         same = {name: kept[name] if kept.get(name) == value else value for name, value in headers.items()}
         copy = Message(message.id, same, body).with_headers({}, without=FAILURE_HEADERS)
         transport = await self.back_ends.transport()

@@ -32,7 +32,7 @@ FILES: Final = 20_000
 
 
 class PipelineJobs(PageQueries):
-    """Lists the jobs of the pipeline that works on one endpoint's store."""
+    """Lists the jobs of the pipeline that works on an endpoint's store."""
 
     def __init__(self, back_ends: BackEnds, actions: Actions) -> None:
         super().__init__(back_ends)
@@ -61,7 +61,7 @@ class PipelineJobs(PageQueries):
 
 
 def schedules(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:
-    """Return the bulk jobs that have committed, the last one first."""
+    """Return the bulk jobs that have committed, the latest first."""
     table = runs_table(schema)
     if not _exists(connection, table):
         return []

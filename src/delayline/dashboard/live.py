@@ -35,7 +35,7 @@ class Shared(Generic[T]):
         self._ended = 0.0
 
     async def __call__(self) -> T:
-        """Return the value: one just read, or of the reading that goes on."""
+        """Return the value: just read, or of the reading that goes on."""
         task = self._reading
         if task is None or (task.done() and self._clock.now().timestamp() - self._ended >= self._seconds):
             task = self._reading = asyncio.create_task(self._once())
@@ -50,7 +50,7 @@ class Shared(Generic[T]):
 
 
 def event(text: str) -> str:
-    """Return the text as one server-sent event."""
+    """Return the text as a server-sent event."""
     return "".join(f"data: {line}\n" for line in text.splitlines()) + "\n"
 
 

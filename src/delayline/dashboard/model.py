@@ -32,7 +32,7 @@ class Unavailable:
 
 @dataclass(frozen=True, slots=True)
 class ProcessState:
-    """The state of one process of an endpoint, by its last minute row."""
+    """The state of a process of an endpoint, by its last minute row."""
 
     row: MinuteRow
     alive: bool
@@ -69,7 +69,7 @@ class Throughput:
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """One queue: how many messages it has, and its limits."""
+    """A queue: how many messages it has, and its limits."""
 
     name: str
     messages: int | Unavailable
@@ -78,7 +78,7 @@ class QueueState:
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """The page `Now` for one endpoint; each part is unavailable by itself."""
+    """The page `Now` for an endpoint; each part is unavailable by itself."""
 
     at: datetime
     due: DueCounts | Unavailable
@@ -158,7 +158,7 @@ class Lateness:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingQuery:
-    """Which pending messages to find; all conditions together. Without one, all of them."""
+    """Which pending messages to find; all conditions together. Without conditions, all messages."""
 
     message_id: str | None = None
     destination: str | None = None
@@ -242,7 +242,7 @@ class EditableMessage:
 
 @dataclass(frozen=True, slots=True)
 class MessageDetails:
-    """One message with headers and body."""
+    """A message with headers and body."""
 
     id: str
     destination: str
@@ -271,7 +271,7 @@ class OperatorAction(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ActionOutcome:
-    """The result of an action on one message."""
+    """The result of an action on a message."""
 
     id: str
     done: bool

@@ -47,7 +47,7 @@ ONE_DAY: Final = timedelta(days=1)
 ALIVE: Final = timedelta(minutes=3)
 #: The minutes that rates are taken of.
 RATES_OF: Final = timedelta(minutes=5)
-#: Seconds for which a drain rate is shown again: it needs all rows of a day, of which there is a new one each minute.
+#: Seconds for which a drain rate is shown again: it needs all rows of a day, and a new row comes each minute.
 RATE_KEPT: Final = 30.0
 #: Destinations that a forecast shows by name.
 NAMED_DESTINATIONS: Final = 10

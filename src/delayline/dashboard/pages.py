@@ -240,7 +240,7 @@ class Pages:
         return self._page(request, "error_edit.html", "/errors", service, found=found, id=message_id)
 
     async def life(self, request: Request) -> Response:
-        """Show the recorded events of one message."""
+        """Show the recorded events of a message."""
         service, message_id = self._service(request), _id(request.query_params)
         found = await service.life.of(message_id) if message_id else None
         return self._page(request, "life.html", "/life", service, found=found, id=message_id, longest=MAXIMUM_ID_LENGTH)
@@ -331,7 +331,7 @@ class Pages:
         return self._outcome(request, [outcome], "/errors", service)
 
     async def purge(self, request: Request) -> Response:
-        """Drop failed messages for good: those that are ticked, or all."""
+        """Drop failed messages for good: the ticked messages, or all."""
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
         if form.get("confirm", "").strip() != "purge":
             raise InvalidMessage("type the word purge to confirm")
@@ -408,7 +408,7 @@ class Pages:
     def _action(
         self, act: Callable[[Request], Awaitable[Response]], path: str
     ) -> Callable[[Request], Awaitable[Response]]:
-        """Return the action as one that shows on the page at `path` why it was not done."""
+        """Return the action, made to show on the page at `path` why it was not done."""
 
         async def shown(request: Request) -> Response:
             try:

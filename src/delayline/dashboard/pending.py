@@ -1,4 +1,4 @@
-"""Pending messages one by one, and what people do to them."""
+"""Pending messages, and what people do to them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class PendingMessages(PageQueries):
-    """Shows a pending message, and changes those that are chosen or all that match."""
+    """Shows a pending message, and changes the chosen messages or all that match."""
 
     def __init__(self, search: PendingSearch, actions: Actions) -> None:
         super().__init__(search.back_ends)
@@ -44,7 +44,7 @@ class PendingMessages(PageQueries):
 
         Args:
             message_id: The message.
-            form: The form of the body: `json`, `text` or `hex`; by default the most readable one.
+            form: The form of the body: `json`, `text` or `hex`; by default the most readable.
         """
         match = await self._search.find(message_id, body_limit=BODY_SHOWN)
         if match is None:
@@ -62,7 +62,7 @@ class PendingMessages(PageQueries):
         by: timedelta | None = None,
         actor: str,
     ) -> list[ActionOutcome]:
-        """Cancel, reschedule or send now pending messages, one by one.
+        """Cancel, reschedule or send now pending messages, message by message.
 
         Args:
             action: `OperatorAction.CANCEL`, `RESCHEDULE` or `SEND_NOW`.
@@ -86,7 +86,7 @@ class PendingMessages(PageQueries):
     ) -> ActionJob | Unavailable:
         """Do the same with all pending messages that match, as a job.
 
-        The messages are those that match when the job starts, 100 000 at most.
+        The job changes messages that match when the job starts, 100 000 at most.
 
         Args:
             action: As for `change`.

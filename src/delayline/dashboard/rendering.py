@@ -44,7 +44,7 @@ _HIDDEN: Final = re.compile(
 
 
 def visible(text: str) -> str:
-    r"""Return the text with control characters and those that change its direction written as \u202e."""
+    r"""Return the text with control characters and characters that change its direction written as \u202e."""
     return _HIDDEN.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -83,7 +83,7 @@ def render(request: Request, name: str, **context: object) -> str:
 
 
 def plain_page(request: Request, title: str, text: str | None, *, status: int, sign_in: bool = False) -> HTMLResponse:
-    """Return a page without navigation: an error, or the one that asks for the token."""
+    """Return a page without navigation: an error, or the page that asks for the token."""
     return HTMLResponse(render(request, "plain.html", title=title, text=text, sign_in=sign_in), status)
 
 

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
     from delayline.dashboard.back_ends import BackEnds
 
-#: Messages that are looked through for one id where a back end has no index of ids.
+#: Messages that are looked through for an id where a back end has no index of ids.
 LOOKED_AT: Final = 20_000
-#: Messages that are read in one statement.
+#: Messages that are read in a statement.
 READ_AT_ONCE: Final = 500
 #: Ids that a preview shows.
 EXAMPLES: Final = 5
-#: From a minute to ten years, each about twice the one before, in round hours.
+#: From a minute to ten years, each about twice the limit before, in round hours.
 GROWING: Final = (
     *(timedelta(minutes=count) for count in (1, 2, 5, 10, 20, 30)),
     *(timedelta(hours=count) for count in (1, 2, 4, 8, 12)),
@@ -40,7 +40,7 @@ class PendingSearch(PageQueries):
 
     Args:
         back_ends: The endpoint's back ends.
-        search_time: Seconds that a search or a preview may look through messages one by one.
+        search_time: Seconds that a search or a preview may look through message by message.
     """
 
     def __init__(self, back_ends: BackEnds, search_time: float) -> None:
@@ -80,7 +80,7 @@ class PendingSearch(PageQueries):
                             return PendingPage(rows, looked_at, False, skipped, start)
                 if len(page) == at_once and is_over():
                     total = await self._expected(replace(query, due_from=after or query.due_from, destination=None))
-                    if total is not None:  # without those at its beginning that were skipped
+                    if total is not None:  # without the skipped messages at its beginning
                         total = replace(total, count=max(total.count - offset, looked_at))
                     return PendingPage(rows, looked_at, False, skipped, start, cut=True, total=total)
         return PendingPage(rows, looked_at, True, None, None)
@@ -95,7 +95,7 @@ class PendingSearch(PageQueries):
         number, looked_at, is_over = 0, 0, await self._search_timer()
         examples: list[str] = []
         by_due = not _checks_each(query) and query.message_id is None
-        total = await self._expected(query) if by_due else None  # the index or statistics count these
+        total = await self._expected(query) if by_due else None  # the index or statistics count them
         at_once = READ_AT_ONCE if total is None else EXAMPLES
         async with contextlib.aclosing(self._pages(query, None, 0, at_once)) as pages:
             async for page in pages:
@@ -203,7 +203,7 @@ class PendingSearch(PageQueries):
 
 
 def matches(query: PendingQuery, found: FoundMessage) -> bool:
-    """Return whether a message fulfils all conditions of the query; one with damaged headers has no headers."""
+    """Return whether a message fulfils all conditions of the query; a message with damaged headers has no headers."""
     message = found.message
     if query.message_id is not None and message.id != query.message_id:
         return False
@@ -230,7 +230,7 @@ def _checks_headers(query: PendingQuery) -> bool:
 
 
 def _checks_each(query: PendingQuery) -> bool:
-    """Return whether messages have to be looked at one by one."""
+    """Return whether messages have to be looked at each."""
     return bool(query.destination) or _checks_headers(query)
 
 
@@ -253,7 +253,7 @@ def row_of(found: FoundMessage) -> PendingRow:
 
 
 async def forecasting(back_ends: BackEnds) -> SupportsDueForecast:
-    """Return the open store as one that counts its messages by due time; raises ConfigurationError."""
+    """Return the open store if it counts its messages by due time; raises ConfigurationError."""
     store = await back_ends.store()
     if not isinstance(store, SupportsDueForecast):
         raise ConfigurationError(f"{type(store).__name__} cannot count its messages without reading all of them")

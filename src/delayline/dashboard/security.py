@@ -147,7 +147,7 @@ class Guard:
             root += self._mounted_at
         return {
             **scope,
-            "app": self._app,  # where there is one, unknown paths are an HTTPException
+            "app": self._app,  # with an application around, unknown paths are an HTTPException
             "root_path": root,
             "path": root + path,
             "state": dict(scope.get("state", {})),
@@ -257,7 +257,7 @@ def _check_origin(request: Request) -> None:
 
 
 async def _read_form(request: Request) -> ImmutableMultiDict[str, str]:
-    """Return the fields of a form. Raises Refused for one that is too large or damaged."""
+    """Return the fields of a form. Raises Refused for a form that is too large or damaged."""
     if not request.headers.get("content-type", "").startswith("application/x-www-form-urlencoded"):
         raise Refused(415, "send a form: application/x-www-form-urlencoded")
     too_large = Refused(413, f"the form is larger than {LARGEST_FORM:,} bytes: use the command line for such a message")
@@ -312,7 +312,7 @@ class Credentials:
     Args:
         token: A secret; a browser gets a page to enter it, other clients send `Authorization: Bearer`.
         users: Passwords by user name, for HTTP basic authentication.
-        may_act: Whether those that have one may change messages.
+        may_act: Whether users with a password may change messages.
         clock: What sign-ins end by; the machine's if left out.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The dashboard's view of one endpoint: a part for each page, over the same back ends."""
+"""The dashboard's view of an endpoint: a part for each page, over the same back ends."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 #: Seconds that a part of a page may take.
 TIME_LIMIT: Final = 5.0
-#: Seconds that a search or a preview may look through messages one by one.
+#: Seconds that a search or a preview may look through message by message.
 SEARCH_TIME: Final = 0.1
 
 
 class EndpointService:
-    """One endpoint, as the dashboard shows it and acts on it. Used by one event loop.
+    """An endpoint, as the dashboard shows it and acts on it. Used by a single event loop.
 
     Args:
         source: The endpoint's settings, of which the service opens its own transport and store; or an endpoint of this
             process, whose transport and store are used while it is started.
         time_limit: Seconds that each part of a page may take.
-        search_time: Seconds that a search or a preview may look through messages one by one.
+        search_time: Seconds that a search or a preview may look through message by message.
         clock: Clock for overdue messages where the store has none.
 
     Example:

@@ -1,8 +1,9 @@
-"""Whose fault a failed dispatch is: the message's, or that of the back end, which meets every message of one table.
+"""Whose fault a failed dispatch is: the message's, or that of the back end, which meets every message of a table.
 
 An error of a known kind says it, and Python's own exceptions, such as a ValueError, come of the code that met this
 message. Any other error of a driver or client is judged by the messages beside it: where others go to the same
-destination and one does not, the fault is this message's; where several fail alike and none goes, it is the back end's.
+destination and this message does not, the fault is its own; where several fail alike and none goes, it is the back
+end's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 OF_KNOWN_FAULT: Final = (BackendUnavailable, CorruptHeaders, InvalidMessage, MessageRejected, QueueNotFound)
 #: A message that fails alone is in doubt if others follow it to its destination within this time.
 FOLLOWS_WITHIN: Final = timedelta(seconds=1)
-#: How long the counted failure of a message that failed alone puts the next one in doubt that fails alike.
+#: How long the counted failure of a message that failed alone puts the next message in doubt that fails alike.
 EVIDENCE_FOR: Final = timedelta(seconds=10)
 #: After this time a message in doubt that was not tried again has left the store by other hands.
 GONE_AFTER: Final = timedelta(minutes=2)
@@ -59,13 +60,13 @@ class _Failed:
     """Whether others follow it within a moment, and will show whose fault it is."""
 
     def is_like(self, other: _Failed) -> bool:
-        """Return whether one fault may have met both."""
+        """Return whether the same fault may have met both."""
         near = self.message.destination == other.message.destination
         return (near or not (self.sent_elsewhere or other.sent_elsewhere)) and kind(self.error) == kind(other.error)
 
 
 class Blame:
-    """Tells messages that fail by themselves from those that a back end's fault meets. Belongs to one poller.
+    """Tells messages that fail by themselves from messages that a back end's fault meets. Belongs to a poller.
 
     A message in doubt is set aside, and no attempt of it is counted. It is tried again when there is no other to try,
     and a few are from time to time. A message of its destination that is sent shows that the fault is its own: it is
@@ -132,8 +133,8 @@ class Blame:
         """Return the failures that are their messages' own, to be counted; the other messages are in doubt.
 
         Args:
-            failures: The messages that were not sent, after `sent` was called for those that were.
-            others_left: Whether messages that failed with them in one batch are still to be tried.
+            failures: The messages that were not sent, after `sent` was called for the messages that were.
+            others_left: Whether messages that failed with them in a batch are still to be tried.
             others_follow: Returns whether others are due at the message's destination within FOLLOWS_WITHIN.
         """
         now, elsewhere = self._clock.now(), bool(self._working)
@@ -174,7 +175,7 @@ class Blame:
 
         Args:
             now: The present time.
-            idle: Whether there is no other message to try. Then all are tried, unless others go elsewhere: these must
+            idle: Whether there is no other message to try. Then all are tried, unless others go elsewhere: they must
                 not be held up by more than a few.
         """
         if not self._failed or (not idle and now < self._probes_at):
@@ -249,7 +250,7 @@ def says_no_fault(error: Exception) -> bool:
 
 
 def kind(error: Exception) -> Hashable:
-    """Return what errors of one fault have in common: type and code, as texts may name the message."""
+    """Return what errors of a fault have in common: type and code, as texts may name the message."""
     cause = getattr(error, "orig", None) or error  # SQLAlchemy's errors keep the driver's
     code = getattr(cause, "sqlstate", None) or getattr(cause, "sqlite_errorcode", None)
     if code is None and cause.args and isinstance(cause.args[0], int):

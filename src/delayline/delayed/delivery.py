@@ -133,7 +133,7 @@ class SupportsDeferredSetup(Protocol):
 
 @runtime_checkable
 class SupportsDeferMany(Protocol):
-    """Capability of a delayed delivery: several operations in one round trip."""
+    """Capability of a delayed delivery: several operations in a single round trip."""
 
     async def defer_many(
         self, operations: Sequence[tuple[TransportOperation, datetime]], transaction: Transaction | None = None
@@ -160,7 +160,7 @@ class SupportsPendingView(Protocol):
 
 
 def storage_of(delivery: DelayedDelivery) -> object:
-    """Return what keeps the messages: the delivery's store, or without one the delivery itself."""
+    """Return what keeps the messages: the delivery's store, or without a store the delivery itself."""
     return delivery if delivery.store is None else delivery.store
 
 
@@ -174,7 +174,7 @@ class StoredDelivery:
 
     Args:
         store: Keeps the messages until they are due.
-        number_of_retries: Attempts to dispatch a due message after the first one has failed; 0 or more.
+        number_of_retries: Attempts to dispatch a due message after the first has failed; 0 or more.
         time_to_trigger_store_circuit_breaker: How long storing may fail before a critical error.
         time_to_trigger_fetch_circuit_breaker: How long fetching due messages may fail before a critical error.
         time_to_trigger_dispatch_circuit_breaker: How long dispatching may fail before a critical error.
@@ -185,7 +185,7 @@ class StoredDelivery:
         polling: False only stores messages, and leaves dispatching to other processes of the endpoint.
 
     Raises:
-        ConfigurationError: `store` lacks one of the six verbs, or a value is out of range.
+        ConfigurationError: `store` lacks any of the six verbs, or a value is out of range.
 
     Example:
         >>> from delayline import MemoryDelayedMessageStore, StoredDelivery
@@ -259,7 +259,7 @@ class StoredDelivery:
         return self._host
 
     def bind(self, host: DeliveryHost) -> None:
-        """Attach to the endpoint. Raises ConfigurationError if attached to another one already."""
+        """Attach to the endpoint. Raises ConfigurationError if attached to another already."""
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this StoredDelivery belongs to endpoint {self._host.endpoint_name!r}; "
@@ -307,7 +307,7 @@ class StoredDelivery:
                 await self.store.close()
 
     async def enlist(self, external: ExternalTransaction) -> Transaction:
-        """Return the external transaction as one that deferring can take part in. Raises ConfigurationError."""
+        """Return the external transaction if deferring can take part in it. Raises ConfigurationError."""
         if isinstance(self.store, SupportsExternalTransactions):
             return await self.store.enlist(external)
         raise ConfigurationError(
@@ -463,7 +463,7 @@ SINGLE_STORES: Final = 1000
 
 
 class StoreGroup:
-    """Stores messages; messages that arrive while a transaction is running share the next one.
+    """Stores messages; messages that arrive while a transaction is running share the next.
 
     Args:
         store: Stores the messages, in batches if it can.

@@ -61,7 +61,7 @@ class RunningSatellite(Protocol):
         ...
 
     async def stop(self) -> None:
-        """Receive no more messages and finish those being handled. Idempotent."""
+        """Receive no more messages and finish the messages being handled. Idempotent."""
         ...
 
 

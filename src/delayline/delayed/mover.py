@@ -51,7 +51,7 @@ MOST_FAILURES: Final = 1000
 MOST_LOCKED: Final = 48
 #: ... and how long each stays open at most, once there are so many.
 LOCKED_FOR: Final = timedelta(seconds=1)
-#: Where one message has failed alone, so many are looked at for others to its destination.
+#: Where a message has failed alone, so many are looked at for others to its destination.
 SEARCHED_MESSAGES: Final = 100
 
 
@@ -65,13 +65,14 @@ class BatchScope:
     """Whether the messages are dispatched in the same transaction."""
 
     def open(self) -> AbstractAsyncContextManager[Transaction | None]:
-        """Return the transaction for one batch, to be entered."""
+        """Return the transaction for a batch, to be entered."""
         return contextlib.nullcontext() if self.begin is None else self.begin()
 
     def blames_back_end(self, error: Exception) -> bool:
         """Return whether the fault is the back end's and counts against no message.
 
-        In one database an error that names the database is no message's either: every message of the table meets it.
+        In a single database an error that names the database is no message's either: every message of the table meets
+        it.
         """
         return isinstance(error, OF_BACK_END if self.shared else BackendUnavailable)
 
@@ -108,7 +109,7 @@ class Batch:
 
 
 class FetchedBatch:
-    """Due messages, and the transaction that locks them, if there is one, until this context is left."""
+    """Due messages, and the transaction that locks them, if any, until this context is left."""
 
     def __init__(
         self,
@@ -151,8 +152,8 @@ class Mover:
         aside: What is set aside; the store and the recovery may know it too.
         blame: Tells failures of messages from the back end's.
         lookup: The store, if it can be asked for messages without locking them.
-        prefetches: Fetch the next batch while a full one is sent and removed. Used only where the two share no
-            transaction: a batch is then confirmed before it is removed, and before the next one is sent.
+        prefetches: Fetch the next batch while a full batch is sent and removed. Used only where the two share no
+            transaction: a batch is then confirmed before it is removed, and before the next batch is sent.
     """
 
     def __init__(
@@ -178,7 +179,7 @@ class Mover:
         self._prefetches = prefetches and not scope.shared
         self._aside = SetAside() if aside is None else aside
         self._prefetch: asyncio.Task[FetchedBatch] | None = None
-        #: What has failed and is recovered between later batches, so that these are not held up.
+        #: What has failed and is recovered between later batches, which are thus not held up.
         self._failures: Failures = []
         self._at_once = RECOVERED_AT_ONCE
         #: What a batch has sent outside a transaction, until it is removed.
@@ -240,7 +241,7 @@ class Mover:
             await self._undo(fetched)
 
     async def recover(self, batch: Batch, error: Exception, *, others_left: bool) -> None:
-        """Recover a batch of one message, whose failure has rolled its transaction back, unless it is in doubt."""
+        """Recover a batch of a single message, whose failure has rolled its transaction back, unless it is in doubt."""
         (message,) = batch.messages
         if not await self._own(batch, [(message, error)], others_left=others_left):
             return
@@ -255,7 +256,7 @@ class Mover:
                 await self._recovery.keep(batch, message, failure, None)
 
     async def remove_sent(self, now: datetime) -> None:
-        """Remove the messages `in_doubt`, if not together then one by one. Raises the error if none can be removed."""
+        """Remove the messages `in_doubt`, if not together then each alone. Raises the error if none can be removed."""
         in_doubt = self.in_doubt
         for aside in in_doubt:
             await aside.end_lock()
@@ -270,7 +271,7 @@ class Mover:
             raise failures[0][1]
 
     async def end_set_aside(self, now: datetime) -> None:
-        """Send the messages whose time has come as any others, and remove those that were sent."""
+        """Send the messages whose time has come like any others, and remove those that were sent."""
         self._aside.try_now(self.blame.to_try(now, idle=False))
         for aside in self._aside.of(Reason.BACKS_OFF, Reason.UNREMOVABLE):
             if aside.ended or aside.until > now:
@@ -279,7 +280,7 @@ class Mover:
             if aside.sent and self._scope.begin is None:
                 await self._remove_unremovable(aside, now)
                 continue
-            aside.ended = True  # for a sent one too: unlocked, its id may be another message's until it is fetched
+            aside.ended = True  # for a sent message too: unlocked, its id may be another message's until it is fetched
             if self._scope.begin is None:
                 self._unreleased.append(aside.message)
         if self._unreleased:
@@ -292,7 +293,7 @@ class Mover:
         return bool(unsent)
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
-        """Unlock messages that stay unchanged, also those for which that failed before."""
+        """Unlock messages that stay unchanged, also messages for which that failed before."""
         if self._scope.begin is None:
             self._unreleased += messages
         if self._unreleased:
@@ -300,7 +301,7 @@ class Mover:
             self._unreleased = []
 
     async def close(self, now: datetime) -> None:
-        """Remove the messages that were sent, once more, and unlock those that are set aside."""
+        """Remove the messages that were sent, once more, and unlock the messages that are set aside."""
         for aside in self._aside.locked():
             await aside.end_lock()
         if self.in_doubt:
@@ -330,7 +331,7 @@ class Mover:
             emit(logger, logging.ERROR, Event.REMOVE_FAILED, log_text, message.id, until, messages=(message,))
 
     async def _remove_each(self, sent: Sequence[DelayedMessage]) -> list[tuple[DelayedMessage, Exception]]:
-        """Remove messages together, or else one by one, and return the failures; an outage ends it."""
+        """Remove messages together, or else each alone, and return the failures; an outage ends it."""
         try:
             await self._remove(sent, None)
         except Exception as error:
@@ -383,7 +384,7 @@ class Mover:
         self._unreleased += fetched.messages if self._scope.begin is None else ()
 
     async def _fetch(self, now: datetime, limit: int) -> FetchedBatch:
-        """Fetch messages that are not set aside. Those that are and had to be fetched too stay locked as they can."""
+        """Fetch messages that are not set aside; messages set aside that come along stay locked where they can."""
         if isinstance(self._store, OneAtATime):
             await self._store.end_back_offs()
         seen: set[str] = set()
@@ -417,7 +418,7 @@ class Mover:
     def _may_lock(self, waiting: Sequence[AsideMessage], now: datetime) -> bool:
         """Return whether a transaction may be kept open to lock a message that is set aside, alone.
 
-        A store that returns one message at a time returns no other before that. If too many are locked so already,
+        A store that returns a message at a time returns no other before that. If too many are locked so already,
         their times come soon.
         """
         if not isinstance(self._store, OneAtATime):

@@ -1,4 +1,4 @@
-"""Stores that implement the six verbs only: the poller moves one message at a time."""
+"""Stores that implement the six verbs only: the poller moves message by message."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class OneAtATime:
         while (message := await self._store.fetch_next_due(at, transaction)) is not None:
             if transaction is not None or message.id not in backing_off:
                 return [message]
-            backing_off.discard(message.id)  # its lease ran out and we have it again: fetch the next one
+            backing_off.discard(message.id)  # its lease ran out and we have it again: fetch the next
         return []
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
@@ -129,7 +129,7 @@ class OneAtATime:
         self._released += messages
 
     async def end_back_offs(self) -> None:
-        """Count the failures whose time has come. No transaction of the caller's may lock one of the messages."""
+        """Count the failures whose time has come. No transaction of the caller's may lock any of the messages."""
         failed, self._failed = self._failed, []
         while failed:
             message, until = failed[0]
@@ -191,7 +191,7 @@ def batches_of(
     failure_rate: FailureRate | None = None,
     in_transactions: bool = False,
 ) -> PolledStore:
-    """Return the store itself if it supports batches, else an adapter that moves one message at a time."""
+    """Return the store itself if it supports batches, else an adapter that moves message by message."""
     if isinstance(store, SupportsBatches):
         return store
     return OneAtATime(store, clock, aside, failure_rate=failure_rate, in_transactions=in_transactions)

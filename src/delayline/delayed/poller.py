@@ -19,9 +19,9 @@
       |  due time, 60 s at most
       +---- woken by the time, by a notification of an earlier message, or by stop()
 
-One bad message delays no other: a batch that fails as a whole is moved again message by message, and the message that
+A bad message delays no other: a batch that fails as a whole is moved again message by message, and the message that
 fails then, while others go, is counted and backs off alone (`blame`, `recovery`). A message that was sent and cannot be
-removed is set aside once another one could be (`set_aside`).
+removed is set aside once another could be (`set_aside`).
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ MAXIMUM_SLEEP: Final = timedelta(seconds=60)
 #: After a move inside the database the poller rests so many times as long as the move took, so that messages due at
 #: nearly the same time move together ...
 RESTS_AFTER_MOVE: Final = 4
-#: ... but no longer than this from the beginning of one move to the next.
+#: ... but no longer than this from the beginning of a move to the next.
 MOVES_WITHIN: Final = timedelta(milliseconds=6)
-#: Pause while all due messages are locked by other processes; without one the poller would query in a tight loop.
+#: Pause while all due messages are locked by other processes; without it the poller would query in a tight loop.
 LOCKED_ELSEWHERE: Final = timedelta(milliseconds=50)
-#: The pauses grow to this while messages are set aside: the store does not tell when the next other one is due.
+#: The pauses grow to this while messages are set aside: the store does not tell when the next other message is due.
 LOCKED_HERE: Final = timedelta(milliseconds=400)
-#: How long removing may fail with the back end's own errors until one message is sent to see whether others can be.
+#: How long removing may fail with the back end's own errors until a message is sent to see whether others can be.
 DOUBT: Final = timedelta(seconds=10)
 
 
 class Poller:
     """Moves due messages from a store to their destinations, in the order of their due times.
 
-    Belongs to one event loop.
+    Belongs to an event loop.
 
     Args:
         mover: Fetches, dispatches and removes messages.
@@ -110,9 +110,9 @@ class Poller:
         self._woken = asyncio.Event()
         self._wakes_at: datetime | None = None
         self._task: asyncio.Task[None] | None = None
-        #: How many messages of a failed batch are still to be moved one at a time.
+        #: How many messages of a failed batch are still to be moved singly.
         self._singles_left = 0
-        #: Whether the next batch is fetched although the store can move messages: one of them needs the poller.
+        #: Whether the next batch is fetched although the store can move messages: some message needs the poller.
         self._bypass_forwarding = False
         #: The next due time where a query for it is not needed: after a move in the database, and after a sleep.
         self._known: Forwarded | None = None
@@ -188,7 +188,7 @@ class Poller:
             self._known = Forwarded(0, due)
 
     async def _finish_earlier(self) -> bool:
-        """Finish what is left of earlier batches, some of it, and return whether another one may be moved."""
+        """Finish what is left of earlier batches, some of it, and return whether another may be moved."""
         await self._mover.end_set_aside(self._clock.now())
         if not await self._remove_sent():
             return False
@@ -197,7 +197,7 @@ class Poller:
         return True
 
     async def _dispatch_due(self, now: datetime) -> int:
-        """Move one batch and return its size; failures of the batch are handled here."""
+        """Move a batch and return its size; failures of the batch are handled here."""
         bypass = self._singles_left or self._bypass_forwarding or self._mover.blame.is_open
         if not bypass and (moved := await self._forward_in_database(now)):
             return moved
@@ -287,10 +287,10 @@ class Poller:
             self._singles_left = max(0, self._singles_left - 1)
 
     def _find_alike(self, batch: Batch, *, begins: bool) -> None:
-        """Blame the back end if messages failed alike while none was sent, once those were tried that are due together.
+        """Blame the back end if messages failed alike while none was sent, once the messages due together were tried.
 
-        `begins` says that none of them was tried before this batch. A store of one message at a time does not tell how
-        many are due together.
+        `begins` says that none of them was tried before this batch. A store that returns single messages does not tell
+        how many are due together.
         """
         if begins and isinstance(self._store, OneAtATime) and self._mover.blame.is_undecided:
             self._singles_left = self._batch_size - 1
@@ -316,7 +316,7 @@ class Poller:
             await self._back_end_failed(batch.backend_error)
 
     async def _find_unremovable(self) -> Exception | None:
-        """Remove the messages that were sent one by one, and return the error that none of them could be."""
+        """Remove the messages that were sent, each alone, and return the error if none could be."""
         try:
             await self._mover.remove_sent(self._clock.now())
         except Exception as error:
@@ -329,7 +329,7 @@ class Poller:
         """Remove the messages sent before, and return whether others may be sent.
 
         An unremoved message is still due: while the back end cannot remove, each message sent would be sent again, in
-        the end. So after errors that may be the message's one other is sent; it shows whose fault it is.
+        the end. So after errors that may be the message's, another is sent; it shows whose fault it is.
         """
         in_doubt, now = self._mover.in_doubt, self._clock.now()
         if not in_doubt:
@@ -346,7 +346,7 @@ class Poller:
         return True
 
     async def _back_end_failed(self, error: Exception) -> None:
-        """Count a failure that may be the back end's, and pause, unless it may be that of one message alone."""
+        """Count a failure that may be the back end's, and pause, unless it may be that of the message alone."""
         if len(self._mover.in_doubt) == 1 and not isinstance(error, OF_BACK_END):
             self._dispatch_breaker.note(error)
         else:
@@ -360,7 +360,7 @@ class Poller:
         )
 
     def _outage(self, error: Exception, size: int) -> None:
-        """Log an outage; no message's attempt is counted. On a full disk the messages are then moved one at a time."""
+        """Log an outage; no message's attempt is counted. On a full disk the messages are then moved singly."""
         log_text = "Failure during polling: %s"
         self._dispatch_breaker.log_failure(
             logger, logging.ERROR, Event.DISPATCH_FAILED, log_text, error, exception=error
@@ -369,7 +369,7 @@ class Poller:
             self._singles_left = size
 
     async def _return_prefetched(self) -> None:
-        """Return a prefetched batch: the next one may be another."""
+        """Return a prefetched batch: the next may be another."""
         try:
             await self._mover.return_prefetched()
             await self._mover.release(())

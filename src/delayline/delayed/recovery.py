@@ -117,7 +117,7 @@ class Recovery:
         self._report(Action.BACKED_OFF, message, error, transaction)
 
     async def _give_up(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:
-        """Move messages to the error queue in one dispatch; those that are too large alone, in ever smaller forms."""
+        """Move messages to the error queue in a single dispatch; too large messages alone, in ever smaller forms."""
         sending = self._scope.of_dispatch(transaction)
         forms = [self._forms(message, error) for message, error in failures]
         unsent = await self._send([next(form) for form in forms], sending)

@@ -65,13 +65,13 @@ class AsideMessage:
         return self.reason in SENT_REASONS
 
     async def end_lock(self) -> None:
-        """End the transaction that locks it, if there is one."""
+        """End the transaction that locks it, if there is any."""
         unlock, self.unlock = self.unlock, None
         if unlock is not None:
             await unlock()
 
     def is_same(self, fetched: DelayedMessage) -> bool:
-        """Return whether the store has returned this message, and not another one with its id."""
+        """Return whether the store has returned this message, and not another with its id."""
         ours = self.message
         return (ours.due, ours.destination, ours.message.body) == (
             fetched.due,
@@ -81,7 +81,7 @@ class AsideMessage:
 
 
 class SetAside:
-    """The messages that are set aside, by id. Belongs to one poller."""
+    """The messages that are set aside, by id. Belongs to a poller."""
 
     def __init__(self) -> None:
         self._messages: dict[str, AsideMessage] = {}
@@ -89,7 +89,7 @@ class SetAside:
 
     @property
     def waiting(self) -> list[AsideMessage]:
-        """Those whose time has not come."""
+        """The messages whose time has not come."""
         return [aside for aside in self._messages.values() if not aside.ended]
 
     @property
@@ -98,11 +98,11 @@ class SetAside:
         return min((aside.until for aside in self.waiting), default=None)
 
     def of(self, *reasons: Reason) -> list[AsideMessage]:
-        """Return those with one of the reasons."""
+        """Return the messages with any of the reasons."""
         return [aside for aside in self._messages.values() if aside.reason in reasons]
 
     def locked(self) -> list[AsideMessage]:
-        """Return those that a transaction is kept open for."""
+        """Return the messages that a transaction is kept open for."""
         return [aside for aside in self._messages.values() if aside.unlock is not None]
 
     def add(self, message: DelayedMessage, reason: Reason, until: datetime) -> None:
@@ -136,7 +136,7 @@ class SetAside:
                 aside.reason, aside.until = Reason.BACKS_OFF, EPOCH
 
     def removed(self, messages: Sequence[DelayedMessage], now: datetime) -> list[AsideMessage]:
-        """Note that messages were removed; return those that thereby are no longer in doubt: the failure is theirs."""
+        """Note that messages were removed; return messages thereby no longer in doubt: the failure is theirs."""
         self.forget(messages)
         if not messages:
             return []
@@ -147,7 +147,7 @@ class SetAside:
         return blamed
 
     def find(self, fetched: DelayedMessage) -> AsideMessage | None:
-        """Return the fetched message if it is set aside; forgets one that the store has another in place of."""
+        """Return the fetched message if it is set aside; forgets a message that the store has replaced."""
         aside = self._messages.get(fetched.id)
         if aside is None or aside.is_same(fetched):
             return aside

@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class DelayedMessageStore(Protocol):
-    """Keeps delayed messages until they are due. Called from one event loop; calls may overlap.
+    """Keeps delayed messages until they are due. Called from a single event loop; calls may overlap.
 
     A fetched message is locked, so that no other process can fetch it: until its transaction ends, or, fetched without
-    one, until it is removed, counted as failed, or its lease runs out. A lease must be longer than a dispatch takes; a
-    minute is a good choice. Every method may raise BackendUnavailable for a fault that may pass. The verbs are those of
-    NServiceBus' `IDelayedMessageStore`, https://docs.particular.net/transports/sql/native-delayed-delivery
+    a transaction, until it is removed, counted as failed, or its lease runs out. A lease must be longer than a dispatch
+    takes; a minute is a good choice. Every method may raise BackendUnavailable for a fault that may pass. The verbs are
+    those of NServiceBus' `IDelayedMessageStore`, https://docs.particular.net/transports/sql/native-delayed-delivery
 
     Example:
         A store over a dict, with no capability, is in `docs/how-to/custom-store.md`.
     """
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
-        """Open the store for one endpoint; called once, after `setup_infrastructure` if the store has that.
+        """Open the store for an endpoint; called once, after `setup_infrastructure` if the store has that.
 
         Args:
             endpoint_name: The endpoint whose messages are stored.
@@ -90,7 +90,7 @@ class DelayedMessageStore(Protocol):
         ...
 
     async def increment_failure_count(self, message: DelayedMessage) -> bool:
-        """Add one to the message's `number_of_retries`, durably, and unlock it.
+        """Add 1 to the message's `number_of_retries`, durably, and unlock it.
 
         Args:
             message: A message that this store has fetched.
@@ -139,7 +139,7 @@ class SupportsTransactions(Protocol):
 
     @property
     def transaction_domain(self) -> Hashable | None:
-        """Equal to a transport's domain when both can share one local transaction."""
+        """Equal to a transport's domain when both can share a local transaction."""
         ...
 
     @property
@@ -157,10 +157,10 @@ class SupportsTransactions(Protocol):
 
 @runtime_checkable
 class SupportsBatches(Protocol):
-    """Capability: many messages in one round trip, and a later due time for failed messages."""
+    """Capability: many messages in a single round trip, and a later due time for failed messages."""
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
-        """Store all of the messages in one transaction, or none.
+        """Store all of the messages in a single transaction, or none.
 
         Args:
             messages: The messages; pending ids are left as they are, as by `store`.
@@ -176,7 +176,7 @@ class SupportsBatches(Protocol):
         Args:
             at: The latest due time.
             limit: The most messages to return.
-            max_bytes: The most bytes of bodies and headers together; at least one due message is returned anyway.
+            max_bytes: The most bytes of bodies and headers together; a due message is returned anyway.
             transaction: The transaction that locks the messages; without it they are locked until they are removed,
                 released, or a lease runs out.
         """
@@ -219,7 +219,7 @@ class SupportsBatches(Protocol):
 
 
 class SingleMessageVerbs:
-    """Mixin for a store with SupportsBatches: the verbs for one message, each as a batch of one."""
+    """Mixin for a store with SupportsBatches: the verbs for a message, each as a batch of 1."""
 
     async def fetch_next_due(
         self: SupportsBatches, at: datetime, transaction: Transaction | None = None
@@ -261,12 +261,12 @@ class SupportsForwarding(Protocol):
         ...
 
     async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
-        """Move due messages to their queues, earliest first, in one transaction: all or none.
+        """Move due messages to their queues, earliest first, in a single transaction: all or none.
 
-        A message that only the poller can dispatch, such as one for an unknown queue or with dispatch properties in its
+        A message that only the poller can dispatch, such as for an unknown queue or with dispatch properties in its
         headers, stays: the store stops before it, or skips it and counts it in `left`. If no message was moved, the
-        next one is of that kind, other processes have locked the due messages, or none is due. After `left` or no
-        move the poller fetches and dispatches one batch itself.
+        next is of that kind, other processes have locked the due messages, or none is due. After `left` or no
+        move the poller fetches and dispatches a batch itself.
 
         Args:
             at: The latest due time.
@@ -308,7 +308,7 @@ class SupportsJournal(Protocol):
     """Capability: record the outcome of each message in a journal."""
 
     def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
-        """Record that these messages go to the error queue: their removal, which follows, is not a dispatch.
+        """Record that the messages go to the error queue: their removal, which follows, is not a dispatch.
 
         Args:
             messages: The messages.
@@ -340,7 +340,7 @@ class SupportsClose(Protocol):
 
 
 class Outcome(StrEnum):
-    """The outcome of a cancel or reschedule: exactly one of these, also in a race with the poller."""
+    """The outcome of a cancel or reschedule: exactly one of them, also in a race with the poller."""
 
     DONE = "done"
     """The message was cancelled, or leaves at its new time only."""
@@ -378,21 +378,22 @@ class StoreResult(StrEnum):
 
 @runtime_checkable
 class SupportsReplacement(Protocol):
-    """Capability: replace pending messages, and report whether there was one."""
+    """Capability: replace pending messages, and report whether a pending message was replaced."""
 
     async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
-        """Store the message unless one with its id is pending, durably on return.
+        """Store the message unless a message with its id is pending, durably on return.
 
         Args:
-            message: The message; if it replaces one, then with destination, due time, headers and body.
-            replace: Whether it replaces a pending one, unless the poller has it already; otherwise that one is kept.
+            message: The message; if it replaces another, then with destination, due time, headers and body.
+            replace: Whether it replaces a pending message, unless the poller has it already; otherwise that message is
+                kept.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DueCount:
-    """The number of messages due for one destination in the bucket that starts at `start`."""
+    """The number of messages due for a destination in the bucket that starts at `start`."""
 
     start: datetime
     destination: str
@@ -416,7 +417,7 @@ class SupportsManagement(Protocol):
 
         Args:
             message_id: Id of the message.
-            due: The new due time, with a time zone; a past one means now.
+            due: The new due time, with a time zone; a past time means now.
 
         Raises:
             InvalidDueTime: The store cannot keep that time.
@@ -531,9 +532,9 @@ class SupportsDueForecast(Protocol):
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Return the number of messages in each bucket of due times, without reading all of them.
 
-        Buckets with few messages are counted exactly, by an index. Larger ones are estimated from samples or from the
-        database's statistics, or have a lower bound. With the present time as the first edge, the first bucket counts
-        the overdue messages.
+        Buckets with few messages are counted exactly, by an index. Larger buckets are estimated from samples or from
+        the database's statistics, or have a lower bound. With the present time as the first edge, the first bucket
+        counts the overdue messages.
 
         Args:
             edges: The times between buckets, aware and rising; 1 to 200.
@@ -562,7 +563,7 @@ def spans_of(edges: Sequence[datetime]) -> list[tuple[datetime | None, datetime 
 
 
 def managed(store: object) -> SupportsManagement:
-    """Return the store as one with management; raises ConfigurationError if it has none."""
+    """Return the store if it has management; raises ConfigurationError if it has none."""
     if not isinstance(store, SupportsManagement):
         raise ConfigurationError(
             f"{type(store).__name__} cannot list, cancel or reschedule messages: use a store with SupportsManagement"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 KEY: Final = 200
 LONGEST_ENDPOINT: Final = 250
-#: State of a message that has left its source, and of one that the source may have as well.
+#: State of a message that has left its source, and of a message that the source may have as well.
 SURE: Final = 1
 IN_DOUBT: Final = 0
 #: Messages, with their bodies, that are in memory at once.
@@ -87,7 +87,7 @@ class Selection(NamedTuple):
 class CollectedSource(TableSource):
     """A source that is not a database. journal: URL of the database for collected messages and the journal.
 
-    Migrations of it run one at a time.
+    Migrations of it never run at the same time.
     """
 
     key: ClassVar[str] = "source_key"
@@ -112,7 +112,7 @@ class CollectedSource(TableSource):
 
     @abstractmethod
     async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
-        """Return messages to the source; return the reasons of those that it refused, by key."""
+        """Return messages to the source; return the reasons of the messages that it refused, by key."""
 
     @abstractmethod
     def looked_at(self, which: Selection, bounds: Bounds, spark: SparkSession) -> Tally:
@@ -151,7 +151,7 @@ class CollectedSource(TableSource):
 
     @property
     def kept(self) -> Table:
-        """The table of collected messages beside the journal: one for each source."""
+        """The table of collected messages beside the journal, of its own for each source."""
         digest = hashlib.sha1(str(self).encode(), usedforsecurity=False).hexdigest()[:12]
         return self.table(f"delayline_collected_{digest}")
 
@@ -171,7 +171,7 @@ class CollectedSource(TableSource):
         """No-op: the table is delayline's own."""
 
     def movable(self, partition: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:
-        """Return the condition on the partition's rows, those without a due time included: they are rejected."""
+        """Return the condition on the partition's rows, rows without a due time included: they are rejected."""
         due = self.kept.c.due
         later = and_(True) if cutoff is None else or_(due.is_(None), due >= self.kept_due(cutoff))
         return and_(self.owned(partition), later)
@@ -205,7 +205,7 @@ class CollectedSource(TableSource):
         )  # fmt: skip
 
     def keep(self, connection: Connection, rows: Sequence[CollectedMessage]) -> None:
-        """Insert messages; one whose key exists already is unchanged."""
+        """Insert messages; a message whose key exists already is unchanged."""
         if rows:
             connection.execute(self.dialect.words.insert_new(self.kept, self.key), [self._row(row) for row in rows])
 

@@ -78,7 +78,7 @@ def hold(
 def _into_batches(source: TableSource, held: Table, some: Slice, movable: ColumnElement[bool], size: int) -> Insert:
     """Return the statement that numbers a slice's rows and writes them: the first slice's in the order of due times.
 
-    Later slices are not sorted: all their rows are due later than those before, and sorting takes as long as writing.
+    Later slices are not sorted: all their rows are due later than earlier rows, and sorting takes as long as writing.
     """
     rows = source.table(some.partition.table)
     order = [rows.c[source.due], rows.c[source.key]] if some.since is None else None
@@ -147,7 +147,7 @@ def _delete_those_in(
 
 #: Approximate rows of the first slice; small, so that the earliest messages are held and delivered soon.
 FIRST_ROWS: Final = 25_000
-#: The most rows of a slice, as a multiple of the one before.
+#: The most rows of a slice, as a multiple of the slice before.
 GROWTH: Final = 4
 #: Approximate rows of the largest slices, unless there would be more than MOST of them.
 SLICE_ROWS: Final = 250_000

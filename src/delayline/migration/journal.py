@@ -76,7 +76,7 @@ UNFINISHED: Final = (BatchState.STAGED.value, BatchState.DELIVERED.value)
 
 @dataclass(frozen=True)
 class MigrationRun:
-    """One run, as it is kept."""
+    """A run, as it is kept."""
 
     name: str
     state: RunState
@@ -88,7 +88,7 @@ class MigrationRun:
 
 @dataclass(frozen=True)
 class HeldPartition:
-    """One endpoint's rows of a run."""
+    """An endpoint's rows of a run."""
 
     number: int
     source: SourcePartition
@@ -184,7 +184,7 @@ MIGRATIONS: Final = register(TableGroup("migrations", lambda _, schema: migratio
 
 
 class MigrationJournal:
-    """The tables of one database; every call is part of the caller's transaction."""
+    """The tables of a database; every call is part of the caller's transaction."""
 
     def __init__(self, dialect: Dialect, schema: str | None) -> None:
         tables = migration_tables(schema)
@@ -205,7 +205,7 @@ class MigrationJournal:
         RequiredTables(self._dialect, self.runs.schema, MIGRATIONS).set_up(connection)
 
     def list_runs(self, connection: Connection) -> list[MigrationRun]:
-        """Return all runs, the last one first."""
+        """Return all runs, the latest first."""
         if not self.exists(connection):
             return []
         columns = self.runs.c
@@ -235,7 +235,7 @@ class MigrationJournal:
             raise BackendUnavailable(f"migration {name} was {state} by another process: this one stops")
 
     def add_partition(self, connection: Connection, run: str, held: HeldPartition, batches: Mapping[int, int]) -> None:
-        """Record the held rows of one endpoint, and the sizes of its batches."""
+        """Record the held rows of an endpoint, and the sizes of its batches."""
         row = {
             "run": run, "part": held.number, "endpoint": held.source.endpoint, "source_table": held.source.table,
             "owner": held.source.owner, "target": held.target, "held": held.held, "rows": held.rows,
@@ -305,7 +305,7 @@ class MigrationJournal:
         """Record the ids and reasons of rejected rows of an attempt, by row number.
 
         It counts if the attempt does. Nothing is written where the batch is done. Raises BackendUnavailable for an
-        attempt that is not the last one.
+        attempt that is not the last.
         """
         columns, lost = self.batches.c, self.rejected.c
         mine = and_(self._of(run, partition), columns.batch == batch)
@@ -346,7 +346,7 @@ class MigrationJournal:
                 connection.execute(delete(self.rejected).where(others))
 
     def expected(self, connection: Connection, run: str, partition: int, attempts: Mapping[int, int]) -> int:
-        """Return how many rows of these batches go to the target: all but those that these attempts have rejected."""
+        """Return how many rows of the batches go to the target: all but the rows that the attempts have rejected."""
         columns, lost = self.batches.c, self.rejected.c
         rows = 0
         for some in chunks(list(attempts)):
@@ -409,7 +409,7 @@ class MigrationJournal:
         return and_(self.rejected.c.run == run, self.rejected.c.part == partition)
 
     def batches_in(self, run: str, partition: int, states: Iterable[str]) -> ColumnElement[bool]:
-        """Return the condition on the rows of `batches` that they are the partition's, in one of these states."""
+        """Return the condition on the rows of `batches` that they are the partition's, in one of the states."""
         return and_(self._of(run, partition), self.batches.c.state.in_(list(states)))
 
     def _of(self, run: str, partition: int) -> ColumnElement[bool]:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 BATCH_ROWS: Final = 1000
 #: The same for a target that commits each batch once: a crash cannot duplicate messages there.
 BATCH_ROWS_ONCE: Final = 10_000
-#: Rows that go together, about, as one job of Spark's.
+#: Rows that go together, about, as a job of Spark's.
 ROUND_ROWS: Final = 500_000
 ALL_ENDPOINTS: Final = "*"
 ANY_SIZE: Final = 1 << 40
@@ -79,7 +79,7 @@ class Plan:
 
     @property
     def parameters(self) -> Mapping[str, str]:
-        """Everything that a resumed run must have in common with the one that was begun; no secrets."""
+        """Everything that a resumed run must have in common with the run that was begun; no secrets."""
         return {
             "from": self.source.kind,
             "source": str(self.source),
@@ -104,7 +104,7 @@ class Plan:
 
 @dataclass
 class EndpointPreview:
-    """The pending messages of one endpoint, summed up."""
+    """The pending messages of an endpoint, summed up."""
 
     endpoint: str
     rows: int
@@ -132,7 +132,7 @@ def preview(plan: Plan, spark: SparkSession, *, bodies: bool = False) -> list[En
         bodies: Read bodies as well, as a run does.
 
     Returns:
-        One preview for each endpoint.
+        A preview for each endpoint.
 
     Raises:
         DelaylineError: Source or target cannot be read.
@@ -209,7 +209,7 @@ def looked_through(
     first: datetime | None,
     last: datetime | None,
 ) -> tuple[int, list[tuple[str, int, str | None]]]:
-    """Read all rows of the partition; return the number of valid ones, and reason, number and an id of the others."""
+    """Read all rows of the partition; return how many are valid, and reason, number and an id of the others."""
     number = max(1, SPANS_A_CORE * parallelism(spark)) if first != last else 1
     cuts = [] if first is None or last is None else [first + (last - first) / number * cut for cut in range(1, number)]
     largest = ANY_SIZE if plan.target is None else plan.target.largest_message
@@ -255,7 +255,7 @@ def _latest(plan: Plan, now: datetime) -> datetime:
 
 
 def _name_of_one(plan: Plan, partition: SourcePartition, condition: ColumnElement[bool]) -> str | None:
-    """Return the name of one of the partition's rows for which the condition is true; None for none."""
+    """Return the name of a row of the partition for which the condition is true; None for none."""
     source = plan.source
     table = source.table(partition.table)
     query = select(source.name_column(table)).where(source.owned(partition), condition).limit(1)

@@ -35,7 +35,7 @@ def record_batch(rows: Iterable[tuple[Any, ...]]) -> pa.RecordBatch:
 
 
 def from_columns(columns: Sequence[Sequence[Any]]) -> pa.RecordBatch:
-    """Return the columns of messages. An additional column has the reasons of those that cannot become messages."""
+    """Return the columns of messages. An additional column has the reasons of rows that cannot become messages."""
     schema = MESSAGE if len(columns) == len(MESSAGE) else MESSAGE.append(WHY)
     arrays = []
     for values, column in zip(columns, schema, strict=True):
@@ -49,7 +49,7 @@ def from_columns(columns: Sequence[Sequence[Any]]) -> pa.RecordBatch:
 
 
 def reasons_of(messages: pa.RecordBatch, *, largest: int) -> pa.Array:
-    """Return the reason for rejecting each row, null for valid ones: the source's reason, else that of the checks."""
+    """Return the reason for rejecting each row, null for valid rows: the source's reason, else the checks' reason."""
     reasons = invalid_reasons(messages, largest=largest)
     if WHY.name not in messages.schema.names:
         return reasons

@@ -76,7 +76,7 @@ class MigrationResult:
 
 
 class Migration:
-    """Runs a plan. One process at a time works on the migrations of one source; every method blocks.
+    """Runs a plan. One process at a time works on the migrations of a source; every method blocks.
 
     Args:
         plan: The rows to move, and their target.
@@ -188,7 +188,7 @@ class Migration:
     def _move(
         self, run: MigrationRun, target: Target, slices: Sequence[tuple[Slice, str]], spark: SparkSession
     ) -> MigrationResult:
-        """Deliver held rows, and each slice while the next one is being held, if the source supports both at once."""
+        """Deliver held rows, and each slice while the next is being held, if the source supports both at once."""
         began, partitions, waiting = datetime.now(UTC), self._partitions(run), iter(slices)
         self._rows += sum(partition.rows for partition in partitions)
         numbers = count(len(partitions))
@@ -286,7 +286,7 @@ class Migration:
     def _hold(
         self, connection: Connection, run: MigrationRun, number: int, some: Slice, target: str, holding_table: str
     ) -> HeldPartition:
-        """Move the rows of a slice to the holding table and record it in the journal, in one transaction."""
+        """Move the rows of a slice to the holding table and record it in the journal, in a single transaction."""
         self._journal.must_be_open(connection, run.name)
         plan = self.plan
         batches = hold(connection, self._source, some, holding_table, cutoff=plan.cutoff, size=plan.batch_rows)
@@ -302,7 +302,7 @@ class Migration:
         return self._with_skipped(ended) if state is RunState.COMPLETED else ended
 
     def _end(self, connection: Connection, run: MigrationRun, state: RunState) -> None:
-        """Return unmoved rows and record the end of the run, in one transaction."""
+        """Return unmoved rows and record the end of the run, in a single transaction."""
         self._journal.must_be_open(connection, run.name)
         for partition in self._journal.list_partitions(connection, run.name):
             give_back(connection, self._source, self._journal, run.name, partition)
@@ -423,7 +423,7 @@ def _new_name() -> str:
 
 
 def _numbers(spark: SparkSession, batches: Sequence[int], tasks: int) -> Any:  # noqa: ANN401 - a DataFrame
-    """Return the numbers of the batches, in one partition for each task."""
+    """Return the numbers of the batches, in a partition for each task."""
     import pyarrow as pa
 
     first, last = batches[0], batches[-1]

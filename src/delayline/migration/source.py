@@ -1,4 +1,4 @@
-"""Sources that are database tables, with one partition for each endpoint."""
+"""Sources that are database tables, with a partition for each endpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ LATEST_MOVABLE: Final = datetime(9999, 12, 31, 23, 59, 58, tzinfo=UTC)
 
 @dataclass(frozen=True)
 class SourcePartition:
-    """The pending messages of one endpoint in a source."""
+    """The pending messages of an endpoint in a source."""
 
     endpoint: str
     """As the source names it, which may be another spelling: `Sales_Orders` for Sales.Orders."""
@@ -47,7 +47,7 @@ class SourcePartition:
 
 
 class TableSource(ABC):
-    """One kind of table in one database. Pickled to tasks; opens nothing by itself."""
+    """A kind of table in a database. Pickled to tasks; opens nothing by itself."""
 
     kind: ClassVar[str]
     key: ClassVar[str]
@@ -86,7 +86,7 @@ class TableSource(ABC):
         return str(self.dialect)
 
     def must_exist(self) -> None:
-        """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
+        """Raise BackendUnusable if the database does not exist and connecting would create an empty database."""
         self.dialect.connections.must_exist()
 
     def collect(self, endpoints: Sequence[str] | None, cutoff: datetime | None, spark: SparkSession) -> None:
@@ -228,7 +228,7 @@ class TableSource(ABC):
 def chosen(
     source: TableSource, partitions: Sequence[SourcePartition], endpoints: Sequence[str] | None, *, each: bool = True
 ) -> list[SourcePartition]:
-    """Return the partitions of these endpoints, named as the user names them; all partitions for None.
+    """Return the partitions of the endpoints, named as the user names them; all partitions for None.
 
     Args:
         source: names the endpoint of each partition.
@@ -252,7 +252,7 @@ def chosen(
 
 
 class SkippedMessage(NamedTuple):
-    """Rows that no run moves, for one reason."""
+    """Rows that no run moves, for a common reason."""
 
     reason: str
     rows: int
@@ -261,7 +261,7 @@ class SkippedMessage(NamedTuple):
 
 
 def skipped_rows(connection: Connection, source: TableSource, endpoints: Sequence[str] | None) -> list[SkippedMessage]:
-    """Return the rows of these endpoints that no run moves, by reason; for None, of all rows."""
+    """Return the rows of the endpoints that no run moves, by reason; for None, of all rows."""
     partitions = chosen(source, source.partitions(connection), endpoints, each=False)
     ownerless = source.without_endpoint(connection) if endpoints is None else None
     skipped: list[SkippedMessage] = []

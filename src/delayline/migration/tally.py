@@ -33,7 +33,7 @@ class Bounds:
 
 @dataclass
 class Counts:
-    """The sums of one endpoint's messages."""
+    """The sums of an endpoint's messages."""
 
     rows: int = 0
     first: datetime | None = None
@@ -75,7 +75,7 @@ class Tally:
             _count(self.of(endpoint), some, bounds)
 
     def merge(self, further: Tally) -> None:
-        """Add another one's counts."""
+        """Add another tally's counts."""
         for endpoint, theirs in further.endpoints.items():
             counts = self.of(endpoint)
             counts.span(theirs.first, theirs.last)

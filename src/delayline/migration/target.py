@@ -24,7 +24,7 @@ UNKNOWN_QUEUE: Final = (
 
 
 class Staged(NamedTuple):
-    """The deliveries of one session, for the driver to commit."""
+    """The deliveries of a session, for the driver to commit."""
 
     attempt: Attempt
     files: Sequence[ColdFile] = ()
@@ -49,7 +49,7 @@ class Staged(NamedTuple):
 
 
 class Attempted(NamedTuple):
-    """One attempt at a batch."""
+    """An attempt at a batch."""
 
     name: str
     """The batch's, for a target that keeps a ledger."""
@@ -68,9 +68,9 @@ class Delivered(NamedTuple):
 
 
 class DeliverySession(ABC):
-    """Some batches of one endpoint that are delivered together: pickled to tasks, which open it and deliver.
+    """Some batches of an endpoint that are delivered together: pickled to tasks, which open it and deliver.
 
-    `end`, `commit` and `discard` are those of a target that has committed a batch when `deliver` returns.
+    `end`, `commit` and `discard` are for a target that has committed a batch when `deliver` returns.
     """
 
     confirms: bool = True
@@ -84,14 +84,14 @@ class DeliverySession(ABC):
 
     @abstractmethod
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Hand over the messages; any failure but those of single messages is raised."""
+        """Hand over the messages; any failure except of single messages is raised."""
 
     async def end(self) -> Sequence[Staged]:
         """Return the deliveries that the driver has to commit; none if the target has committed them."""
         return ()
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:  # noqa: B027 - see the class
-        """Commit the messages of these attempts under the names of their batches, all or none."""
+        """Commit the messages of the attempts under the names of their batches, all or none."""
 
     def discard(self) -> None:  # noqa: B027 - see the class
         """Remove deliveries that were not committed."""
@@ -117,7 +117,7 @@ class TargetLimits(Protocol):
 
 
 class Target(TargetLimits, Protocol):
-    """One back end that messages are moved to. Every method blocks, and but for `begin` changes nothing."""
+    """A back end that messages are moved to. Every method blocks, and but for `begin` changes nothing."""
 
     kind: ClassVar[str]
     exactly_once: ClassVar[bool]
@@ -132,7 +132,7 @@ class Target(TargetLimits, Protocol):
         ...
 
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
-        """Return the reasons why the target cannot have messages for some of these destinations."""
+        """Return the reasons why the target cannot have messages for some of the destinations."""
         ...
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame | None:
@@ -148,7 +148,7 @@ class Target(TargetLimits, Protocol):
         ...
 
     def close(self, endpoint: str, names: Sequence[str]) -> None:
-        """Prevent later commits of these batches, if the target can; committed ones are unaffected."""
+        """Prevent later commits of the batches, if the target can; committed batches are unaffected."""
         ...
 
 

@@ -38,7 +38,7 @@ BATCHES_A_TASK: Final = 50
 
 @dataclass(frozen=True)
 class Verified:
-    """The findings about one run."""
+    """The findings about a run."""
 
     run: MigrationRun
     rows: int
@@ -72,14 +72,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class DeliveredBatches:
-    """Reads the messages of one partition's marked batches; pickled to tasks."""
+    """Reads the messages of a partition's marked batches; pickled to tasks."""
 
     source: TableSource
     run: str
     partition: HeldPartition
 
     def rows(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Yield id, destination and due time of the messages in these batches, without rejected rows."""
+        """Yield id, destination and due time of the messages in the batches, without rejected rows."""
         journal = MigrationJournal(self.source.dialect, self.source.schema)
         for some in numbers:
             for batch in some.column(0).to_pylist():
@@ -96,14 +96,14 @@ class DeliveredBatches:
 
 
 def runs_of(source: TableSource) -> list[MigrationRun]:
-    """Return all migrations of a source, the last one first; changes nothing."""
+    """Return all migrations of a source, the latest first; changes nothing."""
     source.must_exist()
     journal = MigrationJournal(source.dialect, source.schema)
     return blocking(source.database.look(journal.list_runs))
 
 
 def run_named(source: TableSource, name: str | None) -> MigrationRun:
-    """Return the run of that name, or the last one without a name. Raises ConfigurationError if there is none."""
+    """Return the run of that name, or without a name the latest. Raises ConfigurationError if there is none."""
     runs = runs_of(source)
     for run in runs:
         if name in (None, run.name):
@@ -117,7 +117,7 @@ def run_named(source: TableSource, name: str | None) -> MigrationRun:
 def verify(source: TableSource, target: Target, spark: SparkSession, *, run: str | None = None) -> Verified:
     """Compare the journal with the present contents of source and target; changes nothing.
 
-    Raises ConfigurationError for an unknown run, or one that went to another target.
+    Raises ConfigurationError for an unknown run, or a run that went to another target.
     """
     kept = run_named(source, run)
     if kept.parameters.get("target") != str(target):
@@ -173,7 +173,7 @@ def _sent(
 
 
 def _compared(sent: DataFrame, pending: DataFrame, grain: timedelta) -> tuple[int, int, list[str], list[str]]:
-    """Return how many wait as they were sent, how many have left when due; ids of those missing, and changed.
+    """Return how many wait as they were sent, how many have left when due; ids of missing and of changed messages.
 
     Args:
         sent: the messages of the source, with the due times that they had there.
@@ -181,7 +181,7 @@ def _compared(sent: DataFrame, pending: DataFrame, grain: timedelta) -> tuple[in
         grain: the resolution to which due times were rounded up.
 
     Returns:
-        How many have the due time as sent, how many have left when due, and the ids of those missing and changed.
+        How many have the due time as sent, how many have left when due, and the ids of missing and of changed messages.
     """
     now = F.lit(datetime.now(UTC))
     theirs = pending.select(F.col("id").alias("there"), F.col("destination").alias("goes_to"), F.col("due").alias("at"))

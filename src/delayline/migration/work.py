@@ -1,4 +1,4 @@
-"""The work of tasks: deliver batches one by one, or check rows for a preview without moving them."""
+"""The work of tasks: deliver batch after batch, or check rows for a preview without moving them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rows_only() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BatchDelivery:
-    """The batches of one partition that a job delivers; pickled to its tasks."""
+    """The batches of a partition that a job delivers; pickled to its tasks."""
 
     source: TableSource
     session: DeliverySession
@@ -61,7 +61,7 @@ class BatchDelivery:
     """Whether a batch that is delivered again leaves no second copy at the target."""
 
     def deliver(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Deliver the batches with these numbers; yield the deliveries to commit, with their sessions."""
+        """Deliver the batches with the numbers; yield the deliveries to commit, with their sessions."""
         for some in numbers:
             with rows_only():
                 staged, attempts = asyncio.run(self._deliver(some.column(0).to_pylist()))
@@ -85,7 +85,7 @@ class BatchDelivery:
             await database.close()
 
     async def _some(self, journal: MigrationJournal, batches: Sequence[int]) -> Mapping[int, int]:
-        """Deliver batches and return the attempts that count; those that are done are left out."""
+        """Deliver batches and return the attempts that count; finished batches are left out."""
         write, run, partition = self.source.database.write, self.run, self.partition.number
         begun = await write(partial(journal.deliver, run=run, partition=partition, batches=batches))
         attempts: dict[int, int] = {}
@@ -128,7 +128,7 @@ class BatchDelivery:
     async def _read_ahead(
         self, begun: Mapping[int, StartedRun]
     ) -> AsyncGenerator[tuple[int, Sequence[int], pa.RecordBatch]]:
-        """Yield each batch, its rows' numbers and its messages, while the next one is read."""
+        """Yield each batch, its rows' numbers and its messages, while the next is read."""
         following: asyncio.Task[Sequence[Sequence[Any]]] | None = None
         try:
             waiting = iter(begun)
@@ -166,7 +166,7 @@ class PreviewWork:
     largest: int
 
     def through(self, numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Look through the spans with these numbers; yield how many rows have each reason, null for none."""
+        """Look through the spans with the numbers; yield how many rows have each reason, null for none."""
         for some in numbers:
             for span in some.column(0).to_pylist():
                 with rows_only():

@@ -50,7 +50,7 @@ class HandlerAttempts:
 
 
 class HandlerAttempt:
-    """One attempt of the handlers to handle a message."""
+    """An attempt of the handlers to handle a message."""
 
     __slots__ = ("_attempts", "_calls", "_context", "_received", "_running")
 
@@ -83,7 +83,7 @@ class HandlerAttempt:
             await self._run()
 
     def complete(self) -> Coroutine[object, object, None]:
-        """Complete the message with the sends; one that ServicePulse has sent to be retried with a notice to it."""
+        """Complete the message with the sends, and with a notice to ServicePulse if it sent it to be retried."""
         context, attempts = self._context, self._attempts
         is_retry = Headers.RETRY_ID in self._received.message.headers
         complete = attempts.notices.complete if is_retry else attempts.completion.complete
@@ -116,7 +116,7 @@ class TypeLimits:
 
     Args:
         slots: The slots of the types that are limited; the receiver updates them as limits change.
-        tasks: The tasks of the messages, of which those that wait for a slot are outside of the concurrency limit.
+        tasks: The tasks of the messages; tasks that wait for a slot are outside of the concurrency limit.
     """
 
     def __init__(self, slots: Mapping[str, HandlerSlots], tasks: MessageTasks) -> None:

@@ -1,7 +1,7 @@
 """Completion: the sends of a handled message are dispatched and it is removed, in the way of the transaction mode.
 
 Messages whose handlers end at about the same time are completed together: their removal from the queue and, where the
-mode has both in one transaction, their sends. Each message waits for the commit before its own at most.
+mode has both in the same transaction, their sends. Each message waits for the commit before its own at most.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Completion(NamedTuple):
 
 
 class Completion:
-    """Completes the messages of one queue.
+    """Completes the messages of a queue.
 
     Args:
         intake: The queue.
@@ -144,7 +144,7 @@ class Completion:
     async def complete_work(
         self, received: ReceivedMessage, work: Callable[[Transaction | None], Awaitable[None]]
     ) -> None:
-        """Run a satellite's work and remove the message; in one transaction where the mode has one for both."""
+        """Run a satellite's work and remove the message; in a transaction where the mode has a common one."""
         mode = self._mode
         if mode is not TransactionMode.TRANSACTION_SCOPE:
             await work(None)
@@ -201,7 +201,7 @@ class Completion:
         )
 
     async def _complete_group(self, group: Sequence[_Completion]) -> Sequence[bool]:
-        """Remove the messages from the queue and dispatch the sends of those that were there, together."""
+        """Remove the messages from the queue and dispatch the sends of the messages that were there, together."""
         if not any(completion.needs_transaction for completion in group):
             return await self._acknowledge(group, None)
         return await again_after_conflicts(partial(self._complete_in_transaction, group))
@@ -258,7 +258,7 @@ class RetryNotices:
             await self.completion.complete(received, rest)
 
     async def _notice(self, message: Message) -> Outgoing | None:
-        """Return the notice; None if the message names no queue for it, or one that cannot be sent to."""
+        """Return the notice; None if the message names no queue for it, or a queue that cannot be sent to."""
         retry, queue = (message.headers.get(name) for name in (Headers.RETRY_ID, Headers.RETRY_ACKNOWLEDGEMENT_QUEUE))
         if retry is None or queue is None:
             return None

@@ -205,7 +205,7 @@ class MessageContext:
     def transaction(self, source: TransactionSource | None = None) -> Any:
         """Open a transaction for your rows, in which this message's end and the handler's sends commit too.
 
-        It commits when the handlers of the message have succeeded, and is rolled back when one raises. Do not commit it
+        It commits when the handlers of the message have succeeded, and is rolled back when any raises. Do not commit it
         yourself. Your rows are in the database of the queues.
 
         Args:

@@ -1,4 +1,4 @@
-"""How a handler's function runs: a coroutine on the event loop, watched for blocking it; any other one in a thread."""
+"""How a handler's function runs: a coroutine on the event loop, watched for blocking it; others in a thread."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class HandlerThreads:
         self._executor: ThreadPoolExecutor | None = None
 
     def close(self) -> None:
-        """End the threads; those at work end later."""
+        """End the threads; threads at work end later."""
         if self._executor is not None:
             self._executor.shutdown(wait=False)
             self._executor = None
 
     def run(self, work: Callable[[], object], context: MessageContext) -> asyncio.Future[None]:
-        """Run `work` on one of the threads, with the caller's context variables.
+        """Run `work` on a thread, with the caller's context variables.
 
         The thread then runs the end of the transaction that the handler has opened, if any.
         """

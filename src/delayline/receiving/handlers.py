@@ -30,7 +30,7 @@ TYPED_SIGNATURE: Final = "`async def handle(order: OrderPlaced, context: Message
 
 
 class Handlers:
-    """The registered handlers of one endpoint.
+    """The registered handlers of an endpoint.
 
     Args:
         serializer: Reads the bodies of typed messages.
@@ -50,7 +50,7 @@ class Handlers:
 
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
-        """The registered functions: those for types first, then those for other messages, in the order they run."""
+        """The registered functions: for types first, then for other messages, in the order they run."""
         return tuple(registered.function for registered in (*self._typed.values(), *self._plain))
 
     def add(
@@ -72,7 +72,7 @@ class Handlers:
         timeout: timedelta | None = None,
         concurrency: int | None = None,
     ) -> None:
-        """Register a handler for messages of a type. Raises ConfigurationError, also for a second one of the type."""
+        """Register a handler for messages of a type. Raises ConfigurationError, also for a second."""
         if concurrency is not None and whole_number("concurrency", concurrency, at_least=1) > MOST_SLOTS:
             raise ConfigurationError(f"concurrency must be at most {MOST_SLOTS:,}, not {concurrency:,}")
         name = name_of_kind(kind)
@@ -89,7 +89,7 @@ class Handlers:
         self._typed[name] = registered
 
     def calls(self, message: Message) -> Sequence[Call]:
-        """Return the calls for one attempt to handle the message.
+        """Return the calls for an attempt to handle the message.
 
         Raises:
             UnknownMessageType: No handler takes the message's type.
@@ -108,7 +108,7 @@ class Handlers:
         return [registered.call(message) for registered in self._plain]
 
     def close(self) -> None:
-        """End the threads of handlers that are functions; those at work end later."""
+        """End the threads of handlers that are functions; functions at work end later."""
         self._threads.close()
 
     def _payload(self, message: Message, name: str, kind: Any) -> Any:  # noqa: ANN401 - as registered
@@ -140,7 +140,7 @@ class Handlers:
 
 
 class _Registered:
-    """One registered function."""
+    """A registered function."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ class _Registered:
 
 
 class Call:
-    """A handler and its first argument, for one attempt."""
+    """A handler and its first argument, for an attempt."""
 
     __slots__ = ("_argument", "_registered")
 
@@ -216,7 +216,7 @@ class Call:
 
     @property
     def type_name(self) -> str:
-        """The type that the handler is registered for; empty for one that takes every message."""
+        """The type that the handler is registered for; empty for a handler of every message."""
         return self._registered.type_name
 
     def __call__(self, context: MessageContext) -> Coroutine[Any, Any, None]:

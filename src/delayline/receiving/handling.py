@@ -1,4 +1,4 @@
-"""The story of one message, from its queue to its end.
+"""The story of a message, from its queue to its end.
 
 ::
 
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from delayline.receiving.suspects import Suspects
     from delayline.transport import ReceivedMessage
 
-#: So often a handler is repeated, within one attempt, whose own transaction has ended in favour of another ...
+#: So often a handler is repeated, within an attempt, whose own transaction has ended in favour of another ...
 MOST_CONFLICTS: Final = 20
 #: ... after a pause in seconds that doubles from a millisecond up to this, so that each of many gets its turn.
 LONGEST_CONFLICT_PAUSE: Final = 0.25
@@ -61,7 +61,7 @@ class Stopping(Exception):
 
 
 class Attempt(Protocol):
-    """One attempt to handle a message."""
+    """An attempt to handle a message."""
 
     @property
     def recoverability(self) -> Recoverability:
@@ -88,7 +88,7 @@ class Attempt(Protocol):
 
 @dataclass(slots=True)
 class Handling:
-    """Handles the messages of one queue, each from its beginning to its end."""
+    """Handles the messages of a queue, each from its beginning to its end."""
 
     intake: Intake
     begin: Callable[[ReceivedMessage, int], Attempt]
@@ -130,7 +130,7 @@ class Handling:
         return True
 
     async def _attempt(self, received: ReceivedMessage) -> None:
-        """Run attempts until one succeeds or the message has gone elsewhere."""
+        """Run attempts until an attempt succeeds or the message has gone elsewhere."""
         message = received.message
         number, conflicts = 1, 0
         while True:
@@ -172,5 +172,5 @@ class Handling:
 
 
 def _pause_after_conflict(number: int) -> timedelta:
-    """Return how long to wait before the handler runs again, after so many conflicts before this one."""
+    """Return how long to wait before the handler runs again, after so many earlier conflicts."""
     return timedelta(seconds=min(0.001 * 2**number, LONGEST_CONFLICT_PAUSE) * random.random())  # noqa: S311 - spreads load

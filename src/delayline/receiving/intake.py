@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: How many messages that cannot be moved wait beside those that are handled, and how large they are together.
+#: How many messages that cannot be moved wait beside the handled messages, and how large they are together.
 MOST_OUTSIDE: Final = 500
 MOST_BYTES_OUTSIDE: Final = 64 << 20
 #: Seconds until a cancelled handler that does not end is left behind.
@@ -31,7 +31,7 @@ CANCELLED_WITHIN: Final = 5.0
 
 
 class MessageTasks:
-    """The tasks that handle the messages of one queue.
+    """The tasks that handle the messages of a queue.
 
     Args:
         queue: The queue.
@@ -71,7 +71,7 @@ class MessageTasks:
         return task in self._tasks
 
     def start(self, work: Coroutine[object, object, None]) -> None:
-        """Run the work of one message in a task of its own."""
+        """Run the work of a message in a task of its own."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
@@ -83,7 +83,7 @@ class MessageTasks:
             emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, "a receive task failed", exception=error)
 
     async def others_end(self, seconds: float) -> None:
-        """Wait until the tasks of other messages have ended, but those outside of the limit; at most so long."""
+        """Wait until the tasks of other messages have ended, except tasks outside of the limit; at most so long."""
         others = self._tasks - self._outside.keys() - {asyncio.current_task()}
         if others:
             await first_of(asyncio.wait(others), self.stopping.wait(), self._clock.sleep(seconds))
@@ -114,7 +114,7 @@ class MessageTasks:
     def failure(self, caught: Exception | asyncio.CancelledError) -> Exception | None:
         """Return what has failed, also where others have cancelled a message's task; None where the endpoint ends.
 
-        Or its event loop, which cancels every task at its end, also the one that receives.
+        Or its event loop, which cancels every task at its end, also the task that receives.
         """
         if not isinstance(caught, asyncio.CancelledError):
             return caught
@@ -139,7 +139,7 @@ class MessageTasks:
             await asyncio.wait(self._tasks)
 
     async def _cancel(self, grace: timedelta) -> None:
-        """Cancel the handlers that run, and abandon those that do not end then."""
+        """Cancel the handlers that run, and abandon handlers that do not end then."""
         if not self._tasks:
             return
         log_text = "%d handlers of %s have not ended within %s: cancelled, their messages are handled again"

@@ -66,12 +66,12 @@ OTHERS_END_WITHIN: Final = 60.0
 
 
 class Pipeline:
-    """Receives one queue's messages and has them handled. Belongs to one event loop.
+    """Receives a queue's messages and has them handled. Belongs to one event loop.
 
     Args:
         intake: The queue.
         completion: Completes its messages.
-        attempt: Begins an attempt to handle one, with its number from 1.
+        attempt: Begins an attempt to handle a message, with its number from 1.
         recoverability: How often a message may have ended its process.
         composer: Composes delayed retries; None where retries cannot be delayed.
         traces: Makes spans; None for none.
@@ -122,7 +122,7 @@ class Pipeline:
         self.intake.tasks.receiving.add_done_callback(self._receiving_ended)
 
     def runs(self, task: asyncio.Task[object] | None) -> bool:
-        """Return whether the task runs one of the handlers."""
+        """Return whether the task runs a handler."""
         return task in self.intake.tasks
 
     async def stop(self, grace: timedelta | None = None) -> None:
@@ -180,7 +180,7 @@ class Pipeline:
                 self._returning = asyncio.create_task(self._return_unhandled(), name="delayline prefetch")
 
     async def _next_batch_ahead(self, limit: int) -> Sequence[ReceivedMessage]:
-        """Return messages for later; none if prefetched ones go back to the queue meanwhile."""
+        """Return messages for later; none if prefetched messages go back to the queue meanwhile."""
         self._ahead = asyncio.ensure_future(self._next_batch(limit))
         try:
             await asyncio.wait([self._ahead])
@@ -193,7 +193,7 @@ class Pipeline:
         receiver = self.intake.receiver
         if self._breaker.state is BreakerState.DISARMED:
             return await receiver.receive(limit)
-        # After a fault an empty queue looks like a hanging one: a wait that does not fail for a while is a recovery.
+        # After a fault an empty queue looks like a hanging queue: a wait that does not fail for a while is a recovery.
         receiving = asyncio.ensure_future(receiver.receive(limit))
         try:
             # A wait shorter than the server timeout proves nothing.
@@ -253,7 +253,7 @@ class Pipeline:
                 return
             await self.intake.tasks.others_end(OTHERS_END_WITHIN)
             self._receive_no_more_ahead()
-            # Those that must not wait here while a suspect is handled go back.
+            # Messages that must not wait here while a suspect is handled go back.
             await self._prefetch.give_back(but=self._suspects.may_wait)
             async with self._suspects.alone(received, self.intake.host.clock.sleep):
                 await self._prefetch.give_back(but=self._suspects.may_wait)  # for what came meanwhile

@@ -1,4 +1,4 @@
-"""Messages that are received ahead of their handlers: as many as these handle in a tenth of a second.
+"""Messages that are received ahead of their handlers: as many as the handlers finish in a tenth of a second.
 
 They go back to their queue when no handler has ended for a while, so that other processes can have them.
 """
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 PREFETCH_TIME: Final = 0.1
 #: ... measured over at least this time ...
 PREFETCH_MEASURED: Final = 0.02
-#: ... but no more than these, in number and in bytes of their bodies.
+#: ... but no more than so many, in number and in bytes of their bodies.
 MOST_PREFETCHED: Final = 1000
 MOST_BYTES_PREFETCHED: Final = 16 << 20
 
 
 class Prefetch:
-    """The messages of a receiver that wait for their handlers; of one that cannot prefetch only for a moment."""
+    """The messages of a receiver that wait for their handlers; of a receiver that cannot prefetch only for a moment."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -82,7 +82,7 @@ class Prefetch:
         self.ended += 1
 
     async def give_back(self, but: Callable[[ReceivedMessage], bool] = lambda _: False) -> None:
-        """Give the messages back to the queue, but those for which `but` is true."""
+        """Give the messages back to the queue, except messages for which `but` is true."""
         kept: list[ReceivedMessage] = []
         released: list[ReceivedMessage] = []
         for received in self._messages:

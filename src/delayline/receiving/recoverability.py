@@ -137,7 +137,7 @@ class Recoverability:
     def decide(self, error: Exception, attempt: int, headers: Mapping[str, str], now: datetime) -> Decision:
         """Return the action after a failure.
 
-        The `NServiceBus.Retries` header has the number of the round; none follows one begun more than 24 hours ago.
+        The `NServiceBus.Retries` header has the number of the round; none follows a round begun more than 24 hours ago.
 
         Args:
             error: The handler's exception.
@@ -201,7 +201,7 @@ def exponential(
     Args:
         first: The first delay, above zero.
         retries: How many delays; 1 to 1000.
-        factor: How many times longer each delay is than the one before; 1 or more.
+        factor: How many times longer each delay is than the delay before; 1 or more.
         longest: No delay is longer than this.
 
     Raises:
@@ -227,7 +227,7 @@ def exponential(
 
 
 def _count(headers: Mapping[str, str], name: str) -> int:
-    """Return the number in a header; 0 for none, and for one that is not a number."""
+    """Return the number in a header; 0 for none, and for a header that is not a number."""
     text = headers.get(name, "")
     return int(text) if text.isascii() and text.isdigit() and len(text) <= LONGEST_COUNT else 0
 

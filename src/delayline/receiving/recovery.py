@@ -1,7 +1,7 @@
 """Recovery of a message that was not handled: again at once, again later, to the error queue, or back to its queue.
 
 A message that cannot even be moved to the error queue is held for a while: a back end's fault counts towards the
-circuit breaker of receiving, any other one is the message's, which waits longer each time, beside those that are
+circuit breaker of receiving, any other fault is the message's, which waits longer each time, beside those that are
 handled meanwhile.
 """
 
@@ -31,7 +31,7 @@ MOST_COUNTED: Final = 10_000
 
 @dataclass(slots=True)
 class Recovery:
-    """Recovers the messages of one queue."""
+    """Recovers the messages of a queue."""
 
     intake: Intake
     completion: Completion

@@ -1,4 +1,4 @@
-"""What is logged and told to observers about the messages of one queue."""
+"""What is logged and told to observers about the messages of a queue."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class Reports:
 
     def failed(self, message: Message, attempt: int, error: Exception) -> None:
         """The handlers have failed."""
-        shown = error if logger.isEnabledFor(logging.DEBUG) else None  # the last one's is with the move
+        shown = error if logger.isEnabledFor(logging.DEBUG) else None  # the last error's is with the move
         log_text = "Attempt %d to handle message %s failed: %s"
         self._log(
             logging.WARNING,

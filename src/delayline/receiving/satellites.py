@@ -67,7 +67,7 @@ class SatelliteAttempts:
 
 @dataclass(frozen=True, slots=True)
 class SatelliteAttempt:
-    """One attempt of a satellite's work."""
+    """An attempt of a satellite's work."""
 
     attempts: SatelliteAttempts
     received: ReceivedMessage

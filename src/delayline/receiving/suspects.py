@@ -1,4 +1,4 @@
-"""Messages that may have killed the process that handled them: one at a time, beside no others.
+"""Messages that may have killed the process that handled them: handled singly, beside no others.
 
 The turn is the process's: of two endpoints in it each may have such a message.
 """
@@ -34,7 +34,7 @@ os.register_at_fork(after_in_child=_begin_anew)
 
 
 class Suspects:
-    """Decides on the messages of one receiver whose deliveries have ended without an outcome.
+    """Decides on the messages of a receiver whose deliveries have ended without an outcome.
 
     Args:
         receiver: The receiver of the messages.
@@ -63,7 +63,7 @@ class Suspects:
         return self._sure is not None and not (self.must_be_alone(received) and self._has_sure_count(received))
 
     async def count_surely(self, received: ReceivedMessage) -> bool:
-        """Have a suspect received again, with a count of crashes only; return False if it has one."""
+        """Have a suspect received again, with a count of crashes only; return False if it has a count."""
         if self._sure is None or self._has_sure_count(received):
             return False
         await self._sure.count_surely(received, self._alone_from)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     class ConnectionPool(Protocol):
         """Common interface of the pools of psycopg and psycopg2."""
 
-        def getconn(self) -> Any:  # noqa: ANN401 - a connection, or an awaitable of one
+        def getconn(self) -> Any:  # noqa: ANN401 - a connection, or an awaitable of it
             """Return a connection."""
             ...
 
@@ -70,7 +70,7 @@ class HandlerRows(StrEnum):
 
 
 def handler_rows(transport: Transport, delivery: TransactionParticipant | None, mode: TransactionMode) -> HandlerRows:
-    """Return whether rows of a handler, the end of its message and its sends can be one transaction.
+    """Return whether rows of a handler, the end of its message and its sends can share a transaction.
 
     Args:
         transport: The transport of the handled messages.
@@ -105,7 +105,7 @@ class SupportsEngines(Protocol):
 
 @runtime_checkable
 class SupportsConflicts(Protocol):
-    """Capability of a transport: tell conflicts between transactions, which go away when one is repeated."""
+    """Capability of a transport: tell conflicts between transactions, which go away when a transaction is repeated."""
 
     def gave_way(self, error: BaseException) -> bool:
         """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
@@ -113,7 +113,7 @@ class SupportsConflicts(Protocol):
 
 
 class HandlerTransaction(Protocol):
-    """The transaction of one message's handler, on a separate connection."""
+    """The transaction of a message's handler, on a separate connection."""
 
     source: Any
     connection: Any
@@ -138,13 +138,13 @@ class HandlerTransaction(Protocol):
 
 
 class HandlerTransactions:
-    """Opens the transactions of one endpoint's handlers.
+    """Opens the transactions of an endpoint's handlers.
 
     Args:
         transport: The transport of the handled messages.
         mode: The endpoint's transaction mode.
         size: The most connections to open for `context.transaction()` without a source; 1 or more. Further handlers
-            wait for one of them.
+            wait for a free connection.
     """
 
     def __init__(self, transport: object, mode: TransactionMode, size: int) -> None:
@@ -154,10 +154,10 @@ class HandlerTransactions:
         self._engines: dict[bool, Any] = {}
 
     def check_drivers(self, handlers: Iterable[Callable[..., Any]]) -> None:
-        """Make the Engines that these handlers will ask for: at the start a missing driver fails no message.
+        """Make the Engines that the handlers will ask for: at the start a missing driver fails no message.
 
         Raises:
-            MissingExtra: The driver of one of them is not installed, or not to be used.
+            MissingExtra: The driver of an Engine is not installed, or not to be used.
             ConfigurationError: The queues' connections are the user's own, so that a handler has to pass a source.
         """
         if isinstance(self._transport, SupportsEngines) and self._mode >= TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
@@ -207,7 +207,7 @@ class HandlerTransactions:
         return isinstance(self._transport, SupportsConflicts) and self._transport.gave_way(error)
 
     async def enlist(self, own: HandlerTransaction) -> Transaction:
-        """Return the open transaction as one of delayline's. Raises ConfigurationError for another database."""
+        """Return the open transaction as delayline's own. Raises ConfigurationError for another database."""
         transport = self._transport
         assert isinstance(transport, SupportsExternalTransactions)  # noqa: S101 - `open` has checked it
         return await transport.enlist(ExternalTransaction(own.connection, own.thread, is_limited=True))
@@ -215,7 +215,7 @@ class HandlerTransactions:
     def outage(self, own: HandlerTransaction | None, error: BaseException) -> TransactionLost | None:
         """Return the outage that has ended the transaction, if that is what the error says; before it is rolled back.
 
-        An error of another connection of the handler's is not one, nor is a transaction that the server gave up.
+        An error of another connection of the handler's is not a conflict, nor is a transaction that the server gave up.
         """
         transport = self._transport
         if own is None or not isinstance(transport, SupportsEngines) or not _is_lost(own):
@@ -294,7 +294,7 @@ class LoopTransaction:
                 if hasattr(self.source, "putconn"):
                     try:
                         await connection.rollback()
-                    finally:  # also of one that is lost, which the pool replaces
+                    finally:  # also of a connection that is lost, which the pool replaces
                         await self.source.putconn(connection)
                 else:
                     await connection.close()
@@ -381,7 +381,7 @@ class ThreadTransaction:
             elif connection is not None and hasattr(self.source, "putconn"):
                 try:
                     connection.rollback()
-                finally:  # also of one that is lost, which the pool replaces
+                finally:  # also of a connection that is lost, which the pool replaces
                     self.source.putconn(connection)
             elif connection is not None and not isinstance(self.source, str):
                 connection.close()
@@ -444,7 +444,7 @@ def _is(source: object, module: str, name: str) -> bool:
 
 
 def _connects(source: object, *, asynchronous: bool) -> bool:
-    """Return whether a handler that is a coroutine function, or one that is not, can use the source."""
+    """Return whether a handler that is a coroutine function, or another handler, can use the source."""
     fits, others = (ASYNC_FACTORIES, SYNC_FACTORIES) if asynchronous else (SYNC_FACTORIES, ASYNC_FACTORIES)
     if any(_is(source, *kind) for kind in fits):
         return True
@@ -455,7 +455,7 @@ def _connects(source: object, *, asynchronous: bool) -> bool:
     return iscoroutinefunction(function) is asynchronous
 
 
-def _made_by(source: Any, module: str, engine: str) -> Any:  # noqa: ANN401 - a connection, or an awaitable of one
+def _made_by(source: Any, module: str, engine: str) -> Any:  # noqa: ANN401 - a connection, or an awaitable of it
     """Return a new connection or session of the source."""
     if _is(source, module, engine):
         return source.connect()

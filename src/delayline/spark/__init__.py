@@ -1,6 +1,6 @@
 """Schedule, promote, dispatch, export and audit delayed messages in bulk with PySpark.
 
-The jobs use the same stores as endpoints. Every function takes the session as `spark`, or starts one by
+The jobs use the same stores as endpoints. Every function takes the session as `spark`, or starts a session by
 `spark_session`. Errors of Spark are raised as errors of delayline.
 """
 

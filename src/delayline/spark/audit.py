@@ -1,4 +1,4 @@
-"""Audit of messages: lost, duplicated, early, late and retried ones, and those still pending."""
+"""Audit of messages: lost, duplicated, early, late, retried and still pending messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DELIVERED: Final = "delivered"
 PERCENTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 #: Key in the metadata of the column with the ids of pending messages.
 READ_AT: Final = "delayline.read_at"
-#: Of percentiles: within 0.2 % of the exact ones.
+#: Of percentiles: within 0.2 % of the exact percentiles.
 ACCURACY: Final = 10_000
 ONE_MINUTE: Final = timedelta(minutes=1)
 #: Upper bounds of the histogram's bars, in seconds.
@@ -124,7 +124,7 @@ class Audit:
 
     @property
     def messages(self) -> DataFrame:
-        """One row per message: its due time, its outcome, and its lateness in seconds."""
+        """A row per message: its due time, its outcome, and its lateness in seconds."""
         return self._messages
 
     @property
@@ -212,7 +212,7 @@ def audit(
     patience: timedelta = ONE_MINUTE,
     maximum_overdue: int = 0,
 ) -> Audit:
-    """Reconcile scheduled messages with dispatched ones.
+    """Reconcile scheduled messages with dispatched messages.
 
     Args:
         journal: Entries as `read_journal` returns them.
@@ -280,7 +280,7 @@ def _arrivals(delivered: DataFrame, store: str) -> DataFrame:
 
 
 def _messages(entries: DataFrame, leaving: str) -> DataFrame:
-    """Return one row a message: counts of its events, its last due time and when it left."""
+    """Return a row per message: counts of its events, its last due time and when it left."""
 
     def happened(*events: str) -> Column:
         return F.col("event").isin(*events)

@@ -35,7 +35,7 @@ LONGEST_JOB: Final = timedelta(hours=12)
 
 
 class ColdTier:
-    """The cold tier of one store, on the driver. Every method blocks."""
+    """The cold tier of a store, on the driver. Every method blocks."""
 
     def __init__(self, options: Mapping[str, str], path: str | None) -> None:
         if path is None:
@@ -159,8 +159,8 @@ def waiting_messages(
 
     Args:
         spark: the session.
-        options: those of the data source, for the hot store.
-        tier: the store's cold tier, if it has one.
+        options: options of the data source, for the hot store.
+        tier: the store's cold tier, if it has any.
         columns: the columns to read, as DDL, the id first.
     """
     files, dead = (

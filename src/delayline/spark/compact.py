@@ -54,14 +54,14 @@ class Compacted:
 
 @dataclass(frozen=True)
 class _Merge:
-    """The files of one hour that become one."""
+    """The files of an hour that are merged."""
 
     sources: list[ColdFile]
     into: ColdFile | None
 
 
 def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacted:
-    """Merge the files of each hour in one transaction, and delete files that are no longer needed. Blocks.
+    """Merge the files of each hour in a single transaction, and delete files that are no longer needed. Blocks.
 
     Safe to kill, to repeat, and to run while messages are scheduled, promoted and cancelled.
 
@@ -109,7 +109,7 @@ def delete_unregistered(tier: ColdTier) -> int:
 
 
 def _groups(files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> list[list[ColdFile]]:
-    """Return the groups worth merging: small files of one hour, and files of which half is cancelled."""
+    """Return the groups worth merging: small files of an hour, and files of which half is cancelled."""
     groups: list[list[ColdFile]] = []
     for _, some in groupby(sorted(files, key=lambda file: (file.due_hour, file.messages)), lambda file: file.due_hour):
         group: list[ColdFile] = []
@@ -125,7 +125,7 @@ def _groups(files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> lis
 def _merged(
     spark: SparkSession, tier: ColdTier, groups: Sequence[Sequence[ColdFile]], dead: Mapping[str, Sequence[str]]
 ) -> list[_Merge]:
-    """Write the new files, which are not registered yet. A group is the work of one task."""
+    """Write the new files, which are not registered yet. A group is the work of a task."""
     files = {file.name: file for group in groups for file in group}
     plan = planned(spark, groups, dead)
     rows = plan.mapInArrow(partial(_merge, folder=tier.create()), MERGED).toArrow().to_pylist()
@@ -141,7 +141,7 @@ def _merge(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator
         writer = HourWriter(folder)
         for batch in pa.Table.from_batches(rows, schema()).sort_by("due").to_batches(ROWS_AT_ONCE):
             writer.write(batch)
-        written = writer.close()  # one, as no group is larger, or none where all are dead
+        written = writer.close()  # a single file, as no group is larger, or none where all are dead
         file = file_to_json(written[0]) if written else None
         sources = pa.array([[file.name for file, _ in group]], pa.list_(pa.string()))
         yield pa.RecordBatch.from_arrays([sources, pa.array([file], pa.string())], names=["sources", "file"])
@@ -150,7 +150,7 @@ def _merge(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator
 def _register(
     connection: Connection, *, tier: ColdTier, merges: Sequence[_Merge], dead: Mapping[str, Sequence[str]], began: float
 ) -> list[_Merge]:
-    """Replace the old files by the new ones, unless another process has changed them; keep later cancellations."""
+    """Replace the old files by the new files, unless another process has changed them; keep later cancellations."""
     check_job_duration(began)
     catalog = tier.catalog
     locked = catalog.lock(connection, [file.name for merge in merges for file in merge.sources])

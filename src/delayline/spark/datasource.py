@@ -50,7 +50,7 @@ class DelayedMessages(DataSource):
         return StreamReader(self.options, schema)
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 - Spark's
-        """Return the writer of one batch of a stream."""
+        """Return the writer of a batch of a stream."""
         from delayline.spark.writer import StreamWriter
 
         _must_append(overwrite)

@@ -96,7 +96,7 @@ class Dispatcher:
 
         Raises:
             ConfigurationError: Speculative execution is on.
-            DelaylineError: Eight jobs in a row failed; this is the error of the last one.
+            DelaylineError: Eight jobs in a row failed; this is the error of the last.
         """
         spark = self._prepared()
         failures = 0
@@ -137,7 +137,7 @@ class Dispatcher:
         return self._control.shards(self.name)
 
     def stream(self, checkpoint: str | Path) -> StreamingQuery:
-        """Start a query whose every batch is one such job, for platforms that run only streams.
+        """Start a query whose every batch is such a job, for platforms that run only streams.
 
         Call `stop` before stopping the query: a stopped query ends tasks at once, which is safe, but repeats messages
         in flight.
@@ -172,7 +172,7 @@ class Dispatcher:
 
 
 def stop_dispatcher(settings: Settings, name: str | None = None) -> None:
-    """Request a stop of the endpoint's dispatcher, wherever it runs. Raises BackendUnusable if there was never one."""
+    """Request a stop of the endpoint's dispatcher, wherever it runs. Raises BackendUnusable if there was none."""
     name = name or settings.named_endpoint
     if not DispatcherControl(settings.resolved_store_url).stop(name):
         raise BackendUnusable(
@@ -181,7 +181,7 @@ def stop_dispatcher(settings: Settings, name: str | None = None) -> None:
 
 
 def dispatcher_status(settings: Settings, name: str | None = None) -> Sequence[ShardMetrics]:
-    """Return the last progress of the dispatcher's tasks. Raises BackendUnusable if there was never one."""
+    """Return the last progress of the dispatcher's tasks. Raises BackendUnusable if there was none."""
     return DispatcherControl(settings.resolved_store_url).shards(name or settings.named_endpoint)
 
 

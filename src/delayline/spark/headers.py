@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 
-#: The most bytes that these headers add to a message: three escaped ids of 250 characters, and the common ones.
+#: The most bytes that the headers add to a message: three escaped ids of 250 characters, and the common ones.
 HEADER_ALLOWANCE: Final = 8192
 #: Placeholder for a row's own value. No header of the user has it by chance.
 PLACEHOLDER: Final = "{0b0f5f6e-7f0f-4d8e-9a55-9a2f6c3f7c11}"
@@ -139,7 +139,7 @@ class Validator:
     """The latest due time of a message."""
 
     def reasons(self, batch: pa.RecordBatch) -> pa.Array:
-        """Return the reason for each invalid row, null for a valid one."""
+        """Return the reason for each invalid row, null for a valid row."""
         reasons = invalid_reasons(batch, largest=self.largest)
         due = batch.column("due").cast(INSTANT, safe=False).cast(pa.int64())
         if self.latest is not None:
@@ -157,7 +157,7 @@ class Validator:
 
 
 def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
-    """Return the reason for each row that cannot be a message, null for a valid one.
+    """Return the reason for each row that cannot be a message, null for a valid row.
 
     Args:
         batch: rows with all columns of a message.

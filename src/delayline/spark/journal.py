@@ -72,14 +72,14 @@ def export(
     spark: SparkSession | None = None,
     progress: Callable[[int], object] = lambda entries: None,
 ) -> Exported:
-    """Move the present entries of the journal to Parquet files, one directory a batch. Blocks.
+    """Move the present entries of the journal to Parquet files, a directory per batch. Blocks.
 
-    One transaction deletes the entries of a batch from the journal and registers its directory, so each entry is
+    A single transaction deletes the entries of a batch from the journal and registers its directory, so each entry is
     exported once even if a process is killed. `read_journal` reads the registered directories.
 
     Args:
         target: The store.
-        path: Folder or URI of the export; a relative path is one of this process's working directory.
+        path: Folder or URI of the export; a relative path belongs to this process's working directory.
         partitions: Tasks that read; 1 or more.
         entries_at_once: The most entries of a batch; 1 or more.
         spark: The session; `spark_session()` if None.
@@ -133,13 +133,13 @@ def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | N
 
 
 def waiting_ids(target: JobTarget, spark: SparkSession) -> DataFrame:
-    """Return the ids of the messages in the store, and in its cold tier if the target has one.
+    """Return the ids of the messages in the store, and in its cold tier if the target has any.
 
     The DataFrame knows the database's time at this call, up to which `audit` judges messages: read it now, as by
     `cache()` and `count()`.
 
     Args:
-        target: The store and, if it has one, its cold tier.
+        target: The store and, if it has any, its cold tier.
         spark: The session.
 
     Returns:

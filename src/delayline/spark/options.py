@@ -114,7 +114,7 @@ class StoreOptions:
         return read_url(self.url).set(password=password).render_as_string(hide_password=False)
 
     def staging(self, name: str | None = None) -> BulkWriter:
-        """Return a staging area of the store; a new one without a name."""
+        """Return a staging area of the store; a new area without a name."""
         return BulkWriter(self.address, self.table, schema=self.schema, name=name)
 
 
@@ -151,7 +151,7 @@ def whole_option(options: Mapping[str, str], name: str, default: int) -> int:
 
 
 def choice(options: Mapping[str, str], name: str, choices: tuple[Choice, ...]) -> Choice:
-    """Return one of the choices, by default the first. Raises ConfigurationError."""
+    """Return the chosen value, by default the first. Raises ConfigurationError."""
     given = options.get(name, choices[0])
     for known in choices:
         if given == known:

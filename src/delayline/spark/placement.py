@@ -1,13 +1,13 @@
 """Place the rows of a job in the store, in the cold tier, or in a broker's delay levels.
 
-Each row gets one sink by its due time. A task stages the rows for the store, writes the files of the cold tier and
-then publishes the rows for the broker. The driver commits once: one transaction moves the staged rows to the store,
-registers the files and records the counts. A job that fails or is killed before its commit leaves nothing in the store
-or the cold tier.
+Each row gets a sink by its due time. A task stages the rows for the store, writes the files of the cold tier and
+then publishes the rows for the broker. The driver commits once: a single transaction moves the staged rows to the
+store, registers the files and records the counts. A job that fails or is killed before its commit leaves nothing in the
+store or the cold tier.
 
 A broker has no such transaction: it keeps the messages that it has confirmed. The rows for a broker are therefore
 divided by id into partitions, and a table in the store's database records each partition that the broker has confirmed.
-A job that is run again under the same name skips these; a partition that was in flight may be published twice.
+A job that is run again under the same name skips them; a partition that was in flight may be published twice.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 #: The name of the broker connections.
 CONNECTION_NAME: Final = "delayline schedule"
-#: Partitions of the rows for a broker. One that was confirmed and not yet recorded may be sent twice.
+#: Partitions of the rows for a broker. A partition that was confirmed and not yet recorded may be sent twice.
 HASH_PARTITIONS: Final = 1024
 #: Column: the partition of a row for the broker, 0 or more; negative for the store and the cold tier.
 PARTITION: Final = "_delayline_partition"
@@ -106,7 +106,7 @@ class Placed(NamedTuple):
 
 
 class PartitionLedger:
-    """The partitions of one job that a broker has confirmed, kept in the store's database; pickled to tasks.
+    """The partitions of a job that a broker has confirmed, kept in the store's database; pickled to tasks.
 
     Every method but `opened` and `partitions` blocks.
     """
@@ -121,7 +121,7 @@ class PartitionLedger:
         return self._write(PublishedPartitions.parameters)
 
     def save(self, parameters: JobParameters) -> JobParameters:
-        """Save the parameters, and return the ones that count: a concurrent attempt may have been first."""
+        """Save the parameters, and return the parameters that count: a concurrent attempt may have been first."""
         self._write(lambda table, connection: table.save_parameters(connection, parameters))
         return self._write(PublishedPartitions.parameters) or parameters
 
@@ -186,11 +186,12 @@ class Placement:
             )
 
     def run(self, rows: DataFrame, run: str | None, *, batch: int | None = None) -> Placed:
-        """Place the rows as one batch of a run. Blocks.
+        """Place the rows as a batch of a run. Blocks.
 
         Args:
             rows: the messages, with the columns of `spark.schema`.
-            run: the name of the job: resumes an earlier attempt, or returns the counts of one that has committed.
+            run: the name of the job: resumes an earlier attempt, or returns the counts of an attempt that has
+                committed.
             batch: the number of a stream's micro-batch; None for a job that is none.
 
         Raises:
@@ -202,7 +203,7 @@ class Placement:
 
 
 class _Job:
-    """One batch of a run, on the driver."""
+    """A batch of a run, on the driver."""
 
     def __init__(self, settings: Placement, run: str | None, batch: int | None) -> None:
         target = settings.target
@@ -324,7 +325,7 @@ class _Job:
         """Return the messages in the order that the writers need.
 
         A store alone takes any order, and its primary key finds duplicates; for the other sinks they are marked first.
-        Files need the rows of an hour together. A partition for the broker is the work of one task.
+        Files need the rows of an hour together. A partition for the broker is the work of a single task.
         """
         messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
         if self._broker is None and self._tier is None:
@@ -344,7 +345,7 @@ class _Job:
         return messages.repartition(PARTITION).sortWithinPartitions(PARTITION, "due")
 
     def _commit(self, results: list[_TaskResult], parameters: JobParameters) -> Placed:
-        """Commit the results of the tasks in one transaction of the store, if there is one."""
+        """Commit the results of the tasks in a transaction of the store, if there is a store."""
         published = PublishReport()
         for report in [result.published for result in results] if self._ledger is None else self._ledger.reports():
             published.add(report)
@@ -443,7 +444,7 @@ class _Job:
 
 
 def _with_duplicates_marked(messages: DataFrame, known: DataFrame | None) -> DataFrame:
-    """Add the column DUPLICATE: of rows with one id the first is kept, as in a store. known: the ids that wait."""
+    """Add the column DUPLICATE: of rows with the same id the first is kept, as in a store. known: the ids that wait."""
     others = ("destination", "headers", "body")
     first = Window.partitionBy("id").orderBy(F.col("due").asc_nulls_last(), *others)  # the same when tasks are repeated
     marked = messages.withColumn(DUPLICATE, F.row_number().over(first) > 1)
@@ -527,7 +528,7 @@ class _Task:
     """What due times are counted from in the fingerprint of the input; None to take none."""
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Write the rows to their sinks; yield one row with the result."""
+        """Write the rows to their sinks; yield a row with the result."""
         rows, counts = _TaskRows(batches, partitioned=self.broker is not None), _Counts()
         staged, journal = NO_ROWS, NO_ROWS
         files: list[ColdFile] = []
@@ -549,7 +550,7 @@ class _Task:
     def _for_store(
         self, batches: Iterable[pa.RecordBatch], writer: HourWriter | None, counts: _Counts
     ) -> Iterator[pa.RecordBatch]:
-        """Yield the rows for the store; write those for the cold tier to its files."""
+        """Yield the rows for the store; write the rows for the cold tier to its files."""
         for batch in batches:
             new = self._accepted(batch, counts)
             if writer is None:

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 ONE_DAY: Final = timedelta(days=1)
 ONE_HOUR: Final = timedelta(hours=1)
-#: Messages of one transaction, about; a cancellation of one of them waits for the transaction.
+#: Messages of a transaction, about; a cancellation among them waits for the transaction.
 PROMOTED_ROWS: Final = 1_000_000
 STAGED: Final = "number LONG, rows LONG, earliest LONG"
 
@@ -80,7 +80,7 @@ def promote(
     Args:
         target: The store and its cold tier.
         horizon: How far ahead to promote; longer than the time until the next promotion.
-        at_once: Messages of one transaction, about; earliest due first.
+        at_once: Messages of a transaction, about; earliest due first.
         spark: The session; `spark_session()` if None.
 
     Returns:
@@ -194,7 +194,7 @@ def delete_retired(tier: ColdTier) -> int:
 
 
 def _move(spark: SparkSession, tier: ColdTier, files: Sequence[ColdFile], dead: dict[str, list[str]]) -> _Moved:
-    """Stage the rows of the files and commit them in one transaction. Raises _Overtaken."""
+    """Stage the rows of the files and commit them in a single transaction. Raises _Overtaken."""
     staging = tier.store.staging(new_area())
     staging.create()
     cancelled = 0

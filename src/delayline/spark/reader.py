@@ -54,7 +54,7 @@ class DuePartition(InputPartition):
 
 
 class BatchReader(DataSourceReader):
-    """Reads the selected columns, each partition in one statement. Partitions share no snapshot."""
+    """Reads the selected columns, each partition in a single statement. Partitions share no snapshot."""
 
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
@@ -80,7 +80,7 @@ class BatchReader(DataSourceReader):
         return [DuePartition(Span(start, end)) for start, end in zip([None, *cuts], [*cuts, None], strict=True)]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read one range."""
+        """Read a range."""
         if not isinstance(partition, DuePartition):
             raise TypeError(f"{partition!r} is not a partition of this reader")
         for rows in self._waiting.rows(self._schema.names, partition.span, self._at_once):
@@ -101,7 +101,7 @@ class PushingReader(BatchReader):
             column: Sequence[str] = getattr(condition, "attribute", ())
             value: Any = getattr(condition, "value", None)
             if isinstance(condition, datasource.IsNotNull) and condition.attribute[0] in FILTERED_COLUMNS:
-                continue  # these columns are never null
+                continue  # both columns are never null
             if sign is None or len(column) != 1 or column[0] not in FILTERED_COLUMNS or value is None:
                 yield condition
             else:
@@ -175,7 +175,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._until = SystemClock().now()
 
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's
-        """Take due messages, and delete the finished ones: Spark calls this once all messages up to `start` are done.
+        """Take due messages, and delete finished messages: Spark calls this once all messages up to `start` are done.
 
         Raises ConfigurationError if the checkpoint belongs to another stream.
         """
@@ -192,7 +192,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return [ClaimPartition(at, min(at + step, last)) for at in range(first, last, max(step, 1))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        """Read the messages with these numbers. Can be repeated until their batch is finished."""
+        """Read the messages with the numbers. Can be repeated until their batch is finished."""
         if not isinstance(partition, ClaimPartition):
             raise TypeError(f"{partition!r} is not a partition of this reader")
         for rows in self._taking().rows(self._schema.names, partition.start, partition.end, ROWS_AT_ONCE):

@@ -1,4 +1,4 @@
-"""Write an audit as one HTML page with SVG charts, without scripts and external resources."""
+"""Write an audit as an HTML page with SVG charts, without scripts and external resources."""
 
 from __future__ import annotations
 
@@ -212,7 +212,7 @@ def stacked(values: Sequence[tuple[datetime, str, int]]) -> str:
 
 
 def lines(hours: Sequence[datetime], series: Mapping[str, Sequence[float | None]]) -> str:
-    """Return a line chart over the hours, one line for each name."""
+    """Return a line chart over the hours, a line for each name."""
     top = max((value for values in series.values() for value in values if value is not None), default=None)
     if top is None:
         return NOTHING

@@ -41,13 +41,13 @@ class Scheduled:
     """The result of a job, in rows.
 
     Attributes:
-        run: Name of the run: as given to `schedule`, or a new one.
+        run: Name of the run: as given to `schedule`, or a new name.
         stored: Rows stored in the delayed message store.
         cold: Rows written to the cold tier.
         sent: Rows published to the delay levels of a broker.
         duplicates: Rows left out because their id is in the store or cold tier, or in an earlier row.
         rejected: Rows that cannot be messages.
-        repeated: Whether an earlier run of this name had committed, so that this one did nothing.
+        repeated: Whether an earlier run of this name had committed, so that this run did nothing.
         rejected_rows: The rejected rows with the columns id, reason, file, line and row (as JSON). Each action on this
             DataFrame reads the source again.
     """
@@ -70,7 +70,7 @@ class JobTarget:
         store_url: URL of the store (`postgresql`, `mariadb`, `mysql` or `sqlite`). The URL of a broker (`amqp`,
             `amqps`) publishes all messages to its delay levels.
         endpoint: The endpoint that owns the messages. Its store's table is `{endpoint}.timeouts`.
-        table: Name of the store's table, if it is another one.
+        table: Name of the store's table, if it is another.
         schema: Schema of the table; the default schema of the database user if None.
         password_env: Environment variable that holds the password, on the driver and on every executor.
         password_file: File that holds the password, on the driver and on every executor.
@@ -94,7 +94,7 @@ class JobTarget:
 
     @property
     def broker(self) -> str | None:
-        """The URL of the broker, None without one. Raises ConfigurationError for a contradiction."""
+        """The URL of the broker, None without a broker. Raises ConfigurationError for a contradiction."""
         if not self._has_levels:
             return self.delay_levels
         if self.delay_levels is not None:
@@ -153,7 +153,7 @@ def schedule(
     hot_horizon: timedelta = ONE_DAY,
     spark: SparkSession | None = None,
 ) -> Scheduled:
-    """Schedule every valid row as a delayed message, in one transaction. Blocks.
+    """Schedule every valid row as a delayed message, in a single transaction. Blocks.
 
     With a run's name the ledger keeps a fingerprint of the input: the number of its rows, and a sum of hashes of their
     ids; with `on_conflict="replace"` also of destination, due time or delay, headers and body. It covers rejected rows
@@ -165,16 +165,16 @@ def schedule(
     Args:
         source: A DataFrame; the path of Parquet, CSV or JSON Lines files; or, with `form="jdbc"`, the name of a table.
         target: Where the messages go.
-        columns: Names of the source's columns, if they differ from those of a message.
+        columns: Names of the source's columns, if they differ from the columns of a message.
         on_conflict: For an id that is already stored: `keep` leaves the row out, `raise` raises DuplicateMessage,
-            `replace` overwrites the message (store only). Of rows with one id the one that is due first counts; of
-            those that are due at the same time the one whose destination, then headers, then body come first in the
+            `replace` overwrites the message (store only). Of rows with the same id the earliest due counts; of
+            rows due at the same time the row whose destination, then headers, then body come first in the
             order of their bytes. The others are duplicates, and with `fail` an error.
         run: Name of the job, which makes it idempotent: a run that has committed is not committed again, and its name
             is refused for other rows. Give each input a name of its own, such as `nightly 2026-05-01`.
         form: `parquet`, `csv`, `jsonl` or `jdbc`; taken from the path's ending if None.
         options: Options of Spark's JDBC source; `passwordEnv` names an environment variable for the password.
-        hot_horizon: Messages due later go to the cold tier, if there is one, and never to a broker.
+        hot_horizon: Messages due later go to the cold tier, if there is any, and never to a broker.
         spark: The session for a path; `spark_session()` if None.
 
     Returns:
@@ -185,7 +185,7 @@ def schedule(
         DuplicateMessage: With `on_conflict="raise"`, an id is already stored.
         DifferentInput: A run of this name had other rows. Nothing was stored.
         DelaylineError: The job failed; nothing was stored. A broker keeps the messages that it has confirmed, and a job
-            with the same `run` continues after these.
+            with the same `run` continues after them.
 
     Example:
         ```python
@@ -217,7 +217,7 @@ def schedule_stream(
     hot_horizon: timedelta = ONE_DAY,
     trigger: Mapping[str, str | bool] | None = None,
 ) -> StreamingQuery:
-    """Start a query that schedules every valid row of a stream, each batch in one transaction, once.
+    """Start a query that schedules every valid row of a stream, each batch in a single transaction, once.
 
     Rows that cannot be messages are left out and counted in the table of runs. With a broker, an interrupted batch may
     be published twice, as far as the broker had confirmed it and this was not recorded yet.
@@ -225,12 +225,12 @@ def schedule_stream(
     Args:
         source: A streaming DataFrame.
         target: Where the messages go.
-        checkpoint: Folder of the query's checkpoint; one for each query.
-        columns: Names of the source's columns, if they differ from those of a message. A delay counts from the start of
-            the query; with a cold tier or a broker from the start of the batch. Prefer instants.
+        checkpoint: Folder of the query's checkpoint, of its own for each query.
+        columns: Names of the source's columns, if they differ from the columns of a message. A delay counts from the
+            start of the query; with a cold tier or a broker from the start of the batch. Prefer instants.
         on_conflict: As for `schedule`.
         hot_horizon: As for `schedule`.
-        trigger: Arguments of `DataStreamWriter.trigger`; one second if None. With a cold tier use a minute or more,
+        trigger: Arguments of `DataStreamWriter.trigger`; a second if None. With a cold tier use a minute or more,
             because each batch is compared with the ids in the files.
 
     Returns:
@@ -249,7 +249,7 @@ def schedule_stream(
             writer = _placing_batches(
                 source, Placement(target, columns, on_conflict, time_span("hot_horizon", hot_horizon))
             )
-        else:  # the data source itself is a sink for streams, and the only one that works on Spark Connect
+        else:  # the data source itself is a sink for streams, and the only sink that works on Spark Connect
             messages = prepared(source, columns, StoreOptions.of(target.options).staging().now())
             sender = SendHeaders(target.sender, content_type(source, columns), None)
             options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}

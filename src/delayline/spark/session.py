@@ -58,7 +58,8 @@ ON_THIS_MACHINE: Final = {
 def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None = None) -> SparkSession:
     """Return the active session, or start one. Blocks for some seconds while Java starts.
 
-    Settings of `spark-submit`, `spark-defaults.conf` and the environment are kept; delayline only adds missing ones.
+    Settings of `spark-submit`, `spark-defaults.conf` and the environment are kept; delayline only adds missing
+    settings.
 
     Args:
         master: Where Spark runs: `local[*]` if nothing else is configured; `sc://host:15002` for Spark Connect.
@@ -108,7 +109,7 @@ def _session(master: str | None, conf: Mapping[str, str] | None) -> SparkSession
 
 
 def active_session() -> SparkSession | None:
-    """Return the session of this thread, or of another thread; None without one."""
+    """Return the session of this thread, or of another thread; None without a session."""
     if SparkContext._active_spark_context is None and not is_remote():
         return None
     try:
@@ -118,9 +119,9 @@ def active_session() -> SparkSession | None:
 
 
 def activated(spark: SparkSession) -> SparkSession:
-    """Make the session the active one of this thread, and return it.
+    """Make the session the active session of this thread, and return it.
 
-    Spark looks up Python data sources in the active session of the thread, and finds none without one.
+    Spark looks up Python data sources in the active session of the thread, and finds none without a session.
     """
     if SparkSession.getActiveSession() is None:
         spark.createDataFrame([], "nothing INT")  # the cheapest public call that activates the session
@@ -148,7 +149,7 @@ def registered(spark: SparkSession) -> SparkSession:
 
 
 def _ship_wheel(spark: SparkSession) -> None:
-    """Ship the wheel that this is imported from, if it is one, under a name that executors put on Python's path.
+    """Ship the wheel that this is imported from, if it is a wheel, under a name that executors put on Python's path.
 
     `--py-files` takes wheels to the driver's path only.
     """
@@ -244,7 +245,7 @@ def find_java(environ: Mapping[str, str] | None = None) -> Path:
         The JAVA_HOME.
 
     Raises:
-        ConfigurationError: There is no Java, or JAVA_HOME names one that Spark cannot use.
+        ConfigurationError: There is no Java, or JAVA_HOME names a Java that Spark cannot use.
     """
     environ = os.environ if environ is None else environ
     named = environ.get("JAVA_HOME")

@@ -60,7 +60,7 @@ NO_DRIVER: Final = re.compile(r"No suitable driver|ClassNotFoundException")
 OF_JDBC: Final = re.compile(rf"{NO_DRIVER.pattern}|FAILED_JDBC")
 #: The text of another error of a driver, after the name of the exception.
 EXCEPTION: Final = re.compile(r"^:? *[\w.$]+Exception: (.+)$", re.MULTILINE)
-#: Java finds drivers by URL on its class path only; by class name, Spark finds those in `spark.jars` too.
+#: Java finds drivers by URL on its class path only; by class name, Spark finds drivers in `spark.jars` too.
 DRIVERS: Final = {
     "jdbc:postgresql:": "org.postgresql.Driver",
     "jdbc:mariadb:": "org.mariadb.jdbc.Driver",
@@ -200,7 +200,7 @@ class Columns:
         due: Column of the due time: TIMESTAMP, or text with an offset from UTC; others with `time_zone` or `epoch`.
         time_zone: The zone of due times that have none, as in `Europe/Berlin` or `+02:00`: of TIMESTAMP_NTZ, of DATE,
             which is the start of the day, and of texts without an offset. A time that clocks show twice when they are
-            put back is the first of both; one that they skip is as much later.
+            put back is the first of both; a skipped time is as much later.
         epoch: `seconds` or `milliseconds`, where due times are numbers since 1970-01-01 UTC.
         delay: Column of a delay, in place of `due`: seconds, or INTERVAL DAY TO SECOND.
         to: The destination of all messages, in place of a column.
@@ -214,7 +214,7 @@ class Columns:
         ```
 
     Raises:
-        ConfigurationError: The time zone or the epoch is unknown, or one is given where it has no meaning.
+        ConfigurationError: The time zone or the epoch is unknown, or given where it has no meaning.
     """
 
     id: str = "id"

@@ -1,6 +1,6 @@
 """The oldest supported PySpark.
 
-Imports nothing of PySpark, so that an older one gives this error and not a failed import.
+Imports nothing of PySpark, so that an older PySpark gives this error and not a failed import.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ class StagingWriter:
 
 
 class BatchWriter(StagingWriter, DataSourceArrowWriter):
-    """The writer of one job, built on the driver and pickled to its tasks and its commit."""
+    """The writer of a job, built on the driver and pickled to its tasks and its commit."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options, new_area())
@@ -111,14 +111,14 @@ class BatchWriter(StagingWriter, DataSourceArrowWriter):
 
 
 class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
-    """The writer of a stream. Spark builds a new one for every batch and every commit."""
+    """The writer of a stream. Spark builds a new writer for every batch and every commit."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         super().__init__(options, STREAMS)
         self._app = options.get("txnAppId", "")
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> TaskCommit:
-        """Stage a task's rows of one batch."""
+        """Stage a task's rows of a batch."""
         context = TaskContext.get()
         query = None if context is None else context.getLocalProperty("sql.streaming.queryId")
         return TaskCommit(self._stage(iterator), query)
@@ -126,11 +126,12 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
     def commit(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Move the batch to the store, unless it was committed before.
 
-        Each checkpoint numbers its batches from 0, so after the loss of one they are stored again, not skipped. Spark
-        repeats the last batch of a checkpoint with the same input; the number of an older one may have other rows.
+        Each checkpoint numbers its batches from 0, so after the loss of a checkpoint they are stored again, not
+        skipped. Spark repeats the last batch of a checkpoint with the same input; the number of an older batch may have
+        other rows.
 
         Raises:
-            DifferentInput: The batch is older than the last one that was stored.
+            DifferentInput: The batch is older than the last that was stored.
         """
         queries = {message.query for message in messages if isinstance(message, TaskCommit)}
         if not queries:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from delayline.observer import ObservedEndpoint
 
-    #: Values of a metric with those of its attributes, in order.
+    #: Values of a metric with values of its attributes, in order.
     Values = Iterable[tuple[tuple[str, ...], float | Histogram]]
 
 ENDPOINT: Final = "delayline.endpoint"
@@ -55,7 +55,7 @@ class Reading:
 
 
 class Source:
-    """One endpoint's values, for metrics."""
+    """An endpoint's values, for metrics."""
 
     def __init__(self, endpoint: ObservedEndpoint) -> None:
         self.endpoint = endpoint
@@ -69,7 +69,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric; every value also has the endpoint's name and the messaging system as attributes."""
+    """A metric; every value also has the endpoint's name and the messaging system as attributes."""
 
     name: str
     kind: Kind

@@ -45,7 +45,7 @@ HISTORY_KEPT_FOR: Final = timedelta(days=30)
 MICROS_A_MINUTE: Final = 60_000_000  # microseconds
 #: Minutes that a row covers.
 SCALES: Final = (1, 60)
-#: Minutes whose rows are deleted in one transaction.
+#: Minutes whose rows are deleted in a single transaction.
 DELETED_AT_ONCE: Final = 240
 #: The most bytes of a row's content that are read.
 LARGEST_CONTENT: Final = 4_000_000
@@ -61,7 +61,7 @@ def minutes_table(schema: str | None = None) -> Table:
         MetaData(schema=schema),
         Column("endpoint", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
         Column("scale", Integer, primary_key=True, autoincrement=False),  # minutes that the row covers
-        Column("minute", BigInteger, primary_key=True, autoincrement=False),  # the first one, since 1970
+        Column("minute", BigInteger, primary_key=True, autoincrement=False),  # the first minute, since 1970
         Column("process", text(MAXIMUM_NAME_LENGTH), primary_key=True),
         Column("content", CONTENT, nullable=False),  # JSON, compressed
     )
@@ -72,7 +72,7 @@ MINUTES: Final = register(TableGroup("history", lambda _, schema: [minutes_table
 
 @dataclass(frozen=True, slots=True)
 class MinuteRow:
-    """The counts of one process in a minute or an hour, and its state at the end."""
+    """The counts of a process in a minute or an hour, and its state at the end."""
 
     process: str
     start: datetime
@@ -137,7 +137,7 @@ class MinuteHistory(Measurements):
         self._first = self.snapshot()
 
     async def run(self) -> None:
-        """Write a row at the end of each minute until cancelled, and a last one then."""
+        """Write a row at the end of each minute until cancelled, and a last row then."""
         await self._database.open()
         try:
             clock = self._given_clock or self._database.clock
@@ -166,7 +166,7 @@ class MinuteHistory(Measurements):
             await self._database.close()
 
     async def write(self, now: datetime) -> None:
-        """Write the rows of the minutes and hours that have ended by `now`, and delete a few old ones."""
+        """Write the rows of the minutes and hours that have ended by `now`, and delete a few old rows."""
         snapshot, minute = self.snapshot(), to_microseconds(now) // MICROS_A_MINUTE
         for scale in SCALES:
             start, base = self._bases[scale]

@@ -45,7 +45,7 @@ class HttpServer:
     """Answers GET and HEAD requests for a few paths from a separate thread.
 
     Args:
-        address: Where it listens, as `127.0.0.1:9464`; port 0 is a free one.
+        address: Where it listens, as `127.0.0.1:9464`; port 0 is a free port.
         paths: The responses by path: functions of the request's Accept header that may run in several threads at once.
 
     Raises:

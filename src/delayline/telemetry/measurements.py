@@ -1,4 +1,4 @@
-"""Counters and histograms of one endpoint in plain Python: what metrics, the dashboard and probes are made of."""
+"""Counters and histograms of an endpoint in plain Python: what metrics, the dashboard and probes are made of."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LATENESS_BOUNDS: Final = (
 )
 #: Upper bounds for durations, as the semantic conventions of OpenTelemetry have them.
 DURATION_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
-#: Destinations, queues and exception types that are counted by name; further ones are counted together, as `OTHER`.
+#: Destinations, queues and exception types that are counted by name; further names are counted together, as `OTHER`.
 MOST_NAMES: Final = 200
 OTHER: Final = "(other)"
 #: The destination of an operation that sent to several.
@@ -97,7 +97,7 @@ class PollerCounts:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The measurements of an endpoint at one moment; counts and histograms are of the process's lifetime."""
+    """The measurements of an endpoint at a moment; counts and histograms are of the process's lifetime."""
 
     endpoint: str
     """Its name; empty until it has started."""
@@ -141,8 +141,8 @@ class Snapshot:
 class Measurements:
     """An observer that counts, without any dependency: `Endpoint(..., observers=[measurements])`.
 
-    Belongs to one endpoint. Destinations, queues and exception types are counted by name up to 200 each, so that memory
-    is bounded; further ones together as `(other)`.
+    Belongs to an endpoint. Destinations, queues and exception types are counted by name up to 200 each, so that memory
+    is bounded; further names together as `(other)`.
 
     Example:
         ```python
@@ -223,7 +223,7 @@ class Measurements:
         )
 
     def attached(self, endpoint: ObservedEndpoint) -> None:
-        """Belong to that endpoint. Raises ConfigurationError if this belongs to another one."""
+        """Belong to that endpoint. Raises ConfigurationError if this belongs to another endpoint."""
         if self._endpoint is not None and self._endpoint is not endpoint:
             raise ConfigurationError(
                 f"these Measurements belong to endpoint {self._endpoint.name!r}: create others for {endpoint.name!r}"
@@ -313,13 +313,13 @@ def _frozen(histograms: dict[Key, _Counts], bounds: tuple[float, ...]) -> dict[K
 
 
 class Names:
-    """Names from outside, of which there may be any number: the first ones, and one for all others."""
+    """Names from outside, of which there may be any number: the first names, and a name for all others."""
 
     def __init__(self) -> None:
         self._known: set[str] = set()
 
     def bounded(self, name: str) -> str:
-        """Return the name if it is one of the first, else `OTHER`."""
+        """Return the name if it is among the first, else `OTHER`."""
         if name in self._known:
             return name
         if len(self._known) >= MOST_NAMES:

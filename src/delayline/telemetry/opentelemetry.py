@@ -53,9 +53,9 @@ SCOPE: Final = "delayline"
 #: The environment variable that opts in to conventions that are not stable yet, and the values that do.
 OPT_IN: Final = "OTEL_SEMCONV_STABILITY_OPT_IN"
 OPTED_IN: Final = frozenset({"messaging", "messaging/dup"})
-#: Values recorded in each histogram a second: one costs about ten times as much as counting it.
+#: Values recorded in each histogram a second: recording a value costs about ten times as much as counting it.
 MOST_RECORDED: Final = 100
-#: Seconds for which the instruments of one collection share a reading.
+#: Seconds for which the instruments of a collection share a reading.
 SHARED: Final = 0.5
 #: Messages that wait for longer start a new trace, with a link to the sender's.
 LONGEST_TRACE: Final = timedelta(minutes=1)
@@ -69,15 +69,15 @@ IN_SEND: Final[ContextVar[bool]] = ContextVar("delayline_in_send", default=False
 
 
 class OpenTelemetry:
-    """Reports one or several endpoints to OpenTelemetry: metrics, and spans that continue from sender to receiver.
+    """Reports endpoints to OpenTelemetry: metrics, and spans that continue from sender to receiver.
 
     Metrics of the semantic conventions for messaging, which are not stable yet, need the environment variable
     `OTEL_SEMCONV_STABILITY_OPT_IN=messaging`. Counters and gauges are exact; a histogram records the first 100 values
     of each second.
 
     Args:
-        meter_provider: Takes the metrics; by default the global one.
-        tracer_provider: Takes the spans; by default the global one.
+        meter_provider: Takes the metrics; by default the global provider.
+        tracer_provider: Takes the spans; by default the global provider.
         metrics: Whether to report metrics.
         traces: Whether to make spans and to send their context in headers.
         nservicebus: Also report metrics under the names that NServiceBus gives its own, for existing boards.
@@ -255,7 +255,7 @@ class _Recording(_Silent):
 
 
 class _Traces(_Silent):
-    """Spans of one endpoint."""
+    """Spans of an endpoint."""
 
     def __init__(self, endpoint: ObservedEndpoint, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(SCOPE, tracer_provider=provider)
@@ -334,7 +334,7 @@ class _Traces(_Silent):
         within: context.Context | None = None,
         links: Sequence[Link] = (),
     ) -> Iterator[Span]:
-        """Make a span the current one, with the error that leaves it."""
+        """Make a span the current span, with the error that leaves it."""
         span = self._tracer.start_span(name, within, kind, {**self._common, **attributes}, links)
         outer = context.get_current() if within is None else within
         token = context.attach(trace.set_span_in_context(span, outer))

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 #: The ends of the buckets, from the present time on; the last bucket has none.
 ENDS: Final = {"1m": timedelta(minutes=1), "1h": timedelta(hours=1), "1d": timedelta(days=1)}
 BUCKETS: Final = ("overdue", *ENDS, "later")
-#: Seconds for which numbers are used again: several scrapers, and one that is too eager, cost no more.
+#: Seconds for which numbers are used again: several scrapers, and an eager scraper, cost no more.
 COUNT_USABLE_FOR: Final = 10.0
-#: Seconds that a reader waits for new numbers; after that it gets the last ones.
+#: Seconds that a reader waits for new numbers; after that it gets the last numbers.
 READER_PATIENCE: Final = 1.0
 #: Seconds until a count is given up.
 COUNT_PATIENCE: Final = 10.0
@@ -48,7 +48,7 @@ class PendingCounts:
     """Counts an endpoint's pending messages on its event loop; reading never waits for long.
 
     Args:
-        measurements: Those of the endpoint.
+        measurements: The measurements of the endpoint.
     """
 
     def __init__(self, measurements: Measurements) -> None:

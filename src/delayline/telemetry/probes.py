@@ -184,7 +184,7 @@ class Systemd:
     See https://www.freedesktop.org/software/systemd/man/sd_notify.html
 
     Args:
-        address: The path of its socket, `@name` for an abstract one; None for no service manager.
+        address: The path of its socket, `@name` for an abstract socket; None for no service manager.
         watchdog: Seconds within which it must be notified; None for no watchdog.
     """
 
@@ -194,7 +194,7 @@ class Systemd:
 
     @classmethod
     def from_environment(cls) -> Self:
-        """Return the one that the variables NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID describe."""
+        """Return the service manager that the variables NOTIFY_SOCKET, WATCHDOG_USEC and WATCHDOG_PID describe."""
         meant = os.environ.get("WATCHDOG_PID", str(os.getpid())) == str(os.getpid())
         interval = os.environ.get("WATCHDOG_USEC", "")
         microseconds = int(interval) if meant and interval.isascii() and interval.isdigit() else 0

@@ -40,9 +40,9 @@ REFUSED_METHOD: Final = "only GET and HEAD\n"
 
 
 class PrometheusMetrics:
-    """The metrics of one or several endpoints for Prometheus.
+    """The metrics of endpoints for Prometheus.
 
-    They are counted by `Measurements`; a scrape reads these, and waits for the numbers of pending messages for a second
+    They are counted by `Measurements`; a scrape reads them, and waits for the numbers of pending messages for a second
     at most.
 
     Args:

@@ -69,7 +69,7 @@ class ManualClock:
     async def run_until(
         self, done: Coroutine[None, None, Result], *, quiet: Callable[[], Awaitable[None]] | None = None
     ) -> Result:
-        """Wake one sleeper after another, each at its instant, until `done` has finished; return its result.
+        """Wake sleeper after sleeper, each at its instant, until `done` has finished; return its result.
 
         Waits, without moving time, while there is no sleeper.
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 TransactionType = TypeVar("TransactionType", bound="Transaction")
 
-#: The same operation has one method in a store with six verbs and another in one that supports batches.
+#: The same operation has a method in a store with six verbs and another in one that supports batches.
 STORE: Final = ("store", "store_many")
 FETCH: Final = ("fetch_next_due", "fetch_due")
 REMOVE: Final = ("remove", "remove_many")
@@ -75,10 +75,10 @@ class Call(NamedTuple):
 
 
 class Faults:
-    """The injected faults and recorded calls of one or more faulty objects.
+    """The injected faults and recorded calls of faulty objects.
 
-    Every FaultyStore, FaultyTransport and FaultyTimeoutPersister has one as `faults`. Share one to inject faults in a
-    single place, or to see the order of calls to different objects.
+    Every FaultyStore, FaultyTransport and FaultyTimeoutPersister has them as `faults`. Share an object to inject faults
+    in a single place, or to see the order of calls to different objects.
 
     Example:
         A store and a transport that share their faults::
@@ -98,7 +98,7 @@ class Faults:
         self.inject(*faults)
 
     def inject(self, *faults: Fault) -> None:
-        """Apply faults from now on, after those injected before; the first one that raises wins.
+        """Apply faults from now on, after those injected before; the first that raises wins.
 
         Args:
             faults: The faults.
@@ -163,7 +163,7 @@ class Faults:
         if error is not None and not takes_effect:
             if undo is not None:
                 await self._counted(method, undo)
-            raise error.with_traceback(None)  # one instance, raised often, would collect tracebacks
+            raise error.with_traceback(None)  # a single instance, raised often, would collect tracebacks
         result = await self._counted(method, carry_out)
         for fault in faults:
             if fault.after is not None:
@@ -217,7 +217,7 @@ class Faulty:
         self.faults.inject(*faults)
 
     def inject(self, *faults: Fault) -> None:
-        """Apply these faults from now on, after those injected before; the first one that raises wins."""
+        """Apply the faults from now on, after faults injected before; the first that raises wins."""
         self.faults.inject(*faults)
 
     def heal(self) -> None:
@@ -239,7 +239,7 @@ class Faulty:
 
 
 def _message_ids(arguments: tuple[object, ...]) -> tuple[str, ...]:
-    """Return the ids of the messages that the first argument holds: one, several, or operations with messages."""
+    """Return the ids of the messages that the first argument holds: a message, several, or operations with messages."""
     first = arguments[0] if arguments else ()
     items = first if isinstance(first, list | tuple) else (first,)
     ids = (getattr(getattr(item, "message", item), "id", None) for item in items)

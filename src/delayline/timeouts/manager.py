@@ -148,7 +148,7 @@ class TimeoutManagerDelivery:
         return satellite_queues(self.host.transport, self.host.endpoint_name)[1]
 
     def bind(self, host: DeliveryHost) -> None:
-        """Attach to an endpoint. Raises ConfigurationError if attached to another one, or if its name is too long."""
+        """Attach to an endpoint. Raises ConfigurationError if attached to another, or if its name is too long."""
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this TimeoutManagerDelivery belongs to endpoint {self._host.endpoint_name!r}; "
@@ -211,7 +211,7 @@ class TimeoutManagerDelivery:
         self._started = False
 
     async def enlist(self, external: ExternalTransaction) -> Transaction:
-        """Return the external transaction as one that `defer` can take part in."""
+        """Return the external transaction if `defer` can take part in it."""
         return await enlisted(self.host.transport, external)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
@@ -290,7 +290,7 @@ class TimeoutManagerDelivery:
         ]
 
     def _expired(self) -> DirectTimeoutStore | TimeoutRequestStore:
-        """Return the store to poll: direct if one transaction can cover queues and timeouts."""
+        """Return the store to poll: direct if a transaction can cover queues and timeouts."""
         persister, queue, clock = self.persister, self.dispatcher_queue, self.host.clock
         if scope_between(persister, self.host.transport).shared and isinstance(persister, SupportsTimeoutLocks):
             return DirectTimeoutStore(persister, queue, clock)
@@ -368,7 +368,7 @@ def to_clear(saga_id: uuid.UUID, now: datetime, queue: str) -> TransportOperatio
 
 
 async def send(transport: Transport, operation: TransportOperation, transaction: Transaction | None) -> None:
-    """Send one message. Raises its own error instead of DispatchFailed."""
+    """Send a message. Raises its own error instead of DispatchFailed."""
     try:
         await transport.dispatch([operation], transaction)
     except DispatchFailed as failed:
@@ -376,7 +376,7 @@ async def send(transport: Transport, operation: TransportOperation, transaction:
 
 
 async def enlisted(transport: Transport, external: ExternalTransaction) -> Transaction:
-    """Return the external transaction as one that sends on `transport` can take part in."""
+    """Return the external transaction if sends on `transport` can take part in it."""
     if isinstance(transport, SupportsExternalTransactions):
         return await transport.enlist(external)
     raise ConfigurationError(
@@ -416,7 +416,7 @@ class ExternalTimeoutManager:
         """None: the other endpoint keeps the messages."""
 
     def bind(self, host: DeliveryHost) -> None:
-        """Attach to an endpoint. Raises ConfigurationError if attached to another one."""
+        """Attach to an endpoint. Raises ConfigurationError if attached to another endpoint."""
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this ExternalTimeoutManager belongs to endpoint {self._host.endpoint_name!r}; "
@@ -436,7 +436,7 @@ class ExternalTimeoutManager:
         self._started = False
 
     async def enlist(self, external: ExternalTransaction) -> Transaction:
-        """Return the external transaction as one that `defer` can take part in."""
+        """Return the external transaction if `defer` can take part in it."""
         return await enlisted(self._bound.transport, external)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:

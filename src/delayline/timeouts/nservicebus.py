@@ -62,7 +62,7 @@ def timeout_table(prefix: str, schema: str | None, dialect: Dialect) -> Table:
 
 
 class TimeoutTimes:
-    """Converts due times from and to the Time column of one product: UTC without a time zone."""
+    """Converts due times from and to the Time column of a product: UTC without a time zone."""
 
     def __init__(self, dialect: Dialect) -> None:
         self._dialect = dialect
@@ -87,7 +87,7 @@ class TimeoutTimes:
 
         Rows of delayline's own, by their version, have lost nothing: their times are rounded up.
 
-        .NET writes the exact time into a header too. Without one, or with one that cannot be read or names another
+        .NET writes the exact time into a header too. Without that header, or if it cannot be read or names another
         time than the column can have come from, the most that may be lost is added.
         """
         time = self.read(kept)

@@ -1,4 +1,4 @@
-"""Protocol of the storage of a timeout manager: NServiceBus' IPersistTimeouts and IQueryTimeouts in one.
+"""Protocol of the storage of a timeout manager: NServiceBus' IPersistTimeouts and IQueryTimeouts together.
 
 A persister may also implement the capabilities here, and a store's SupportsSetup, SupportsTransactions, SupportsClock.
 """
@@ -57,7 +57,7 @@ class TimeoutsChunk:
 
 
 class TimeoutPersister(Protocol):
-    """Storage for the timeouts of one endpoint. Called from one event loop; calls may overlap.
+    """Storage for the timeouts of an endpoint. Called from a single event loop; calls may overlap.
 
     A change in a transaction locks the timeout until the transaction ends. Every method may raise BackendUnavailable
     for a transient fault.
@@ -111,7 +111,7 @@ class TimeoutPersister(Protocol):
             transaction: The leases begin with its commit.
 
         Returns:
-            The leased timeouts, also those stored after their due time, and when to look again.
+            The leased timeouts, also timeouts stored after their due time, and when to look again.
         """
         ...
 
@@ -127,7 +127,7 @@ class TimeoutPersister(Protocol):
 
 @runtime_checkable
 class SupportsOpen(Protocol):
-    """Capability: the persister has connections or files, opened for one endpoint."""
+    """Capability: the persister has connections or files, opened for an endpoint."""
 
     async def open(self, endpoint_name: str) -> None:
         """Connect.
@@ -148,7 +148,7 @@ class SupportsOpen(Protocol):
 
 @runtime_checkable
 class SupportsTake(Protocol):
-    """Capability: `peek` and `remove` in one step of a transaction."""
+    """Capability: `peek` and `remove` in a single step of a transaction."""
 
     async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
         """Delete the timeout and return it; None when it is gone.
@@ -172,15 +172,15 @@ class LockedTimeouts:
 
 @runtime_checkable
 class SupportsTimeoutLocks(Protocol):
-    """Capability: one transaction can lock, remove and lease many timeouts."""
+    """Capability: a transaction can lock, remove and lease many timeouts."""
 
     async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
-        """Lock expired timeouts, earliest due first; skips leased timeouts and those locked by others.
+        """Lock expired timeouts, earliest due first; skips leased timeouts and timeouts locked by others.
 
         Args:
             at: Timeouts due at or before this time have expired.
             limit: The most timeouts to lock.
-            max_bytes: The most bytes that their headers and bodies have together; one timeout may have more.
+            max_bytes: The most bytes that their headers and bodies have together; a single timeout may have more.
             transaction: Its end unlocks them.
         """
         ...
@@ -221,7 +221,7 @@ class SupportsCount(Protocol):
     """Capability: the persister can count its timeouts."""
 
     async def count(self) -> TimeoutCount:
-        """Count the stored timeouts, leased ones included."""
+        """Count the stored timeouts, leased timeouts included."""
         ...
 
 

@@ -1,7 +1,7 @@
 """Adapters that give a timeout persister the shape of a store, so that the ordinary poller can dispatch from it.
 
 `TimeoutRequestStore` returns a request to the dispatcher's queue for each expired timeout. `DirectTimeoutStore` returns
-the messages themselves, for queues and timeouts that share transactions: one transaction sends and removes a timeout.
+the messages themselves, for queues and timeouts that share transactions: a transaction sends and removes a timeout.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class NextDueCache:
         return cache
 
     def _store(self, next_due: datetime | None, version: int) -> None:
-        """Cache the time unless a timeout was stored meanwhile; used for one look, and again when it has passed."""
+        """Cache the time unless a timeout was stored meanwhile; used once, and again when it has passed."""
         if version == self._version:
             self._next_due, self._valid, self._fresh = next_due, True, True
 
@@ -138,7 +138,7 @@ class TimeoutRequestStore:
         await self._persister.lease(_ids(messages), self._clock.now())
 
 
-#: Failures are counted for this many timeouts at most; older ones count anew.
+#: Failures are counted for this many timeouts at most; older timeouts count anew.
 MAXIMUM_COUNTED_FAILURES: Final = 1000
 
 
@@ -155,7 +155,7 @@ class ExpiredTimeout(DelayedMessage):
 
 
 class DirectTimeoutStore:
-    """Store whose due messages are the timeouts' own: a message is sent and its timeout removed in one transaction.
+    """Store whose due messages are the timeouts' own: a single transaction sends a message and removes its timeout.
 
     A timeout without a destination, or with unreadable headers, is requested from the dispatcher, which moves it to
     the error queue.
@@ -198,7 +198,7 @@ class DirectTimeoutStore:
         return [self._expired(timeout, at) for timeout in locked.due]
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
-        """Remove the timeouts that were sent; lease the requested ones to the dispatcher."""
+        """Remove the timeouts that were sent; lease the requested timeouts to the dispatcher."""
         assert transaction is not None  # noqa: S101 - as above
         requested, sent = _timeout_ids(messages, requests=True), _timeout_ids(messages, requests=False)
         if requested:

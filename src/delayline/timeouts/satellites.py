@@ -1,4 +1,4 @@
-"""The two satellites of the timeout manager: one stores timeouts, the other dispatches expired ones."""
+"""The two satellites of the timeout manager: the first stores timeouts, the second dispatches expired timeouts."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ TIMEOUT_ID_NAMESPACE: Final = uuid.UUID("0d4cf1c0-6f0e-4a57-9c5b-3d3f4b3f7b5c")
 
 
 class Forwarder:
-    """Sends messages to their destinations; one that cannot be sent goes to the error queue at once."""
+    """Sends messages to their destinations; a message that cannot be sent goes to the error queue at once."""
 
     def __init__(self, host: DeliveryHost) -> None:
         self._host = host
 
     async def forward(self, message: Message, destination: str | None, transaction: Transaction | None) -> None:
-        """Send the message, in the transaction if there is one. Raises BackendUnavailable or the transport's error."""
+        """Send the message, in the transaction if there is any. Raises BackendUnavailable or the transport's error."""
         if not destination:
             no_destination = InvalidMessage(
                 f"message {message.id!r} names no destination: set the header {TimeoutHeaders.DESTINATION}"
@@ -195,7 +195,7 @@ class DispatchingSatellite:
             await self._persister.lease([timeout_id], self._host.clock.now() + FAILED_LEASE)
 
     async def work(self, message: Message, transaction: Transaction | None) -> None:
-        """Forward the timeout, then remove it, in one transaction where possible. No-op if it is gone."""
+        """Forward the timeout, then remove it, in a transaction where possible. No-op if it is gone."""
         timeout_id = requested_timeout(message)
         if timeout_id is None:
             raise InvalidMessage(

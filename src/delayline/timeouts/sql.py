@@ -72,7 +72,7 @@ if TYPE_CHECKING:
 MAXIMUM_REQUESTED: Final = 1000
 #: A lease that ends later than this belongs to a failed request and does not count towards MAXIMUM_REQUESTED.
 ACTIVE_LEASE: Final = timedelta(minutes=2)
-#: Id of the lease row that a poller locks, so that one poller at a time leases timeouts.
+#: Id of the lease row that a poller locks, so that a single poller at a time leases timeouts.
 POLLER_LOCK: Final = ""
 #: The most timeouts without a time that a line of the log names.
 MOST_NAMED: Final = 10
@@ -199,13 +199,13 @@ class TimeoutStatements:
     def _due(self, at: datetime, time: Any, headers: str | None = None, version: str | None = None) -> datetime:  # noqa: ANN401
         """Return the exact due time of a row whose time has come; that of the column for others.
 
-        A row behind it may have an earlier exact time, and the same one in the column.
+        A row behind it may have an earlier exact time, and the same time in the column.
         """
         kept = self.times.read(time)
         return kept if kept > at else self.times.exact(time, headers, version)
 
     def take(self, connection: Connection, at: datetime, limit: int, lease_until: datetime) -> TimeoutsChunk:
-        """Lease due timeouts; one poller at a time."""
+        """Lease due timeouts; a single poller at a time."""
         if not self._lock_row.rows(connection, self._name, POLLER_LOCK):
             return TimeoutsChunk([], at)  # SQLite does not wait here: another poller has the lock
         chunk, ended = self.look(connection, at, limit)
@@ -470,7 +470,7 @@ class SqlTimeoutPersister(StoreOnDatabase):
     async def without_time(self, limit: int = 100) -> Sequence[DelayedMessage]:
         """Return messages of the table whose column Time is NULL, which .NET may have left: they are never due.
 
-        `cancel` deletes one, `reschedule` gives it a time.
+        `cancel` deletes a timeout, `reschedule` gives it a time.
 
         Args:
             limit: The most messages to return; 1 or more.
@@ -484,7 +484,7 @@ class SqlTimeoutPersister(StoreOnDatabase):
         return self._database.notifications.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
 
     async def cancel(self, message_id: str) -> Outcome:
-        """Delete the timeouts with this id or message id; a pending request for one then finds nothing."""
+        """Delete the timeouts with this id or message id; a pending request for it then finds nothing."""
         return await self._database.write(partial(self._management.cancel, message_id=message_id))
 
     async def reschedule(self, message_id: str, due: datetime) -> Outcome:
@@ -531,7 +531,7 @@ class SqlTimeoutPersister(StoreOnDatabase):
 
 
 def _forget_missing_indexes(connection: Connection, table: Table) -> None:
-    """Remove missing indexes from `table`, so that statements force only existing ones.
+    """Remove missing indexes from `table`, so that statements force only existing indexes.
 
     A table made by .NET may lack an index, or have it under another name.
     """
@@ -562,7 +562,7 @@ LIKE_SIGNS: Final = re.compile(r"[%_/\[]")
 
 
 class TimeoutManagement:
-    """Lists, counts, cancels and reschedules timeouts of one table."""
+    """Lists, counts, cancels and reschedules timeouts of a table."""
 
     def __init__(self, statements: TimeoutStatements, dialect: Dialect) -> None:
         self._statements = statements
@@ -605,7 +605,7 @@ class TimeoutManagement:
         return self._if_free(connection, message_id, self._statements.remove)
 
     def reschedule(self, connection: Connection, message_id: str, due: datetime) -> Outcome:
-        """Change the due time of the message's timeouts, unless the dispatcher was requested to send one."""
+        """Change the due time of the message's timeouts, unless the dispatcher was requested to send any."""
         kept, leased = self._statements.times.kept(due), self._statements.leased(connection)
 
         def move(connection: Connection, key: str) -> object:

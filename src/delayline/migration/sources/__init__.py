@@ -1,4 +1,4 @@
-"""The sources of migrations, one module for each kind."""
+"""The sources of migrations, a module for each kind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def source_at(
     """Return the source of that kind.
 
     Args:
-        kind: For example `nservicebus-sql`; an unknown one raises an error that lists all.
+        kind: For example `nservicebus-sql`; an unknown kind raises an error that lists all.
         url: Where the source is.
         schema: Schema of its tables; by default the connection's.
         journal: URL of the database for the journal, for sources that are not databases.

@@ -1,4 +1,4 @@
-"""APScheduler's SQL job store: jobs that run once become messages; those that repeat are named, and stay."""
+"""APScheduler's SQL job store: jobs that run once become messages; repeating jobs are named, and stay."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import ColumnElement, Connection, Table
 
-#: APScheduler's default; a job store may have been given another one.
+#: APScheduler's default; a job store may have been given another.
 APSCHEDULER_JOBS: Final = "apscheduler_jobs"
 LONGEST_ID: Final = 191
 ONCE: Final = "apscheduler.triggers.date.DateTrigger"
@@ -66,7 +66,7 @@ class APScheduler(TableSource):
         ]
 
     def partitions(self, connection: Connection) -> list[SourcePartition]:
-        """Return one partition: a job store belongs to one scheduler."""
+        """Return the partition: a job store belongs to a single scheduler."""
         if APSCHEDULER_JOBS not in self.table_names(connection):
             return []
         self.check_columns(connection, APSCHEDULER_JOBS)
@@ -93,7 +93,7 @@ class APScheduler(TableSource):
         return [table.c.id, table.c.next_run_time, table.c.job_state]
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
-        """Return the jobs as messages, rejected ones with the reason."""
+        """Return the jobs as messages, rejected jobs with the reason."""
         return record_batch(self._message(*row) for row in rows)
 
     def _message(self, key: str, due: float, state: bytes) -> tuple[Any, ...]:
@@ -137,7 +137,7 @@ class _Inert:
 
 
 class _Reader(pickle.Unpickler):
-    """Reads a pickle without importing anything: every class and function that it names is an inert one."""
+    """Reads a pickle without importing anything: every class and function it names becomes an inert class."""
 
     def find_class(self, module: str, name: str) -> type[_Inert]:
         """Return a class of that name."""

@@ -32,19 +32,19 @@ if TYPE_CHECKING:
     from azure.storage.blob.aio import ContainerClient
     from pyspark.sql import SparkSession
 
-#: Default names of the persistence; the first one is literally that text.
+#: Default names of the persistence; the first is literally that text.
 TABLE: Final = "TimeoutDataTableName"
 CONTAINER: Final = "timeoutstate"
 OWNER: Final = "OwningTimeoutManager"
-#: The prefix with which .NET's migration tool, and this one, hides rows from endpoints.
+#: The prefix with which .NET's migration tool, and delayline's, hides rows from endpoints.
 HIDDEN: Final = "__hidden__"
 BLOBS_AT_ONCE: Final = 32
-#: Of the three rows of a timeout only that which is kept by its time counts; the main one has no row key.
+#: Of the three rows of a timeout only that which is kept by its time counts; the main row has no row key.
 NOT_MAIN: Final = "RowKey ne ''"
 
 
 class AzureStorage(CollectedSource):
-    """Timeouts in one storage account. Moved timeouts and their bodies stay there, hidden from their endpoint.
+    """Timeouts in a storage account. Moved timeouts and their bodies stay there, hidden from their endpoint.
 
     Args:
         table, container: names from the endpoints' settings.
@@ -122,7 +122,7 @@ class AzureStorage(CollectedSource):
             await account.close()
 
     async def _pages(self, table: Table, which: Selection) -> AsyncIterator[list[Any]]:
-        """Yield the timeouts of those endpoints, each once, a page of them at a time."""
+        """Yield the timeouts of the endpoints, each once, a page of them at a time."""
         page: list[Any] = []
         try:
             async for entity in table.query(NOT_MAIN, ENTITY_PAGE):
@@ -179,7 +179,7 @@ def _collected(entity: Any, body: bytes | None, why: str | None) -> CollectedMes
 
 
 def _due(time: Any) -> datetime | None:  # noqa: ANN401 - what the client makes of an entity's time
-    """Return the time, rounded up to a microsecond: Azure keeps a tenth of one."""
+    """Return the time, rounded up to a microsecond: Azure keeps a tenth of it."""
     if not isinstance(time, datetime):
         return None
     _, _, fraction = str(getattr(time, "tables_service_value", "")).rstrip("Z").partition(".")

@@ -41,9 +41,9 @@ class KombuDelays(DelayInfrastructure):
 
 
 class CeleryLevels(RabbitmqLevelsSource):
-    """Celery's delayed tasks of one virtual host. The routing key of a task is the destination of its message.
+    """Celery's delayed tasks of a virtual host. The routing key of a task is the destination of its message.
 
-    The named endpoint is the one whose store receives the messages.
+    The named endpoint owns the store that receives the messages.
     """
 
     kind: ClassVar[str] = "celery-levels"
@@ -56,7 +56,7 @@ class CeleryLevels(RabbitmqLevelsSource):
         self.levels = KombuDelays()
 
     def found(self, delivered: Delivery, level: int, now: datetime) -> Found:
-        """Return the task; one that stays is due when it leaves its level at the latest."""
+        """Return the task; a task that stays is due when it leaves its level at the latest."""
         routing_key, properties = delivered.routing_key, delivered.properties
         parsed, fields = parse(routing_key), properties.headers
         left = 1 << level if parsed is None else remaining(parsed[0], level)

@@ -23,7 +23,7 @@ NOTHING_FOLLOWS: Final = dict.fromkeys(FOLLOWERS)
 class CeleryScheduled(ExportedFiles):
     """Tasks in export files. Workers hold them too, until they are revoked: `verify` reports each as in doubt.
 
-    The named endpoint is the one whose store receives the messages.
+    The named endpoint owns the store that receives the messages.
     """
 
     kind: ClassVar[str] = "celery-scheduled"
@@ -48,7 +48,7 @@ class CeleryScheduled(ExportedFiles):
         return tally
 
     def _tasks(self, which: Selection) -> list[CollectedMessage]:
-        """Return the tasks, each once: one that a worker has given back may be at another one by now."""
+        """Return the tasks, each once: a task that a worker has given back may be at another worker by now."""
         if which.endpoints is None or len(which.endpoints) != 1:
             raise ConfigurationError(
                 "Celery's tasks belong to no endpoint: name the one whose store receives them with --endpoint"

@@ -38,7 +38,7 @@ class Task(NamedTuple):
 
 
 def task_of(fields: Mapping[str, Any], content_type: str | None, body: bytes) -> Task:
-    """Return the task of protocol 2 with these headers. Raises NoMessage."""
+    """Return the task of protocol 2 with the headers. Raises NoMessage."""
     name, task_id = fields.get("task"), fields.get("id")
     if not isinstance(name, str) or not name or not isinstance(task_id, str) or not task_id:
         raise NoMessage("it is not a task of Celery's protocol 2: its header 'task' or 'id' is missing")
@@ -76,7 +76,7 @@ def due_of(eta: Any) -> datetime:  # noqa: ANN401 - whatever a header holds
 
 
 def queue_in(routing_key: str) -> str:
-    """Return the routing key without the bits of a delay; older kombus put those of a retry before the first ones.
+    """Return the routing key without the bits of a delay; older kombus put the bits of a retry before the first.
 
     Raises NoMessage for a delay that was garbled.
     """

@@ -55,7 +55,7 @@ class ExportedFiles(CollectedSource):
     def new(
         self, connection: Connection, rows: Sequence[CollectedMessage], moved: Sequence[tuple[str, HeldPartition]]
     ) -> list[CollectedMessage]:
-        """Return those that none of these runs has moved."""
+        """Return the messages that none of the runs has moved."""
         keys = [row.key for row in rows]
         journal = MigrationJournal(self.dialect, self.schema)
         gone: set[str] = set()

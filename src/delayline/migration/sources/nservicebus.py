@@ -1,6 +1,6 @@
 """Timeouts of .NET endpoints in SQL tables.
 
-SQL persistence has a table `{prefix}TimeoutData` for each endpoint, NHibernate persistence one table for all.
+SQL persistence has a table `{prefix}TimeoutData` for each endpoint, NHibernate persistence a common table.
 See https://docs.particular.net/persistence/sql/ and https://docs.particular.net/persistence/nhibernate/.
 """
 

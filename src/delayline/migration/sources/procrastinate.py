@@ -108,7 +108,7 @@ class Procrastinate(TableSource):
         return [*(table.c[name] for name in names), cast(table.c.args, Text)]
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
-        """Return the jobs as messages; those with locks with a reason."""
+        """Return the jobs as messages; jobs with locks with a reason."""
         return record_batch(self._message(*row) for row in rows)
 
     def _message(

@@ -59,9 +59,9 @@ class Found(NamedTuple):
 
 
 class RabbitmqLevelsSource(CollectedSource):
-    """The delay levels of one virtual host: v2, or those of ?delays= in the URL. They are shared by all endpoints.
+    """The delay levels of a virtual host: v2, or those of ?delays= in the URL. They are shared by all endpoints.
 
-    The named endpoint is the one whose store receives the messages; their destinations are unchanged.
+    The named endpoint owns the store that receives the messages; their destinations are unchanged.
     """
 
     kind: ClassVar[str] = "rabbitmq-levels"
@@ -78,7 +78,7 @@ class RabbitmqLevelsSource(CollectedSource):
     async def drain(self, which: Selection, spark: SparkSession) -> None:
         """Drain all levels; the broker keeps a message that falls due meanwhile, or it is drained at a lower level.
 
-        Raises ConfigurationError for another number of endpoints than one, and for a cutoff: levels are emptied whole.
+        Raises ConfigurationError for several endpoints or none, and for a cutoff: levels are emptied whole.
         """
         del spark
         endpoint = _the_endpoint(which)
@@ -161,7 +161,7 @@ class RabbitmqLevelsSource(CollectedSource):
             await connection.close()
 
     def _begin(self, connection: Connection, *, endpoint: str) -> Counter[str]:
-        """Assign stored messages to the endpoint; return those that may be in a level as well."""
+        """Assign stored messages to the endpoint; return the messages that may be in a level as well."""
         connection.execute(self.kept.update().values(endpoint=endpoint))
         query = self.kept.select().with_only_columns(self.kept.c[self.key]).where(self.kept.c.state == IN_DOUBT)
         return Counter(_digest_in(key) for key in connection.execute(query).scalars())
@@ -184,7 +184,7 @@ class RabbitmqLevelsSource(CollectedSource):
         await count(channel, queue)
 
     def _keep_new(self, connection: Connection, *, rows: Sequence[CollectedMessage]) -> None:
-        """Store messages under new ids: an event that failed at two endpoints is pending twice under one id."""
+        """Store messages under new ids: an event that failed at two endpoints is pending twice under the same id."""
         ids = {row.id.encode("utf-8", "replace") for row in rows if row.id}
         pending = {bytes(message_id).decode("utf-8", "replace") for message_id in self.among(connection, "id", ids)}
         named: list[CollectedMessage] = []
@@ -200,7 +200,7 @@ class RabbitmqLevelsSource(CollectedSource):
     def _settle(
         self, connection: Connection, *, new: Sequence[CollectedMessage], known: Sequence[CollectedMessage]
     ) -> None:
-        """Take note that the broker has forgotten these."""
+        """Take note that the broker has forgotten the messages."""
         self.set_state(connection, [row.key for row in new], SURE)
         again = self.kept.update().where(self.kept.c.state == IN_DOUBT).values(state=SURE)
         for row in known:
@@ -243,7 +243,7 @@ def _content(delivered: Delivery) -> tuple[str | None, str | None, str | None]:
 def _apart(
     rows: Sequence[CollectedMessage], doubts: Counter[str]
 ) -> tuple[list[CollectedMessage], list[CollectedMessage]]:
-    """Return the new messages, and those stored before whose acknowledgement was lost."""
+    """Return the new messages, and messages stored before whose acknowledgement was lost."""
     new: list[CollectedMessage] = []
     known: list[CollectedMessage] = []
     for row in rows:

@@ -83,7 +83,7 @@ class Copy:
     bounds: Bounds | None = None
 
     def of(self, path: str) -> Tally:
-        """Copy, or count, one file's."""
+        """Copy, or count, a file's."""
         return blocking(self._of(Path(path)))
 
     async def _of(self, path: Path) -> Tally:
@@ -126,7 +126,7 @@ class Copy:
 
 
 def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Tally]) -> list[Tally]:
-    """Run the work on each file, in one task per file."""
+    """Run the work on each file, in a task per file."""
 
     def through(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for some in numbers:
@@ -179,7 +179,7 @@ def _destination(value: Any) -> str | None:  # noqa: ANN401 - JSON
 
 
 def _due(value: Any) -> datetime | None:  # noqa: ANN401 - JSON
-    """Return the time, in UTC, rounded up to a microsecond: .NET writes a tenth of one."""
+    """Return the time, in UTC, rounded up to a microsecond: .NET writes a tenth of it."""
     if not isinstance(value, str):
         return None
     whole, dot, rest = value.partition(".")
@@ -225,7 +225,7 @@ class _Bytes(Protocol):
 
 
 class _Reader:
-    """Reads one value after the other."""
+    """Reads value after value."""
 
     def __init__(self, file: _Bytes) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""The targets of migrations, one module for each kind."""
+"""The targets of migrations, a module for each kind."""
 
 from __future__ import annotations
 

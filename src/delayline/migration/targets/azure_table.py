@@ -37,7 +37,7 @@ PENDING_COLUMNS: Final = ["PartitionKey", "RowKey", "MessageId", "Destination"]
 
 
 class AzureTable(WithoutLedger):
-    """The delayed messages tables of one storage account, each named after its endpoint; pickled to tasks."""
+    """The delayed messages tables of a storage account, each named after its endpoint; pickled to tasks."""
 
     kind: ClassVar[str] = "azure-table"
     exactly_once: ClassVar[bool] = False
@@ -82,7 +82,7 @@ class AzureTable(WithoutLedger):
         return blocking(look())
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
-        """Return the pending messages of the endpoint's table; one task reads it page by page."""
+        """Return the pending messages of the endpoint's table; a single task reads it page by page."""
         self.endpoint_named(endpoint)
 
         def read(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -149,7 +149,7 @@ class Queues:
 
 
 class AzureSession(DeliverySession):
-    """Writes batches of one endpoint into its table."""
+    """Writes batches of an endpoint into its table."""
 
     largest_message = AzureTable.largest_message
 
@@ -168,7 +168,7 @@ class AzureSession(DeliverySession):
         self._queues = Queues(account)
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Write each message under its key; one from an earlier attempt is overwritten."""
+        """Write each message under its key; a message of an earlier attempt is overwritten."""
         refused: dict[int, str] = {}
         rows: dict[int, TableRow] = {}
         for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):

@@ -1,4 +1,4 @@
-"""A SQL store with its cold tier: near messages go to the store, far ones to files, a generation in one transaction."""
+"""A SQL store with its cold tier: near messages go to the store, far messages to files, by generations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ STAGED_AT_ONCE: Final = 16 * 1024 * 1024
 
 
 class ColdTierStore(SqlStore):
-    """The stores of one database, each with its cold tier in that folder; `delayline setup` has created the stores.
+    """The stores of a database, each with its cold tier in that folder; `delayline setup` has created the stores.
 
     Args:
         hot_horizon: messages due later wait in files until they are promoted.
@@ -80,7 +80,7 @@ class ColdTierStore(SqlStore):
 
 
 class TiersSession(StoreSession):
-    """Stages batches of one endpoint for both tiers of its store, in groups; the driver commits them.
+    """Stages batches of an endpoint for both tiers of its store, in groups; the driver commits them.
 
     Args:
         ours: Names of the files of earlier sessions, whose ids the source does not have again.
@@ -147,7 +147,7 @@ class TiersSession(StoreSession):
         return self._staged
 
     def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
-        """Move staged messages into the store and register the files, in one transaction with the ledger."""
+        """Move staged messages into the store and register the files, in the transaction of the ledger."""
         files = [file for part in staged for file in part.files]
         self.writer.commit(
             [part.attempt for part in staged],
@@ -173,7 +173,7 @@ class TiersSession(StoreSession):
             )
 
     def _stage(self) -> None:
-        """Stage near messages and write far ones to files; `commit` registers the files."""
+        """Stage near messages and write far messages to files; `commit` registers the files."""
         if not self._waiting:
             return
         rows = pa.Table.from_batches(self._waiting).sort_by("due")
@@ -204,7 +204,7 @@ class FileIds:
         )
 
     def among(self, ids: pa.Array) -> set[str]:
-        """Return which of these are in the files."""
+        """Return which of them are in the files."""
         alike = pc.is_in(self._known.column("hash"), value_set=_hashed(ids))
         return {
             message_id

@@ -36,7 +36,7 @@ KEPT_AT_ONCE: Final = 100
 
 
 class MessagesTarget(WithoutLedger):
-    """The queues and delayed messages of one back end, which `delayline setup` has made; pickled to tasks."""
+    """The queues and delayed messages of a back end, which `delayline setup` has made; pickled to tasks."""
 
     kind: ClassVar[str] = "messages"
     exactly_once: ClassVar[bool] = False
@@ -99,7 +99,7 @@ class MessagesTarget(WithoutLedger):
         return blocking(look())
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame | None:
-        """Return the pending messages of the endpoint, which one task reads; None if they cannot be listed."""
+        """Return the pending messages of the endpoint, which a single task reads; None if they cannot be listed."""
         if self.backend.unlisted is not None:
             return None
 
@@ -121,7 +121,7 @@ class MessagesTarget(WithoutLedger):
 
 
 class MessagesSession(DeliverySession):
-    """Keeps batches of one endpoint's messages in its back end."""
+    """Keeps batches of an endpoint's messages in its back end."""
 
     _keep: Callable[[DelayedMessage], Awaitable[None]]
 
@@ -139,7 +139,7 @@ class MessagesSession(DeliverySession):
         endpoint = endpoint_from(settings, polling=False, send_only=True, setup_infrastructure=False)
         await stack.enter_async_context(endpoint)
         delivery = endpoint.delayed_delivery
-        assert delivery is not None  # noqa: S101 - settings describe one
+        assert delivery is not None  # noqa: S101 - settings describe it
 
         async def defer(message: DelayedMessage) -> None:
             await delivery.defer(TransportOperation(message.message, message.destination), message.due)
@@ -147,7 +147,7 @@ class MessagesSession(DeliverySession):
         self._keep = defer
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Keep each message durably; one that the back end cannot take is refused alone."""
+        """Keep each message durably; a message that the back end cannot take is refused alone."""
         rows = list(zip(*(column.to_pylist() for column in messages.columns), strict=True))
         refused: dict[int, str] = {}
         for first in range(0, len(rows), KEPT_AT_ONCE):

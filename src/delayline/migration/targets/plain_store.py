@@ -1,4 +1,4 @@
-"""PlainStore: each batch is stored as an endpoint stores it, in one transaction; for products that cannot stage."""
+"""PlainStore: each batch is stored as an endpoint stores it, in a transaction; for products that cannot stage."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from delayline.migration.target import Attempted
 
-#: Ids in one query; a statement of SQL Server has at most 2100 parameters.
+#: Ids in a query; a statement of SQL Server has at most 2100 parameters.
 ASKED_AT_ONCE: Final = 1000
 COMPARED: Final = ("id", "destination", "due")
 
 
 class PlainStore(WithoutLedger, SqlStore):
-    """The stores of one database, as those in SQL Server's table of the document: `delayline setup` has made them."""
+    """The stores of a database, as in SQL Server's table of the document: `delayline setup` has made them."""
 
     kind: ClassVar[str] = "plain-store"
     exactly_once: ClassVar[bool] = False
@@ -43,7 +43,7 @@ class PlainStore(WithoutLedger, SqlStore):
 
 
 class PlainSession(DeliverySession):
-    """Stores batches of one endpoint."""
+    """Stores batches of an endpoint."""
 
     _store: SqlDelayedMessageStore
 
@@ -61,7 +61,7 @@ class PlainSession(DeliverySession):
         stack.push_async_callback(self._store.close)
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
-        """Store the messages; one that an earlier attempt has stored is not stored twice."""
+        """Store the messages; a message that an earlier attempt has stored is not stored twice."""
         refused: dict[int, str] = {}
         sound: dict[int, DelayedMessage] = {}
         for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
@@ -89,7 +89,7 @@ class PlainSession(DeliverySession):
         return dialect.values.from_due(dialect.values.to_due(due))
 
     async def _stored(self, messages: Mapping[int, DelayedMessage]) -> dict[int, str]:
-        """Store all of them, or each that can be where one cannot; return why some cannot."""
+        """Store all of them, or each that can be where some cannot; return why some cannot."""
         try:
             await self._store.store_many(list(messages.values()))
         except (InvalidMessage, InvalidDueTime) as error:
@@ -102,7 +102,7 @@ class PlainSession(DeliverySession):
         return {}
 
     def pending(self, ids: Sequence[str]) -> Mapping[str, tuple[str, datetime]]:
-        """Return destination and due time of the pending messages among these ids."""
+        """Return destination and due time of the pending messages among the ids."""
         waiting_by_id: dict[str, tuple[str, datetime]] = {}
         for first in range(0, len(ids), ASKED_AT_ONCE):
             asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]

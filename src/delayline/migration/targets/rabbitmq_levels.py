@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class RabbitmqLevelsTarget(WithoutLedger):
-    """The delay levels of one virtual host: v2, unless the URL has ?delays=."""
+    """The delay levels of a virtual host: v2, unless the URL has ?delays=."""
 
     kind: ClassVar[str] = "rabbitmq-levels"
     exactly_once: ClassVar[bool] = False

@@ -40,7 +40,7 @@ DUPLICATE_ID: Final = "a message with this id is pending in the target's store a
 
 
 class SqlStore:
-    """The stores of one database, a table an endpoint: `delayline setup` has made them."""
+    """The stores of a database, a table an endpoint: `delayline setup` has made them."""
 
     kind: ClassVar[str] = "sql-store"
     exactly_once: ClassVar[bool] = True
@@ -132,7 +132,7 @@ class SqlStore:
 
 
 class StoreSession(DeliverySession):
-    """Stores batches of one endpoint, each in one transaction with its entry in the ledger."""
+    """Stores batches of an endpoint, each in a single transaction with its entry in the ledger."""
 
     _database: Database
     _pending: Prepared

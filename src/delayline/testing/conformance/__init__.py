@@ -1,4 +1,4 @@
-"""Conformance suites for stores, transports and deliveries: subclass, override one factory, run pytest."""
+"""Conformance suites for stores, transports and deliveries: subclass, override a factory, run pytest."""
 
 from delayline.testing.conformance.delivery import DeliveryConformance
 from delayline.testing.conformance.native_delivery import NativeDeliveryConformance

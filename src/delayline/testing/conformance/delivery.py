@@ -71,7 +71,7 @@ def facts(record: logging.LogRecord) -> dict[str, Any]:
 
 @dataclass
 class DeliveryScenario:
-    """One test's endpoint and everything around it; the transport is started, no endpoint is."""
+    """A test's endpoint and everything around it; the transport is started, no endpoint is."""
 
     transport: FaultyTransport
     store: FaultyStore
@@ -116,7 +116,7 @@ class DeliveryScenario:
 
     @property
     def shared(self) -> bool:
-        """Whether transport and store are in one transaction: then a batch is fetched, sent and removed in one."""
+        """Whether transport and store share a transaction: then a batch is fetched, sent and removed in it."""
         return isinstance(self.store, SupportsTransactions) and share_transactions(self.store, self.transport)
 
     @property
@@ -231,7 +231,7 @@ class DeliveryFixtures:
 
     pytestmark = pytest.mark.asyncio
 
-    #: How many messages fall due at one instant in the burst tests.
+    #: How many messages fall due at the same instant in the burst tests.
     burst: int = 1000
     #: As in the store's suite: the steps of due times, and whether ties are in the order of storing or of their ids.
     step: timedelta = TICK
@@ -304,7 +304,7 @@ class DeliveryTiming(DeliveryFixtures):
 
     @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_burst_is_handled_whole(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
-        """Many messages due at one instant: each handled once, the store empty at the end."""
+        """Many messages due at the same instant: each handled once, the store empty at the end."""
         ids = [f"m{number}" for number in range(self.burst)]
         async with scenario.endpoint(mode) as endpoint:
             await send_all(endpoint, ids, 25 * SECOND)
@@ -316,7 +316,7 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.nothing_waits()
 
     async def test_something_earlier_wakes_the_poller(self, scenario: DeliveryScenario) -> None:
-        """It sleeps for a message due in two minutes; one due in five seconds comes in five seconds."""
+        """It sleeps for a message due in two minutes; a message due in five seconds comes in five seconds."""
         async with scenario.endpoint() as endpoint:
             left = scenario.note_dispatches()
             await endpoint.send(ENDPOINT, b"", message_id="later", delay=120 * SECOND)
@@ -348,7 +348,7 @@ class DeliveryTiming(DeliveryFixtures):
         assert scenario.handled[0][1] == AT
 
     async def test_messages_arrive_in_the_order_of_their_due_times(self, scenario: DeliveryScenario) -> None:
-        """Strictly, at one receiver that handles one at a time, ties as they were sent, or by their ids."""
+        """Strictly, at a single receiver that handles one at a time, ties as they were sent, or by their ids."""
         if not self.arrives_in_order:
             pytest.skip("not claimed: queues in the order of dispatch")
         async with scenario.endpoint(concurrency=1) as endpoint:
@@ -408,7 +408,7 @@ class DeliveryTiming(DeliveryFixtures):
             assert scenario.store.calls(*FETCH) - before < 50 * seconds
 
     async def test_headers_arrive_as_sent(self, scenario: DeliveryScenario) -> None:
-        """Whatever they hold; those that NServiceBus keeps for itself in the store stay there."""
+        """Whatever they hold; messages that NServiceBus keeps for itself in the store stay there."""
         properties = {
             "NServiceBus.Timeouts.Properties.DelayDeliveryWith": "00:00:05",
             "NServiceBus.Timeouts.Properties.": "",
@@ -483,7 +483,7 @@ UNUSABLE_ID_VALUES = {"300 characters": "i" * 300, "a lone surrogate": "a\ud800b
 
 
 async def send_checked(endpoint: Endpoint, ids: Sequence[str]) -> None:
-    """Send delayed messages to ELSEWHERE, one after the other."""
+    """Send delayed messages to ELSEWHERE, each after the other."""
     for message_id in ids:
         await endpoint.send(OTHER_QUEUE, b"", message_id=message_id, delay=5 * SECOND)
 
@@ -526,7 +526,7 @@ class DeliveryFailures(DeliveryFixtures):
 
     @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_failing_message_blocks_no_others(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
-        """Those due with it and after it arrive while the clock stands still."""
+        """Messages due with it and after it arrive while the clock stands still."""
         scenario.transport.inject(broken())
         async with scenario.endpoint(mode, number_of_retries=3) as endpoint:
             await send_all(endpoint, ["bad"], 4 * SECOND, BROKEN)
@@ -684,7 +684,7 @@ class DeliveryFailures(DeliveryFixtures):
 
     @pytest.mark.parametrize("failure", FAILURES)
     async def test_a_handler_may_fail_with_anything(self, scenario: DeliveryScenario, failure: str) -> None:
-        """However long the exception's text or chain is: the message reaches the error queue, the next one its handler.
+        """However long the exception's text or chain is: the message reaches the error queue, the next its handler.
 
         No critical error comes of it.
         """
@@ -901,7 +901,7 @@ class DeliveryBreakers(DeliveryFixtures):
 
     @pytest.mark.parametrize("step", [FETCH, "next_due"], ids=name_of)
     async def test_fetching_keeps_failing(self, scenario: DeliveryScenario, step: Step) -> None:
-        """The fetch breaker: for a store whose fetch fails, and for one whose `next_due` fails."""
+        """The fetch breaker: for a store whose fetch fails, and for a store whose `next_due` fails."""
         async with scenario.endpoint() as endpoint:
             await send_all(endpoint, IDS, 5 * SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
@@ -935,14 +935,15 @@ class DeliveryBreakers(DeliveryFixtures):
 
     @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_failure_handling_keeps_failing(self, scenario: DeliveryScenario, mode: TransactionMode) -> None:
-        """More than one failed recovery a second, over half a minute; and nothing is lost by it."""
+        """More than a failed recovery a second, over half a minute; and nothing is lost by it."""
         ids = [f"m{number}" for number in range(40)]
         async with scenario.endpoint(mode) as endpoint:
             await send_all(endpoint, ids, 5 * SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.transport.inject(Fault("dispatch", error=RuntimeError("all dispatches fail")))
             await scenario.clock.advance(5 * SECOND)
-            # All of them: one whose dispatch has failed, but not its move yet, would be moved once the transport heals.
+            # All of them: a message whose dispatch has failed, but not its move yet, would be moved once the transport
+            # heals.
             await scenario.happens(Event.ERROR_MOVE_FAILED, len(ids))
             await settle()
             assert scenario.critical == ["Failed to execute error handling for delayed message forwarding"] * 10
@@ -980,7 +981,7 @@ class Inside(NamedTuple):
     store: Forwards
 
     async def hold(self, *messages: DelayedMessage) -> None:
-        """Store messages, one after the other."""
+        """Store message after message."""
         for message in messages:
             await self.store.store(message)
 
@@ -1008,11 +1009,11 @@ class Inside(NamedTuple):
 
 
 class DeliveryForwarding(DeliveryFixtures):
-    """Messages that the store moves inside its database, and those that it leaves to the poller."""
+    """Messages that the store moves inside its database, and messages that it leaves to the poller."""
 
     @pytest_asyncio.fixture
     async def forwarding(self, tmp_path: Path) -> AsyncIterator[Inside]:
-        """Provide the parts as they are, without faults: those would have to pass through this process."""
+        """Provide the parts as they are, without faults: faults would have to pass through this process."""
         transport, store = await self.make_backends(tmp_path)
         if not isinstance(store, SupportsForwarding) or not store.forwards_to(transport):
             pytest.skip("not claimed: SupportsForwarding")
@@ -1033,7 +1034,7 @@ class DeliveryForwarding(DeliveryFixtures):
         assert await forwarding.waiting() == ["early"]
 
     async def test_moves_are_counted_by_destination_and_due_time(self, forwarding: Inside) -> None:
-        """Given messages for two queues and one that stays, when they move, then those that moved are counted."""
+        """Given messages for two queues and another that stays, when they move, then the moved messages are counted."""
         if not isinstance(forwarding.store, SupportsForwardedCounts):
             pytest.skip("not claimed: SupportsForwardedCounts")
         first = AT - self.step
@@ -1060,7 +1061,7 @@ class DeliveryForwarding(DeliveryFixtures):
         assert await forwarding.takes(1, OTHER_QUEUE) == ["b"]
 
     async def test_the_limit_holds(self, forwarding: Inside) -> None:
-        """At most `limit`, the earliest; the next one, due as well, is not to be waited for."""
+        """At most `limit`, the earliest; the next, due as well, is not to be waited for."""
         await forwarding.hold(*(delayed(f"m{number}", AT - (5 - number) * self.step) for number in range(5)))
         forwarded = await forwarding.forward(limit=2)
         assert forwarded.number == 2
@@ -1069,7 +1070,7 @@ class DeliveryForwarding(DeliveryFixtures):
         assert await forwarding.takes(2) == ["m0", "m1"]
 
     async def test_max_bytes_bounds_a_move(self, forwarding: Inside) -> None:
-        """Bodies and headers count, as in a fetch; one that is too large moves alone."""
+        """Bodies and headers count, as in a fetch; a message that is too large moves alone."""
         await forwarding.hold(
             *(delayed(f"m{number}", headers={"h": "x" * 5000}, body=b"x" * 5000) for number in range(5))
         )
@@ -1078,7 +1079,7 @@ class DeliveryForwarding(DeliveryFixtures):
         assert await forwarding.takes(4) == ["m0", "m1", "m2", "m3"]
 
     async def test_a_missing_queue_is_stopped_at_or_passed_over(self, forwarding: Inside) -> None:
-        """Messages move in order; the next remaining one is returned."""
+        """Messages move in order; the next remaining message is returned."""
         await forwarding.hold(delayed("a"), delayed("lost", destination=NOWHERE), delayed("b"))
         first = await forwarding.forward()
         assert first.next_due == AT

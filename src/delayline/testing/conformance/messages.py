@@ -1,4 +1,4 @@
-"""Messages for conformance tests: ordinary ones, and those that back ends have stumbled over."""
+"""Messages for conformance tests: ordinary, and such that back ends have stumbled over."""
 
 from __future__ import annotations
 

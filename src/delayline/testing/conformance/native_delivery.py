@@ -1,6 +1,6 @@
 """Delayed delivery by a back end that holds the messages itself: subclass, override `make_backends`, run pytest.
 
-Nothing here looks into a store. The back end's clock decides, so these tests take the seconds that they delay for.
+Nothing here looks into a store. The back end's clock decides, so the tests take the seconds that they delay for.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class NativeDeliveryConformance:
             await endpoint.send(ENDPOINT, b"", delay=SECOND)
 
     async def test_a_handler_that_fails_is_tried_again_later(self, tmp_path: Path) -> None:
-        """Delayed retries wait in the back end too; handlers see one id."""
+        """Delayed retries wait in the back end too; handlers see the same id."""
         later = Recoverability(immediate_retries=0, delayed_retries=1, time_increase=SECOND)
         endpoint = await self.make_endpoint(tmp_path, later)
         instants: list[float] = []
@@ -171,7 +171,7 @@ class NativeDeliveryConformance:
         assert instants[1] - instants[0] >= 1.0
 
     async def test_delayed_sends_of_a_handler_are_stored_after_it_has_succeeded(self, tmp_path: Path) -> None:
-        """Once, after a failed attempt and a good one."""
+        """Once, after a failed attempt and a good attempt."""
         endpoint = await self.make_endpoint(tmp_path)
 
         @endpoint.handler

@@ -124,7 +124,7 @@ class Urls(NamedTuple):
 
 
 class DeliveryBetweenProcesses:
-    """What one process does is seen by another one, with its own connections."""
+    """What a process does is seen by another, with its own connections."""
 
     pytestmark = pytest.mark.asyncio
 
@@ -142,7 +142,7 @@ class DeliveryBetweenProcesses:
 
     @pytest_asyncio.fixture
     async def parts(self, tmp_path: Path) -> AsyncIterator[tuple[Transport, DelayedMessageStore, Urls]]:
-        """Provide the parts of this process, and where the other one finds its own."""
+        """Provide the parts of this process, and where the other process finds its own."""
         transport, store = await self.make_backends(tmp_path)
         urls = self.urls(tmp_path)
         if urls is None:

@@ -98,16 +98,16 @@ class StoreFixtures:
 
     pytestmark = pytest.mark.asyncio
 
-    #: True if a second store over the same storage sees the first one's messages.
+    #: True if a second store over the same storage sees the first store's messages.
     durable: bool = False
 
     #: The steps in which the store keeps due times, where it is not the microsecond; it rounds them up.
     step: timedelta = TICK
     #: Whether messages that are due together are fetched as they were stored; otherwise in the order of their ids.
     keeps_order: bool = True
-    #: How many bytes a body may have; a larger one is refused with InvalidMessage.
+    #: How many bytes a body may have; a larger body is refused with InvalidMessage.
     largest_body: int = 5 * 1024 * 1024
-    #: How many messages make a large batch: more than one statement or request may have.
+    #: How many messages make a large batch: more than a statement or request may have.
     large_batch: int = 5000
     #: Whether the store compares ids loosely, as by case; then it refuses the second of two similar ids.
     folds_ids: bool = False
@@ -115,7 +115,7 @@ class StoreFixtures:
     async def make_store(self, tmp_path: Path) -> DelayedMessageStore:
         """Return a new store, neither set up nor initialized, over storage that is empty when a test begins.
 
-        Override this. Called again within one test it returns another store, over the same storage where `durable`.
+        Override this. Called again within a test it returns another store, over the same storage where `durable`.
         """
         raise NotImplementedError("override make_store in your subclass of StoreConformance")
 
@@ -190,7 +190,7 @@ class StoreVerbs(StoreFixtures):
         assert await store.next_due() is None
 
     async def test_a_message_due_after_at_is_not_fetched(self, store: DelayedMessageStore) -> None:
-        """One microsecond too early is early; the very instant is due."""
+        """A microsecond too early is early; the very instant is due."""
         await store.store(delayed(due=AT + self.step))
         assert await store.fetch_next_due(AT) is None
         same(await store.fetch_next_due(AT + self.step), delayed(due=AT + self.step))
@@ -214,7 +214,7 @@ class StoreVerbs(StoreFixtures):
         assert [message.id for message in fetched if message] == ids
 
     async def test_a_fetched_message_is_locked(self, store: DelayedMessageStore) -> None:
-        """A fetched message is skipped by other fetches, which return the next one."""
+        """A fetched message is skipped by other fetches, which return the next."""
         await store.store(delayed("first"))
         await store.store(delayed("second", AT + self.step))
         same(await store.fetch_next_due(LATER), delayed("first"))
@@ -234,7 +234,7 @@ class StoreVerbs(StoreFixtures):
         assert sorted(fetched_ids) == sorted(ids)
 
     async def test_next_due_is_the_earliest_of_all(self, store: DelayedMessageStore) -> None:
-        """Past or future, the earliest due time is the next one."""
+        """Past or future, the earliest due time is the next."""
         await store.store(delayed("later", LATER))
         assert await store.next_due() == LATER
         await store.store(delayed("past", AT - timedelta(days=9)))
@@ -266,7 +266,7 @@ class StoreVerbs(StoreFixtures):
         same(await store.fetch_next_due(AT), delayed("second"))
 
     async def test_competing_removes_have_one_winner(self, store: DelayedMessageStore) -> None:
-        """Of concurrent removes of one message exactly one is true."""
+        """Of concurrent removes of the same message exactly one is true."""
         await store.store(delayed())
         message = await store.fetch_next_due(AT)
         assert message is not None
@@ -274,7 +274,7 @@ class StoreVerbs(StoreFixtures):
         assert sorted(answers) == [False] * 7 + [True]
 
     async def test_counting_a_failure_unlocks(self, store: DelayedMessageStore) -> None:
-        """A failed message is fetched again, its count one higher each time, nothing else changed."""
+        """A failed message is fetched again, its count 1 higher each time, nothing else changed."""
         await store.store(delayed())
         for failures in range(4):
             message = await store.fetch_next_due(AT)
@@ -292,7 +292,7 @@ class StoreVerbs(StoreFixtures):
         assert await store.next_due() is None
 
     async def test_a_duplicate_id_changes_nothing(self, store: DelayedMessageStore) -> None:
-        """Storing an id that waits succeeds: the first one stays as it is."""
+        """Storing an id that waits succeeds: the first message stays as it is."""
         await store.store(delayed())
         await store.store(delayed(due=LATER, destination="elsewhere", body=b"other"))
         same(await store.fetch_next_due(LATER), delayed())
@@ -315,13 +315,13 @@ class StoreVerbs(StoreFixtures):
         same(await store.fetch_next_due(LATER), delayed(due=LATER, body=b"again"))
 
     async def test_concurrent_stores_of_one_id_keep_one(self, store: DelayedMessageStore) -> None:
-        """All succeed, one is kept."""
+        """All succeed, a single message is kept."""
         await asyncio.gather(*(store.store(delayed()) for _ in range(8)))
         assert await store.remove(delayed()) is True
         assert await store.next_due() is None
 
     async def test_setup_may_run_again(self, tmp_path: Path, store: DelayedMessageStore) -> None:
-        """Set up twice, one after the other and at once, and nothing stored is lost."""
+        """Set up twice, in turn and at once, and nothing stored is lost."""
         if not isinstance(store, SupportsSetup):
             pytest.skip("not claimed: SupportsSetup")
         await store.store(delayed())
@@ -424,7 +424,7 @@ class StoreContent(StoreFixtures):
         assert dict(fetched.message.headers) == AWKWARD_HEADERS
 
     async def test_no_headers_survive(self, store: DelayedMessageStore) -> None:
-        """A message without headers stays one."""
+        """A message without headers stays so."""
         await store.store(delayed(headers={}))
         fetched = await store.fetch_next_due(AT)
         assert fetched is not None
@@ -436,7 +436,7 @@ class StoreContent(StoreFixtures):
         ids=["empty", "not json", "not utf-8", "a list", "null", "spaces", "cut"],
     )
     async def test_damaged_headers_survive_untouched(self, store: DelayedMessageStore, encoded: bytes) -> None:
-        """A store never parses headers: damaged ones reach the error queue unchanged."""
+        """A store never parses headers: damaged headers reach the error queue unchanged."""
         damaged = DelayedMessage(Message.from_encoded("m", encoded, b"body"), "billing", AT)
         await store.store(damaged)
         fetched = await store.fetch_next_due(AT)
@@ -494,7 +494,7 @@ class StoreContent(StoreFixtures):
         assert await store.remove(fetched) is False
 
     async def test_the_longest_id_fits(self, store: DelayedMessageStore) -> None:
-        """250 characters, and the last one counts."""
+        """250 characters, and the last character counts."""
         for last in "ab":
             await store.store(delayed("i" * 249 + last))
         for last in "ab":
@@ -558,7 +558,7 @@ class StoreBatches(StoreFixtures):
         assert list(await batches.fetch_due(LATER, 10, max_bytes=PLENTY)) == []
 
     async def test_a_large_batch(self, batches: BatchingStore) -> None:
-        """More rows than one statement may have parameters."""
+        """More rows than a statement may have parameters."""
         messages = [delayed(f"m{number:04}") for number in range(self.large_batch)]
         await batches.store_many(messages)
         fetched = await batches.fetch_due(AT, self.large_batch, max_bytes=PLENTY)
@@ -609,7 +609,7 @@ class StoreBatches(StoreFixtures):
             same(message, delayed(message.id))
 
     async def test_remove_many_counts_removed_messages(self, batches: BatchingStore) -> None:
-        """Those that were gone already are not counted."""
+        """Messages that were gone already are not counted."""
         await batches.store_many([delayed("a"), delayed("b"), delayed("c")])
         fetched = await batches.fetch_due(AT, 10, max_bytes=PLENTY)
         assert await batches.remove(delayed("b")) is True
@@ -699,7 +699,7 @@ class StoreManagement(StoreFixtures):
         assert await store.store_or_replace(first, replace=False) is StoreResult.STORED
 
     async def test_one_of_many_senders_stores_a_message(self, store: DelayedMessageStore) -> None:
-        """Concurrent senders of one id: one has stored it, the others have kept it."""
+        """Concurrent senders of the same id: one has stored it, the others have kept it."""
         if not isinstance(store, SupportsReplacement):
             pytest.skip("not claimed: SupportsReplacement")
         results = await asyncio.gather(*(store.store_or_replace(delayed(), replace=False) for _ in range(20)))
@@ -733,7 +733,7 @@ class StoreManagement(StoreFixtures):
         assert await managed.next_due() is None
 
     async def test_an_answer_holds_whatever_the_race(self, managed: ManagedStore) -> None:
-        """Of cancel and fetch at the same moment one has the message, never both, never neither."""
+        """Of cancel and fetch at the same moment only one has the message, never both, never neither."""
         for number in range(20):
             await managed.store(delayed(f"m{number}"))
             outcome, fetched = await asyncio.gather(managed.cancel(f"m{number}"), managed.fetch_next_due(AT))
@@ -768,7 +768,7 @@ class StoreManagement(StoreFixtures):
         assert sum(entry.count for entry in await managed.count_by_due(HOUR) if entry.destination == other) == 1
 
     async def test_pending_lists_by_due_time(self, managed: ManagedStore) -> None:
-        """Earliest first, complete, one destination where asked, without locking."""
+        """Earliest first, complete, a single destination where asked, without locking."""
         for number in (3, 1, 2):
             destination = "billing" if number % 2 else "sales"
             await managed.store(delayed(f"m{number}", AT + number * self.step, destination=destination))
@@ -869,7 +869,7 @@ class StoreForecasts(StoreFixtures):
         assert ([bucket.count for bucket in emptied.buckets], emptied.earliest) == ([0, 0], None)
 
     async def test_edges_that_cannot_be_are_refused(self, forecasting: ForecastingStore) -> None:
-        """Edges rise, have a time zone, and are one at least."""
+        """Edges rise, have a time zone, and are never missing."""
         for edges in ([], [AT, AT], [LATER, AT], [AT + number * self.step for number in range(201)]):
             with pytest.raises(ConfigurationError, match="edges must"):
                 await forecasting.due_forecast(edges)
@@ -961,7 +961,7 @@ class StoreTransactionality(StoreFixtures):
     """Commit and rollback."""
 
     async def test_a_commit_applies_everything(self, transactional: TransactionalStore) -> None:
-        """Fetch, remove and store in one transaction."""
+        """Fetch, remove and store in a single transaction."""
         store = transactional
         await store.store(delayed("old"))
         async with store.transaction() as transaction:
@@ -974,7 +974,7 @@ class StoreTransactionality(StoreFixtures):
         assert await store.fetch_next_due(LATER) is None
 
     async def test_a_rollback_leaves_all_as_before(self, transactional: TransactionalStore) -> None:
-        """Removed messages are back, stored ones are gone, fetched ones are unlocked and not counted."""
+        """Removed messages are back, stored messages are gone, fetched messages are unlocked and not counted."""
         store = transactional
         await store.store(delayed("old"))
         with pytest.raises(RolledBackError):
@@ -1018,7 +1018,7 @@ class StoreTransactionality(StoreFixtures):
         assert await other is None
 
     async def test_a_lock_without_a_transaction_holds_for_transactions(self, transactional: TransactionalStore) -> None:
-        """Pollers that use transactions and pollers that do not can work on one store."""
+        """Pollers that use transactions and pollers that do not can work on the same store."""
         store = transactional
         await store.store(delayed())
         fetched = await store.fetch_next_due(AT)
@@ -1030,7 +1030,7 @@ class StoreTransactionality(StoreFixtures):
             assert await store.fetch_next_due(AT, transaction) is not None
 
     async def test_an_uncommitted_store_is_not_seen(self, transactional: TransactionalStore) -> None:
-        """Nor is one that is rolled back, ever."""
+        """Nor is a message that is rolled back, ever."""
         store = transactional
         other: asyncio.Task[object]
         with pytest.raises(RolledBackError):
@@ -1205,6 +1205,6 @@ class StoreConformance(
 ):
     """The conformance suite of delayed message stores: subclass it, override `make_store`, run pytest.
 
-    Capabilities are found as the endpoint finds them, with `isinstance`; tests of one that the store does not have
-    are reported as `not claimed`.
+    Capabilities are found as the endpoint finds them, with `isinstance`; tests of a capability that the store does not
+    have are reported as `not claimed`.
     """

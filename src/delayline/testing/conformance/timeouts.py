@@ -1,4 +1,4 @@
-"""Conformance suite for timeout persisters: subclass, override one factory, run pytest."""
+"""Conformance suite for timeout persisters: subclass, override a factory, run pytest."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class TimeoutPersisterConformance:
     """The conformance suite of timeout persisters: subclass it, override `make_persister`, run pytest."""
 
     pytestmark = pytest.mark.asyncio
-    #: True if a second persister over the same storage sees the first one's timeouts.
+    #: True if a second persister over the same storage sees the first persister's timeouts.
     durable: bool = False
     #: The steps in which due times are kept; they are rounded up.
     step: timedelta = timedelta(microseconds=1)
@@ -148,14 +148,14 @@ class TimeoutPersisterConformance:
         assert (kept.due, kept.destination) == (AT, "billing")
 
     async def test_peek_removes_nothing_and_remove_succeeds_once(self, persister: TimeoutPersister) -> None:
-        """The same answer as often as one looks; True, then False."""
+        """The same answer at every look; True, then False."""
         await persister.add(a_timeout())
         assert [await persister.peek(a_timeout().id) is not None for _ in range(2)] == [True, True]
         assert [await persister.remove(a_timeout().id) for _ in range(2)] == [True, False]
         assert await persister.peek(a_timeout().id) is None
 
     async def test_a_saga_is_cleared_and_no_other(self, persister: TimeoutPersister) -> None:
-        """Its timeouts are gone, held ones too."""
+        """Its timeouts are gone, held timeouts too."""
         saga = uuid.uuid4()
         for number, owner in enumerate([saga, saga, uuid.uuid4(), NO_SAGA]):
             await persister.add(a_timeout(number, saga_id=owner))
@@ -183,7 +183,7 @@ class TimeoutPersisterConformance:
         assert await taken(persister, AT, 2) == []
 
     async def test_a_fetch_without_due_messages_returns_the_next_due_time(self, persister: TimeoutPersister) -> None:
-        """The earliest future due time, or that of the remaining due ones."""
+        """The earliest future due time, or that of the remaining due timeouts."""
         await persister.add(a_timeout(1, AT + 5 * SECOND))
         await persister.add(a_timeout(2, AT + 9 * SECOND))
         chunk = await persister.next_chunk(AT, 10, lease_until=AT + MINUTE)
@@ -226,7 +226,7 @@ class TimeoutPersisterConformance:
         assert (await persister.next_chunk(AT, 0, lease_until=AT)).next_due is None
 
     async def test_late_commits_are_found(self, persister: TimeoutPersister) -> None:
-        """Its due time lies before that of one which was taken and removed already."""
+        """Its due time lies before that of a timeout which was taken and removed already."""
         await persister.add(a_timeout(1, AT))
         await taken(persister, AT)
         await persister.remove(a_timeout(1).id)
@@ -274,7 +274,7 @@ class TimeoutPersisterConformance:
         await closed(other)
 
     async def test_endpoints_do_not_see_each_others(self, persister: TimeoutPersister, tmp_path: Path) -> None:
-        """A persister belongs to one of them."""
+        """A persister belongs to a single endpoint."""
         if not self.durable:
             pytest.skip("not claimed: durable")
         await persister.add(a_timeout())
@@ -323,7 +323,7 @@ class TimeoutPersisterConformance:
         assert await transactional.peek(a_timeout().id) is None
 
     async def test_one_dispatcher_has_a_timeout_at_a_time(self, transactional: TransactionalPersister) -> None:
-        """Who peeks at the same moment finds it gone when the first one has removed it."""
+        """Who peeks at the same moment finds it gone when the first has removed it."""
         await transactional.add(a_timeout())
 
         async def dispatch() -> bool:
@@ -336,7 +336,7 @@ class TimeoutPersisterConformance:
         assert sorted(await asyncio.gather(*(dispatch() for _ in range(4)))) == [False, False, False, True]
 
     async def test_expired_timeouts_are_locked_earliest_first_and_removed(self, locking: LockingTimeouts) -> None:
-        """As many as fit, but at least one; leased timeouts and those not due are excluded."""
+        """As many as fit, but at least one; leased timeouts and timeouts not due are excluded."""
         for number, seconds in ((1, 0), (2, -300_000_000), (3, -5), (4, -1), (5, 7), (6, -400_000_000)):
             await locking.add(a_timeout(number, AT + seconds * SECOND, body=bytes(range(256)) * 4))
         assert await taken(locking, AT, 1, hold=timedelta(hours=1)) == [a_timeout(6).id]

@@ -95,7 +95,7 @@ class TransportFixtures:
     shows_hidden: bool = True
     #: Whether this process deletes expired messages, and so can log them.
     logs_expired: bool = True
-    #: How many bytes a body may have; a larger one is refused with InvalidMessage.
+    #: How many bytes a body may have; a larger body is refused with InvalidMessage.
     largest_body: int = 5 * 1024 * 1024
     #: Whether messages are received in the order in which they were sent.
     keeps_order: bool = True
@@ -109,7 +109,7 @@ class TransportFixtures:
         return list(ids) if self.keeps_order else sorted(ids)
 
     async def has_queues(self, transport: Transport, *names: str) -> None:
-        """Create the queues; skips where the transport refuses one with ConfigurationError that names it."""
+        """Create the queues; skips where the transport refuses a queue with ConfigurationError that names it."""
         try:
             await transport.setup_infrastructure(names)
         except ConfigurationError as error:
@@ -132,7 +132,7 @@ class TransportFixtures:
         await transport.stop()
 
     async def holds_no_more(self, receiver: Receiver) -> None:
-        """Return once the receiver holds no more than it has returned: one that reads ahead has to stop for that."""
+        """Return once the receiver holds no more than it has returned: a reader ahead has to stop for that."""
         if self.reads_ahead:
             await receiver.stop()
 
@@ -168,7 +168,7 @@ class TransportQueues(TransportFixtures):
     """Tests of the required methods of transports."""
 
     async def test_messages_arrive_in_the_order_sent(self, transport: Transport) -> None:
-        """First in, first out, within a dispatch and from one to the next, each queue for itself."""
+        """First in, first out, within a dispatch and from each to the next, each queue for itself."""
         sent = [f"m{number}" for number in (5, 3, 9, 1)]
         await transport.dispatch([operation("billing", message_id) for message_id in sent])
         await transport.dispatch([operation("sales", "s1"), operation("billing", "last"), operation("sales", "s2")])
@@ -218,7 +218,7 @@ class TransportQueues(TransportFixtures):
             await transport.receiver("nowhere")
 
     async def test_acknowledge_is_true_once(self, transport: Transport) -> None:
-        """The second one returns False."""
+        """The second returns False."""
         await transport.dispatch([operation("billing")])
         receiver = await transport.receiver("billing")
         [message] = await received(receiver)
@@ -227,7 +227,7 @@ class TransportQueues(TransportFixtures):
         await nothing_left(transport, "billing")
 
     async def test_a_received_message_is_hidden(self, transport: Transport) -> None:
-        """Neither its receiver nor another one gets it again while it is held."""
+        """Neither its receiver nor another gets it again while it is held."""
         await transport.dispatch([operation("billing", "held")])
         await transport.dispatch([operation("billing", "next")])
         receiver = await transport.receiver("billing")
@@ -260,7 +260,7 @@ class TransportQueues(TransportFixtures):
         await nothing_left(transport, "billing")
 
     async def test_many_messages_are_acknowledged_together(self, transport: Transport) -> None:
-        """Each is removed, and the result is False for those that were gone."""
+        """Each is removed, and the result is False for messages that were gone."""
         receiver = await prefetching(transport, "billing")
         await transport.dispatch([operation("billing", f"m{number}") for number in range(5)])
         messages = await received(receiver, 5)
@@ -290,7 +290,7 @@ class TransportQueues(TransportFixtures):
         await nothing_left(transport, "billing")
 
     async def test_competing_receivers_never_share_a_message(self, transport: Transport) -> None:
-        """Every message goes to one of them, and every one goes somewhere."""
+        """Every message goes to a single receiver, and each goes somewhere."""
         await transport.dispatch([operation("billing", f"m{number}") for number in range(60)])
         receivers = [await transport.receiver("billing") for _ in range(4)]
         message_ids: list[str] = []
@@ -335,7 +335,7 @@ class TransportQueues(TransportFixtures):
         assert ids(await received(await transport.receiver("billing"))) == ["m"]
 
     async def test_two_messages_with_one_id_are_two(self, transport: Transport) -> None:
-        """Queues do not deduplicate: an at-least-once sender is not made into an at-most-once one."""
+        """Queues do not deduplicate: an at-least-once sender is not made into an at-most-once sender."""
         await transport.dispatch([operation("billing"), operation("billing")])
         receiver = await transport.receiver("billing")
         first, second = await received(receiver, 2)
@@ -351,14 +351,14 @@ class TransportQueues(TransportFixtures):
         assert ids(await received(await transport.receiver("new"))) == ["n"]
 
     async def test_several_endpoints_share_a_transport(self, transport: Transport) -> None:
-        """Each start has a stop; it works until the last one."""
+        """Each start has a stop; it works until the last."""
         await transport.start()
         await transport.stop()
         await transport.dispatch([operation("billing")])
         assert ids(await received(await transport.receiver("billing"))) == ["m"]
 
     async def test_its_modes_are_consistent(self, transport: Transport) -> None:
-        """Modes with transactions need transactions, and one scope needs a domain to share."""
+        """Modes with transactions need transactions, and a scope needs a domain to share."""
         highest = transport.highest_transaction_mode
         if highest >= TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
             assert isinstance(transport, SupportsTransportTransactions)
@@ -459,7 +459,7 @@ class TransportManagement(TransportFixtures):
         assert [message.id for message in await managed.browse("billing", 9)] == ["m1", "m2", "m3"]
 
     async def test_a_pass_removes_what_it_is_told_to(self, managed: ManagedTransport) -> None:
-        """Each message once, oldest first; those that are removed are gone at once, and all others stay."""
+        """Each message once, oldest first; removed messages are gone at once, and all others stay."""
         if not isinstance(managed, SupportsQueuePass):
             pytest.skip("not claimed: SupportsQueuePass")
         await managed.dispatch([operation("billing", f"m{number}") for number in range(5)])
@@ -471,7 +471,7 @@ class TransportManagement(TransportFixtures):
                     assert await messages.remove() is True
         assert seen == ["m0", "m1", "m2", "m3", "m4"]
         assert await messages.remove() is False
-        async with managed.passing("billing") as messages:  # one that ends early
+        async with managed.passing("billing") as messages:  # a pass that ends early
             async for _ in messages:
                 break
         message_ids = ids(await received(await managed.receiver("billing"), 3))
@@ -481,7 +481,7 @@ class TransportManagement(TransportFixtures):
                 await anext(messages)
 
     async def test_take_removes_one_copy(self, managed: ManagedTransport) -> None:
-        """One at a time, and False when none is left."""
+        """Singly, and False when none is left."""
         await managed.dispatch([operation("billing"), operation("billing", "other"), operation("billing")])
         assert await managed.take("billing", "m") is True
         await self.counted(managed, "billing", visible=2)
@@ -563,7 +563,7 @@ class TransportExpiry(TransportFixtures):
     async def test_an_expired_message_is_deleted_unseen(
         self, transport: Transport, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Receivers get those around it; it is gone, and logged."""
+        """Receivers get messages around it; it is gone, and logged."""
         sent = [operation("billing", "before"), expiring(NO_LIFE, "late"), operation("billing", "after")]
         with caplog.at_level(logging.DEBUG, "delayline"):
             await transport.dispatch(sent)
@@ -588,7 +588,7 @@ class TransportExpiry(TransportFixtures):
 
     @pytest.mark.parametrize("span", [LIFE_OF_A_DAY, LONGEST_LIFE, "soon", "", "00:00", "25:00:00", "-00:00:01"])
     async def test_others_arrive(self, transport: Transport, span: str) -> None:
-        """Unexpired messages, and those with an unreadable header, are never lost."""
+        """Unexpired messages, and messages with an unreadable header, are never lost."""
         await transport.dispatch([expiring(span)])
         [message] = await received(await transport.receiver("billing"))
         assert message.message.headers[Headers.TIME_TO_BE_RECEIVED] == span
@@ -600,7 +600,7 @@ class TransportExpiry(TransportFixtures):
         assert ids(await received(await transport.receiver("billing"))) == ["m"]
 
     async def test_an_expired_message_in_a_transaction(self, transport: Transport) -> None:
-        """The same, when it was sent in one."""
+        """The same, when it was sent in a transaction."""
         if not isinstance(transport, SupportsTransportTransactions):
             pytest.skip("not claimed: SupportsTransportTransactions")
         async with transport.transaction() as transaction:
@@ -722,6 +722,6 @@ class TransportConformance(
 ):
     """The conformance suite of transports: subclass it, override `make_transport`, run pytest.
 
-    Capabilities are found as the endpoint finds them, with `isinstance`; tests of one that the transport does not
-    have are reported as `not claimed`.
+    Capabilities are found as the endpoint finds them, with `isinstance`; tests of a capability that the transport does
+    not have are reported as `not claimed`.
     """
