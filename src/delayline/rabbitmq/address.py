@@ -34,7 +34,7 @@ PAIR: Final = re.compile(r"""\s*([^=;]+?)\s*=\s*(?:"((?:[^"]|"")*)"|'((?:[^']|''
 URL: Final = re.compile(
     r"(?i:amqps?)://(?P<authority>[^/?#]*)(?:/(?P<vhost>[^/?#]*))?(?:\?(?P<query>[^#]*))?", re.DOTALL
 )
-#: One of the nodes in a URL or a connection string: a name, or an address of version 6 in brackets, and a port.
+#: A node in a URL or a connection string: a name, or an address of version 6 in brackets, and a port.
 NODE: Final = re.compile(r"(?P<host>\[[^\[\]]*\]|[^:\[\]@\s]+)?(?::(?P<port>[^:@]*))?")
 MANAGEMENT_URL: Final = re.compile(
     r"(?P<scheme>(?i:https?))://(?:(?P<user>[^/?#]*)@)?(?P<host>\[[^\[\]]+\]|[^/?#:@\[\]\s]+)(?::(?P<port>[0-9]+))?"
@@ -43,7 +43,7 @@ MANAGEMENT_URL: Final = re.compile(
 
 
 class Node(NamedTuple):
-    """Where one node of the broker listens."""
+    """Where a node of the broker listens."""
 
     host: str
     port: int
@@ -94,7 +94,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True)
 class BrokerAddress:
-    """One virtual host of a broker, who connects to it, and how queues and delays are laid out there."""
+    """A virtual host of a broker, who connects to it, and how queues and delays are laid out there."""
 
     host: str = "localhost"
     port: int = PLAIN_PORT
@@ -144,7 +144,7 @@ class BrokerAddress:
 
     @property
     def short_heartbeat(self) -> int:
-        """The heartbeat to ask the broker for, in seconds: short enough for a silent one to be noticed in time."""
+        """The heartbeat to ask the broker for, in seconds: short enough for a silent broker to be noticed in time."""
         return min(self.heartbeat, max(1, int(self.server_timeout / 2)))
 
     @property
@@ -157,7 +157,7 @@ class BrokerAddress:
         return replace(self, host=node.host, port=node.port, further_nodes=())
 
     def in_turn(self, after: Node | None = None) -> Sequence[BrokerAddress]:
-        """Return the addresses of the nodes, one each; the one of `after`, and those before it, are last."""
+        """Return the addresses of the nodes, each once; the address `after`, and all before it, are last."""
         nodes = self.nodes
         begin = nodes.index(after) + 1 if after in nodes else 0
         return [self.at(node) for node in nodes[begin:] + nodes[:begin]]
@@ -237,7 +237,7 @@ def _from_connection_string(text: str) -> BrokerAddress:
 
 
 def _nodes(text: str, tls: Tls | None, port: int | None = None) -> Sequence[Node]:
-    """Return the nodes of a list with commas; `port` is that of those which have none."""
+    """Return the nodes of a list with commas; `port` is for nodes which have none."""
     usual = port or (TLS_PORT if tls else PLAIN_PORT)
     nodes = []
     for place in text.split(","):
@@ -263,7 +263,7 @@ def _host(text: str) -> str:
 
 
 def _management_places(text: str, user: str, password: str) -> Sequence[ManagementPlace]:
-    """Return the places of a list of URLs with commas; those that name a user are asked as that one."""
+    """Return the places of a list of URLs with commas; a URL that names a user is asked as that user."""
     places = []
     for url in re.split(r",(?=\s*https?://)", text.strip()):
         found = MANAGEMENT_URL.fullmatch(url.strip())

@@ -107,7 +107,7 @@ class RabbitMQBackend(Backend):
         return [DueWithin(timedelta(seconds=(2 << level) - 1), count) for level, count in enumerate(counts)]
 
     def as_sent(self, store: object) -> object:
-        """Return the management of a store in front of the levels, where messages may wait for these."""
+        """Return the management of a store in front of the levels, where messages may wait for them."""
         return managed_as_sent(store)
 
 

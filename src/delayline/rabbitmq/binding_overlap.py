@@ -31,9 +31,9 @@ IS_THERE = (
 
 
 async def receivers(connection: BrokerConnection, levels: DelayInfrastructure, name: str) -> Sequence[str]:
-    """Return the names on the broker that this one ends in. AMQP does not show whether they are bound.
+    """Return the names on the broker that this name ends in. AMQP does not show whether they are bound.
 
-    Names that end in this one can only be found through the management API.
+    Names that end in this name can only be found through the management API.
     """
     reach = Routability(connection, levels.delivery, only_look=True)
     return [ending for ending in endings(name) if await reach.includes(ending)]
@@ -48,13 +48,13 @@ class OverlappingNames:
         self._logged: set[tuple[str, str]] = set()
 
     def among(self, name: str, others: Iterable[str]) -> None:
-        """Log a warning if `name` overlaps with one of the others, all of which receive delayed messages."""
+        """Log a warning if `name` overlaps with any of the others, all of which receive delayed messages."""
         for receiver, meant in crossings([*others, name]):
             if name in (receiver, meant):
                 self._log(IS_BOUND, receiver, meant)
 
     async def check_broker(self, name: str) -> None:
-        """Log a warning if names on the broker overlap with this one; none if the broker does not permit the check."""
+        """Log a warning if names on the broker overlap with this name; none if the broker does not permit the check."""
         if self._transport.address.management is not None:
             with contextlib.suppress(DelaylineError):
                 await self._check_bindings(name)

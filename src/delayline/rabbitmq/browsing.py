@@ -1,7 +1,7 @@
 """Browsing a queue: AMQP can only take messages and return them, so browsing does that.
 
 Messages are returned by closing the channel, because rejected messages go to the end of a quorum queue. Many of them
-may return in another order. RabbitMQ 4.3 and later do not count a nack, so there they are returned by one.
+may return in another order. RabbitMQ 4.3 and later do not count a nack, so there a nack returns them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ async def count(channel: Channel, queue: str) -> int:
 
 
 class QueuePass:
-    """One look through a queue: each message is taken once, and all but the removed ones return at the end.
+    """A look through a queue: each message is taken once, and all but the removed ones return at the end.
 
     RabbitMQ counts returns, and may drop a message that was returned too often. Such a message is replaced by a copy,
     at the end of the queue, whose count begins at none, once it has used half of its returns.
@@ -65,7 +65,7 @@ class QueuePass:
         return self
 
     async def __anext__(self) -> Message:
-        """Return the next message, oldest first, of those that no consumer has.
+        """Return the next message, oldest first, of messages that no consumer has.
 
         The end is a message that left during this pass and has come back: as a copy, or from where it was sent to.
         """
@@ -98,7 +98,7 @@ class QueuePass:
             return
         limit = await self._limit_of(self._queue)
         most = limit.returns if limit.seen else RETURNS_UNSEEN
-        # A message that counts its crashes would count a return as one.
+        # A message that counts its crashes would count a return as a crash.
         if not crashes_of(delivered) and (most is None or delivered.returns <= most // 2):
             return
         try:

@@ -95,7 +95,7 @@ def _tell_blocked(address: BrokerAddress, reason: str | None) -> None:
 
 
 class BrokerConnection:
-    """One connection to a broker, shared for receiving, declaring and browsing; a lost one is replaced on next use.
+    """A connection to a broker, shared for receiving, declaring and browsing; it is replaced when lost, on next use.
 
     Args:
         name: the connection's name in the management UI.
@@ -129,7 +129,7 @@ class BrokerConnection:
             return self._connection
 
     async def close(self) -> None:
-        """Close the channels one by one, so that their data is sent, then the connection. Idempotent.
+        """Close the channels each alone, so that their data is sent, then the connection. Idempotent.
 
         Waits a few seconds for a broker that does not answer.
         """

@@ -30,10 +30,10 @@ UNREADABLE_PROPERTIES: Final = (
 
 
 def message_from(delivery: Delivery) -> Message:
-    """Return the delivered message, its headers as texts, without those that brokers and transports added.
+    """Return the delivered message, its headers as texts, without headers that brokers and transports added.
 
-    Raises InvalidMessage for one that cannot be handled: without a message id nothing could name it, and properties
-    that are not AMQP's could not be sent on.
+    Raises InvalidMessage for a message that cannot be handled: without a message id nothing could name it, and
+    properties that are not AMQP's could not be sent on.
     """
     try:
         properties = delivery.decoded()
@@ -61,7 +61,7 @@ def message_from(delivery: Delivery) -> Message:
 
 
 def _id_in(fields: Mapping[str, Any]) -> str:
-    """Return the id that a header names; raises InvalidMessage for one that no property could carry."""
+    """Return the id that a header names; raises InvalidMessage for an id that no property could carry."""
     message_id = as_text(fields.get(Headers.MESSAGE_ID))
     try:
         size = len(message_id.encode())

@@ -106,12 +106,12 @@ class DelayLevelDelivery:
 
     @property
     def clock(self) -> Clock | None:
-        """The clock of the store in front; None without one: then this machine's is used."""
+        """The clock of the store in front; None without a store: then this machine's is used."""
         return None if self.stored is None else self.stored.clock
 
     @property
     def store(self) -> DelayedMessageStore | None:
-        """The store in front; None without one: messages in delay levels can be counted, not listed."""
+        """The store in front; None without a store: messages in delay levels can be counted, not listed."""
         return None if self.stored is None else self.stored.store
 
     @property
@@ -198,7 +198,7 @@ class DelayLevelDelivery:
             await self.stored.stop()
 
     async def enlist(self, external: ExternalTransaction) -> Transaction:
-        """Return the external transaction as one that the overflow store takes part in. Raises ConfigurationError."""
+        """Return the external transaction if the overflow store takes part in it. Raises ConfigurationError."""
         if self.stored is None:
             raise ConfigurationError(
                 "RabbitMQ takes part in no transaction: send without transaction=, or put a store in front with "
@@ -260,7 +260,7 @@ class DelayLevelDelivery:
             await stored.defer(parked(operation, due), due - timedelta(seconds=seconds - 1))
 
     async def _defer_all(self, deferred: Sequence[Deferred], now: datetime | None = None) -> Mapping[int, Exception]:
-        """Publish these to the levels; return the errors of those that are not there, by position."""
+        """Publish operations to the levels; return the errors of operations that are not there, by position."""
         host, transport = self._parts()
         failures: dict[int, Exception] = {}
         positions: list[int] = []
@@ -366,7 +366,7 @@ class OverflowTransport:
         return await self._transport.receiver(queue)
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
-        """Send those that are due, and have the levels keep those that are for them."""
+        """Send due operations, and have the levels keep what is for them."""
         straight: dict[int, TransportOperation] = {}
         later: dict[int, Deferred] = {}
         for position, operation in enumerate(operations):

@@ -49,7 +49,7 @@ UNSEEN_FOR: Final = 600.0
 
 @dataclass(frozen=True, slots=True)
 class DeliveryLimit:
-    """How often a queue takes a message back; it drops one that is returned more often."""
+    """How often a queue takes a message back; it drops a message that is returned more often."""
 
     queue: str
     returns: int | None = None
@@ -85,7 +85,7 @@ def default_limit(queue: str, version: tuple[int, ...], remedy: str, *, unseen: 
         queue: The queue's name.
         version: The broker's version.
         remedy: What lifts the limit.
-        unseen: Why it is not known whether a policy sets another one.
+        unseen: Why it is not known whether a policy sets another.
     """
     if version < LIMITED_FROM:
         return DeliveryLimit(queue, seen=not unseen)
@@ -96,7 +96,7 @@ def default_limit(queue: str, version: tuple[int, ...], remedy: str, *, unseen: 
 
 
 class DeliveryLimits:
-    """The delivery limits of the queues of one process, which lifts them when it creates the queues.
+    """The delivery limits of the queues of a process, which lifts them when it creates the queues.
 
     Args:
         address: The broker.
@@ -111,7 +111,7 @@ class DeliveryLimits:
         self._looks: set[asyncio.Task[None]] = set()
 
     async def lift(self, queues: Collection[str]) -> None:
-        """Have the broker drop nothing from these queues, which are created next: by a policy for each of them.
+        """Have the broker drop nothing from the queues, which are created next: by a policy for each.
 
         Without the right to set policies, or without a management API, new queues get an argument instead.
         """
@@ -152,14 +152,14 @@ class DeliveryLimits:
         return True
 
     def warn(self, queues: Collection[str]) -> None:
-        """Log those of these queues that may drop messages."""
+        """Log which of the queues may drop messages."""
         for limit in filter(None, map(self._of, queues)):
             if limit.drops:
                 text = "RabbitMQ loses messages that are returned often: %s"
                 emit(logger, logging.WARNING, Event.DELIVERY_LIMITED, text, limit)
 
     def look_later(self, *queues: str) -> None:
-        """Look at queues that this process did not set up, beside other work, and log those that may drop messages."""
+        """Look at queues that this process did not set up, beside other work, and log queues that may drop messages."""
         unknown = [queue for queue in queues if self._of(queue) is None]
         if unknown:
             look = asyncio.create_task(self._look(unknown))
@@ -176,7 +176,7 @@ class DeliveryLimits:
     async def is_reached(self, queue: str, returns: int) -> bool:
         """Return whether the queue would drop a message that was returned so often at its next return.
 
-        False for one that was never returned: a limit of 0 is no reason not to handle it.
+        False for a message never returned: a limit of 0 is no reason not to handle it.
         """
         if not returns:
             return False
@@ -226,7 +226,7 @@ def reason(address: BrokerAddress, error: Exception) -> str:
 async def read(
     address: BrokerAddress, connection: BrokerConnection, queues: Collection[str]
 ) -> Mapping[str, DeliveryLimit]:
-    """Return the limits of those of the queues that exist, as far as they can be seen.
+    """Return the limits of the existing queues, as far as they can be seen.
 
     Without a management API an argument is all that can be seen from version 4 on, by declaring the queue with it.
 

@@ -1,7 +1,7 @@
 """Messages as AMQP properties and bodies, with headers as NServiceBus.RabbitMQ writes them.
 
 Libraries encode an integer header in the smallest type that fits; NServiceBus reads the delay only as an int32, so that
-header is always written as one.
+header is always written so.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CONFIRMATION_ID: Final = PREFIX + "ConfirmationId"
 #: Carries headers that could not be read, as they were stored: so such a message can be kept, whole, in a queue.
 DAMAGED_HEADERS: Final = "Delayline.DamagedHeaders"
 #: How many bytes at the beginning of a body are its message's headers, as stored: of a failed message that has more of
-#: them than a frame holds, or one that AMQP cannot carry.
+#: them than a frame holds, or an unsendable one.
 HEADERS_IN_BODY: Final = "Delayline.HeadersInBody"
 ENCLOSED_TYPES: Final = "NServiceBus.EnclosedMessageTypes"
 #: Headers that a failed message keeps as headers when the others are in its body.
@@ -61,7 +61,7 @@ LONGEST_EXPIRATION: Final = 315_360_000_000
 """Milliseconds, ten years of 365 days: brokers close the channel over longer ones."""
 
 #: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message, and
-#: all of them send copies to the queues in CC and BCC, or refuse the message if those are not lists.
+#: all of them send copies to the queues in CC and BCC, or refuse the message if either is no list.
 CRASHES: Final = "x-delayline-crashes"
 """The header that counts the deliveries of a message that have ended with a crash, where they are counted by copies."""
 NOT_SENT: Final = frozenset(
@@ -88,7 +88,7 @@ _flags = struct.Struct(">H").pack
 
 
 class Publication(NamedTuple):
-    """One message on its way to an exchange."""
+    """A message on its way to an exchange."""
 
     message: Message
     exchange: str
@@ -100,7 +100,7 @@ class Publication(NamedTuple):
 
     @property
     def message_id(self) -> str | None:
-        """The message id among its properties; None if those are sent as they are."""
+        """The message id among its properties; None if the properties are sent as they are."""
         return self.message.id if self.properties is None else None
 
     def content(self, room: int) -> tuple[bytes, bytes]:
@@ -151,7 +151,7 @@ class _HeaderNames(dict[str, bytes]):
 
 
 class _ShortStrings(dict[str, bytes]):
-    """Values that come again and again, as AMQP short strings; nothing where one is empty or too long for that."""
+    """Values that come again and again, as AMQP short strings; nothing where a value is empty or too long for that."""
 
     def __missing__(self, text: str) -> bytes:
         encoded = _short(text)
@@ -167,7 +167,7 @@ _shorts: Final = _ShortStrings()
 def with_headers_in_body(message: Message) -> Message | None:
     """Return a failed message with all its headers, also damaged ones, in front of its body; None for other messages.
 
-    The remaining headers describe the failure and are bounded. An id that no property can carry is replaced by one
+    The remaining headers describe the failure and are bounded. An id that no property can carry is replaced by an id
     derived from it.
     """
     try:

@@ -36,8 +36,8 @@ def sent_on(
 ) -> bytes:
     """Return the property flags and list of a message that is sent on as it came, for Publication.properties.
 
-    It is durable, also if it came as one that is not. An expiration would end its way, and brokers refuse messages that
-    name another user: both are left out, and so are headers that a broker interprets, such as x-death or CC.
+    It is durable, even if it came as a transient message. An expiration would end its way, and brokers refuse messages
+    that name another user: both are left out, and so are headers that a broker interprets, such as x-death or CC.
 
     Args:
         encoded: The message's property flags and list.

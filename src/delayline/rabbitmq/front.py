@@ -71,15 +71,16 @@ def parked(operation: TransportOperation, due: datetime) -> TransportOperation:
 
 
 def released(operation: TransportOperation) -> Deferred | None:
-    """Return the operation as it was before `parked`, and when it is due; None for another one."""
+    """Return the operation as it was before `parked`, and when it is due; None for another operation."""
     found = sent_to(operation.destination)
     return None if found is None else (TransportOperation(operation.message, found[0]), found[1])
 
 
 def sent_to(destination: str) -> tuple[str, datetime] | None:
-    """Return the destination and the due time in a name that `parked` gave; None for another one.
+    """Return the destination and the due time in a name that `parked` gave; None for another name.
 
-    A destination in that form without a valid time is an ordinary one: an unknown sender may ask for replies there.
+    A destination in that form without a valid time is an ordinary destination: an unknown sender may ask for replies
+    there.
     """
     found = PARKED.fullmatch(destination)
     if found is None:
@@ -179,7 +180,7 @@ class ManagedAsSent:
         return None
 
     async def _parked(self, number: int, wanted: Callable[[str, datetime], bool]) -> list[DelayedMessage]:
-        """Return the first messages, as they were sent, of those that go to the levels later."""
+        """Return the first messages, as they were sent, that go to the levels later."""
         names = {
             one.destination: (sent[1], one.count)
             for one in await self._store.count_by_due(ALL_TIME)
@@ -193,7 +194,7 @@ class ManagedAsSent:
         return found
 
     async def _plain(self, number: int, page_of: Callable[[int, int], Any]) -> list[DelayedMessage]:
-        """Return the first messages of those that do not go to the levels, from pages by limit and offset."""
+        """Return the first messages that do not go to the levels, from pages by limit and offset."""
         found: list[DelayedMessage] = []
         offset = 0
         while len(found) < number and (page := await page_of(min(PAGE, number), offset)):
@@ -232,7 +233,7 @@ class SearchedAsSent(ManagedAsSent):
         return sorted(found, key=lambda one: one.message.due)[offset:number]
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
-        """Return the number of messages in each bucket of due times; estimated ones count as they leave the store."""
+        """Count the messages in each bucket of due times; an estimate counts messages as they leave the store."""
         forecast = await cast("SupportsDueForecast", self._store).due_forecast(edges, by_destination=True)
         buckets = list(forecast.buckets)
         counts = [one.count for one in buckets]

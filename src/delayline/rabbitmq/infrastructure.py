@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 Arguments = Mapping[str, str | int]
 
-#: RabbitMQ's own names allow more; these need no quoting anywhere.
+#: RabbitMQ's own names allow more; such names need no quoting anywhere.
 PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 #: `inequivalent arg 'x' for queue 'q' in vhost '/': received 'a' but current is 'b'`, in the words of several versions.
 INEQUIVALENT: Final = re.compile(
@@ -92,7 +92,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class DelayInfrastructure:
-    """The delay levels with one prefix, and the type of their queues."""
+    """The delay levels with a common prefix, and the type of their queues."""
 
     prefix: str = V2_PREFIX
     quorum: bool = True

@@ -49,7 +49,7 @@ def delivery_name(prefix: str) -> str:
 
 
 def waiting_key(level: int) -> str:
-    """Return the binding key of messages that wait at the level: those with a 1 in its position."""
+    """Return the binding key of messages that wait at the level: messages with a 1 in its position."""
     return "*." * (HIGHEST_LEVEL - level) + "1.#"
 
 
@@ -144,6 +144,6 @@ def crossings(destinations: Iterable[str]) -> Iterator[tuple[str, str]]:
 
 
 def endings(name: str) -> tuple[str, ...]:
-    """Return the names that also receive messages for this one: its last words, the longest first."""
+    """Return the names that also receive messages for this name: its last words, the longest first."""
     words = name.split(".")
     return tuple(ending for start in range(1, len(words)) if (ending := ".".join(words[start:])))

@@ -30,7 +30,7 @@ UNKNOWN: Final = "queue {!r} does not exist on the broker: start its endpoint on
 
 
 class DelayLevelSink:
-    """The delay levels of one virtual host; pickled to tasks.
+    """The delay levels of a virtual host; pickled to tasks.
 
     Args:
         url: `?delays=` selects the levels, v2 by default.
@@ -83,7 +83,7 @@ class DelayLevelSink:
 
 
 class DelayLevelWriter:
-    """The connection of one task."""
+    """The connection of a task."""
 
     def __init__(self, publisher: Publisher, reach: Routability, levels: DelayInfrastructure) -> None:
         self._publisher = publisher

@@ -30,7 +30,7 @@ BETWEEN_LOOKS: Final = 0.5
 
 
 def meant_for_another(delivered: Delivery, queue: str) -> str | None:
-    """Return the endpoint that a delayed message is for, where that is another one whose name ends in this queue's.
+    """Return the endpoint that a delayed message is for, where that is another whose name ends in this queue's.
 
     The binding `#.Sales` matches the routing keys of `Contoso.Sales` as well; nothing else does.
     """
@@ -94,7 +94,7 @@ class DeliveryBindings:
 
 
 class OverlappingCopies:
-    """Decides about the copies that come to one queue, beside its other messages.
+    """Decides about the copies that come to a queue, beside its other messages.
 
     Args:
         bindings: Asked once the copies have come.
@@ -136,7 +136,7 @@ class OverlappingCopies:
     async def _decide(self) -> None:
         while self._undecided:
             place = next(iter(self._undecided))
-            copies = self._undecided.pop(place)  # those that come during the look are for the next one
+            copies = self._undecided.pop(place)  # copies that come during the look are for the next
             delivery_exchange, other = place
             reason = await self._bindings.why_not(delivery_exchange, other, beside=self._queue)
             for copy in copies:

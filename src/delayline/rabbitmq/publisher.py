@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 PIPELINE: Final = 1
 APART: Final = 2
-MOST_PIPELINES: Final = 50  # numbers of channels, used one after the other
+MOST_PIPELINES: Final = 50  # numbers of channels, used in turn
 NONE_MISSING: Final[Mapping[str, Closed]] = MappingProxyType({})
 CHUNK: Final = 128  # publications that are encoded before anything else may run
 CHUNK_BYTES: Final = 1 << 18
@@ -51,7 +51,7 @@ LARGEST_MESSAGE_OF_4: Final = 16_777_216
 
 
 class Publisher:
-    """Publishes to one virtual host. Concurrent calls of one event loop share the connection and its pipeline.
+    """Publishes to a virtual host. Concurrent calls of an event loop share the connection and its pipeline.
 
     Every message is mandatory, and persistent unless its headers ask for another. A lost connection is opened again by
     the next use, after a pause that grows while that fails.
@@ -75,7 +75,7 @@ class Publisher:
 
     @property
     def lost(self) -> bool:
-        """Whether there is no connection; the next use opens one."""
+        """Whether there is no connection; the next use opens it."""
         return self._link is None or self._link.connection.lost is not None
 
     @property
@@ -113,13 +113,13 @@ class Publisher:
             await link.close()
 
     async def publish(self, publications: Sequence[Publication]) -> Mapping[int, Exception]:
-        """Publish all, in order, and return once each is confirmed or refused: the errors of refused ones by position.
+        """Publish all, in order, and return once each is confirmed or refused: the errors of the refused by position.
 
         Unroutable: no such exchange, or no queue bound. MessageRejected: a full queue. InvalidMessage: AMQP or the
         broker cannot carry it. BackendUnusable: no right to write. Waits up to `server_timeout` while the broker is
         blocked. Raises BackendUnavailable if the connection is lost, or if no confirm comes for that long: the messages
         may have arrived. After a cancellation, publications go on that were written, or whose exchange was asked for,
-        and failures are logged. If the broker refuses a publication by closing the channel, the other outstanding ones
+        and failures are logged. If the broker refuses a publication by closing the channel, the others outstanding
         are sent again, and may be duplicated.
         """
         if not publications:
@@ -165,7 +165,7 @@ class Publisher:
 
 
 class PublisherLink:
-    """One connection with its two channels: the pipeline, and one where publications go apart from the others."""
+    """A connection with its two channels: the pipeline, and a channel where publications go apart from the others."""
 
     def __init__(self, connection: AmqpConnection, address: BrokerAddress, election_ends: float) -> None:
         self.address = address
@@ -278,10 +278,10 @@ class PublisherLink:
         return batch.failures and _unconfirmed(batch)
 
     async def _missing(self, unknown: set[str]) -> Mapping[str, Closed]:
-        """Return which exchanges take no messages, and the broker's words; those that do, are asked for once only.
+        """Return which exchanges take no messages, and the broker's words; usable exchanges are asked for once only.
 
         Publishing to another would close the channel, and make others' outstanding messages be sent twice. From version
-        4.3 on the broker also refuses to tell of one to which the user has no rights.
+        4.3 on the broker also refuses to tell of an exchange to which the user has no rights.
         """
         missing: dict[str, Closed] = {}
         async with self._apart:
@@ -395,7 +395,7 @@ class PublisherLink:
             batch.not_taken = [positions[at] for at in again.not_taken]
 
     async def _one_by_one(self, batch: PublishBatch[Publication]) -> None:
-        """Resend the unsettled publications of a closed channel, one by one, so that only the refused ones fail."""
+        """Resend the unsettled publications of a closed channel, each alone: only the refused fail."""
         async with self._apart:
             for position in batch.over:
                 publication = batch.publications[position]
@@ -418,7 +418,7 @@ class PublisherLink:
         return refused_publication(self.address, publication, closed)
 
     def _ready_pipeline(self) -> PublishChannel | None:
-        """Return the channel of the pipeline; None where it has to be opened, also in place of one that refuses."""
+        """Return the channel of the pipeline; None where it has to be opened, also in place of a refusing channel."""
         channel = self._open_channel(self._pipeline)
         if channel is None or not channel.confirms.refused:
             return channel

@@ -18,7 +18,7 @@ SHORTEST: Final = 0.000_1
 
 
 class ReadAhead:
-    """Measures how long messages are handled. Times are seconds of one monotonic clock."""
+    """Measures how long messages are handled. Times are seconds of the same monotonic clock."""
 
     def __init__(self) -> None:
         self._began: dict[int, float] = {}
@@ -29,7 +29,7 @@ class ReadAhead:
         self._began[tag] = now
 
     def end(self, tag: int, now: float) -> None:
-        """Note that a message was handled; a no-op for one that was not."""
+        """Note that a message was handled; a no-op for a message that was not."""
         began = self._began.pop(tag, None)
         if began is not None:
             self._longest = max(now - began, SHORTEST, (self._longest or 0.0) * FORGETTING)
@@ -39,7 +39,7 @@ class ReadAhead:
         self._began.clear()
 
     def number(self, at_once: int, now: float) -> int:
-        """Return how many messages to have sent ahead of handlers for so many; none before one was handled."""
+        """Return how many messages to have sent ahead of handlers for so many; none before the first was handled."""
         if self._longest is None:
             return 0
         oldest = next(iter(self._began.values()), now)

@@ -1,4 +1,4 @@
-"""Receiving from one queue: messages are pushed ahead of their handling, acknowledgements leave in batches."""
+"""Receiving from a queue: messages are pushed ahead of their handling, acknowledgements leave in batches."""
 
 from __future__ import annotations
 
@@ -84,13 +84,13 @@ class DeliveryTag(NamedTuple):
 
 
 class RabbitMQReceiver:
-    """Receives messages from one queue. A lost connection or consumer is replaced by the next `receive`.
+    """Receives messages from a queue. A lost connection or consumer is replaced by the next `receive`.
 
     It prefetches: the broker reserves more messages for it than `receive` has returned; `stop` returns them.
 
     Args:
         restore: declares this process's own queue again after its deletion; returns False for other queues.
-        move_aside: moves a message that cannot be handled, with these headers added, before it is acknowledged.
+        move_aside: moves a message that cannot be handled, with the headers added, before it is acknowledged.
         bindings: shows which destinations due messages get to.
         copy: sends a message to the queue again, with the number of its crashes.
         is_dropped_next: whether the queue would drop a message that was returned so often at its next return.
@@ -149,7 +149,7 @@ class RabbitMQReceiver:
         self._stopped = False
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
-        """Wait for messages and return up to `limit` of those that the broker has pushed."""
+        """Wait for messages and return up to `limit` of the messages that the broker has pushed."""
         while not self._stopped:
             if self._buffer and self._alone is None:
                 batch = await self._take(limit)
@@ -230,7 +230,7 @@ class RabbitMQReceiver:
                 raise
 
     async def stop(self) -> None:
-        """End a waiting receive, and return prefetched messages; returned ones can still be acknowledged."""
+        """End a waiting receive, and return prefetched messages; returned messages can still be acknowledged."""
         if self._stopped:
             return
         self._stopped = True
@@ -247,15 +247,15 @@ class RabbitMQReceiver:
     async def flushed(self) -> None:
         """Return once every acknowledgement so far is written.
 
-        A quorum queue takes 32 of them at a time, and forgets the rest when the channel is closed just then: those
-        messages come again. One for all that was received, as after a stop, is always heeded.
+        A quorum queue takes 32 of them at a time, and forgets the rest when the channel is closed just then: their
+        messages come again. An acknowledgement of all that was received, as after a stop, is always heeded.
         """
         await asyncio.gather(*self._flushes)
 
     async def flush(self, received: ReceivedMessage) -> None:
         """Return once the broker has answered a method that follows the message's acknowledgement.
 
-        A channel processes its methods in order: https://www.rabbitmq.com/docs/channels. Calls of one turn of the
+        A channel processes its methods in order: https://www.rabbitmq.com/docs/channels. Calls of the same turn of the
         loop share the method. The limit of quorum queues applies, see `flushed`.
         """
         answer = None
@@ -333,7 +333,7 @@ class RabbitMQReceiver:
                 continue
             try:
                 message = message_from(delivered)
-            except Exception as error:  # whatever is wrong with one message stops no other
+            except Exception as error:  # whatever is wrong with a message stops no other
                 if not batch:
                     self._pop()
                     await self._set_aside(delivered, error)
@@ -384,7 +384,7 @@ class RabbitMQReceiver:
         self._moved_on = self._time()
 
     def _watch_buffer(self) -> None:
-        """See to it that messages sent ahead do not wait for long; called before one is buffered."""
+        """See to it that messages sent ahead do not wait for long; called before a message is buffered."""
         if not self._buffer:
             self._moved_on = self._time()
         if self._patience is None:
@@ -508,10 +508,10 @@ class RabbitMQReceiver:
         return channel
 
     def _delivered(self, delivered: Delivery) -> None:
-        """Queue a delivered message; redelivered ones come first, as they did in the queue.
+        """Queue a delivered message; redelivered messages come first, as they did in the queue.
 
         As long as they were returned twice and more, perhaps by crashes of their handlers, each `receive` has the
-        broker send one: those that it sends ahead would be returned with it.
+        broker send a single message: messages sent ahead would be returned with it.
         """
         if self._one_by_one and self._earlier(delivered) < SUSPECT_FROM:
             self._one_by_one = False
@@ -563,7 +563,7 @@ class RabbitMQReceiver:
             retry.cancel()
 
     async def _flush(self) -> None:
-        """Send the acknowledgements of one turn of the loop: as one, where nothing before them is still open."""
+        """Send the acknowledgements of a turn of the loop: together, where nothing before them is still open."""
         channel, tags = self._channel, self._acknowledged
         if channel is None or not tags:
             return

@@ -158,7 +158,7 @@ def _permission(method: FrameTypes | bytes, text: str) -> str:
 
 
 def unconfirmed(publication: Publication, error: Exception) -> Exception:
-    """Return the error of one publication that was not sent, returned or not taken; others are unchanged."""
+    """Return the error of a publication that was not sent, returned or not taken; others are unchanged."""
     match error:
         case Unsendable():
             return InvalidMessage(str(error))
@@ -173,7 +173,7 @@ def unconfirmed(publication: Publication, error: Exception) -> Exception:
 
 
 def refused_publication(address: BrokerAddress, publication: Publication, closed: Closed) -> Exception:
-    """Return the error of one publication for which the broker closed the channel."""
+    """Return the error of a publication for which the broker closed the channel."""
     if closed.code == NOT_FOUND:
         return Unroutable(publication.exchange, publication.routing_key, f"{closed.code} {closed.text}")
     if closed.code == ACCESS_REFUSED:

@@ -86,7 +86,7 @@ class ConventionalTopology:
         await channel.call(QueueBind(queue=queue, exchange=queue))
 
     async def check(self, channel: Channel, destination: str) -> None:
-        """Look whether the exchange is there: publishing to one that is not would end the publisher's channel."""
+        """Look whether the exchange is there: publishing to a missing exchange would end the publisher's channel."""
         await channel.call(ExchangeDeclare(exchange=destination, passive=True))
 
     async def bind_delivery(self, channel: Channel, destination: str, delivery_exchange: str) -> None:
@@ -148,7 +148,7 @@ def _event_key(event_type: str) -> str:
 def queue_declaration(
     queue: str, queue_type: str | None, arguments: Mapping[str, int] = MappingProxyType({})
 ) -> QueueDeclare:
-    """Return the declaration of a queue; without a type one that fails unless the queue exists."""
+    """Return the declaration of a queue; without a type a declaration that fails unless the queue exists."""
     if queue_type is None:
         return QueueDeclare(queue=queue, passive=True)
     return QueueDeclare(queue=queue, durable=True, arguments={**QUEUE_ARGUMENTS[queue_type], **arguments})
@@ -170,7 +170,7 @@ DIRECT: Final = DirectTopology()
 
 
 class Routability:
-    """The destinations of one broker; each is asked for once.
+    """The destinations of a broker; each is asked for once.
 
     Args:
         only_look: bind nothing, for a dry run.

@@ -1,4 +1,4 @@
-"""Queues in RabbitMQ: published with confirms over one connection, declared and consumed over another."""
+"""Queues in RabbitMQ: published with confirms over a connection, declared and consumed over another."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ POISON_ID: Final = ""
 
 
 class RabbitMQTransport:
-    """Transport with queues in one virtual host of RabbitMQ; at least once, as AMQP has no suitable transactions.
+    """Transport with queues in a virtual host of RabbitMQ; at least once, as AMQP has no suitable transactions.
 
     Args:
         url: The broker, as `amqp://user@host/vhost`, with options, which arguments override; or a connection string
@@ -58,7 +58,7 @@ class RabbitMQTransport:
         topology: `conventional`, a fanout exchange before each queue, or `direct`; by default the URL's, or
             conventional.
         delays: The delay levels: `v2`, `v1` or a custom prefix; by default the URL's, or v2.
-        error_queue: Queue for messages that cannot be read, such as those without an id: byte for byte.
+        error_queue: Queue for messages that cannot be read, such as without an id: byte for byte.
         name: Prefix of its connections' names in the broker's management UI.
         server_timeout: Seconds to wait for an answer of the broker; by default the URL's, or 15.
 
@@ -118,7 +118,7 @@ class RabbitMQTransport:
         return TransactionMode.RECEIVE_ONLY
 
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
-        """Create the queues, exchanges and bindings. Raises BackendUnusable if one exists with other arguments."""
+        """Create the queues, exchanges and bindings. Raises BackendUnusable if any exists with other arguments."""
         await self.start()
         try:
             for queue in queues:
@@ -161,7 +161,7 @@ class RabbitMQTransport:
         self._watch_timer = asyncio.get_running_loop().call_later(1.0, self._watch_stop)
 
     async def stop(self) -> None:
-        """Undo one `start`; the last one waits for confirms, then disconnects."""
+        """Undo a `start`; the last waits for confirms, then disconnects."""
         self._starts = max(0, self._starts - 1)
         try:
             if self._starts == 0:
@@ -250,7 +250,7 @@ class RabbitMQTransport:
         return sorted(self._declared)
 
     async def count(self, queue: str) -> int:
-        """Return how many messages are in the queue, without those that a receiver holds."""
+        """Return how many messages are in the queue, without messages that a receiver holds."""
         return await self._look(queue, browsing.count)
 
     @contextlib.asynccontextmanager
@@ -288,7 +288,7 @@ class RabbitMQTransport:
         return found
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
-        """Remove the oldest copy of the message that no receiver holds; those before it are taken and given back."""
+        """Remove the oldest copy of the message that no receiver holds; messages before it are taken and given back."""
         if transaction is not None:
             raise ConfigurationError("RabbitMQ takes part in no transaction: take without transaction=")
         async with self.passing(queue) as messages:
@@ -351,7 +351,7 @@ class RabbitMQTransport:
         return True
 
     async def _move_aside(self, delivered: Delivery, marks: Mapping[str, str]) -> None:
-        """Send a message to the error queue as it is, with these headers in place of earlier ones of a failure.
+        """Send a message to the error queue as it is, with the headers in place of an earlier failure's.
 
         Raises QueueNotFound, BackendUnavailable, InvalidMessage.
         """
@@ -371,7 +371,7 @@ class RabbitMQTransport:
             BackendUnavailable: The broker does not answer.
             InvalidMessage: The properties cannot be sent on.
         """
-        if crashes is None:  # of a message that counts them each return was one
+        if crashes is None:  # if the queue counts crashes, each return was a crash
             crashes = crashes_of(delivered) and crashes_of(delivered) + delivered.returns
         properties = sent_on(delivered.encoded_properties, {CRASHES: crashes} if crashes else {}, expires=True)
         await self._send_on(delivered, queue, "", queue, properties)

@@ -71,7 +71,7 @@ async def examine(
 
 
 async def limits_of(transport: RabbitMQTransport, queues: Collection[str]) -> Sequence[Check]:
-    """Return which of these queues drop messages that are returned often; nothing where that cannot be seen."""
+    """Return which of the queues drop messages that are returned often; nothing where that cannot be seen."""
     found = await read(transport.address, transport.connection, queues)
     limited = [
         Check(f"queue {name}: delivery limit", ok=False if one.seen else None, text=str(one))

@@ -89,7 +89,7 @@ async def batches(channel: Channel, queue: str, wanted: int, *, size: int, ahead
 
 
 async def _next(inbox: asyncio.Queue[Delivery], limit: int) -> list[Delivery]:
-    """Return the messages received so far, at least one unless the queue stays silent."""
+    """Return the messages received so far, some unless the queue stays silent."""
     try:
         batch = [await asyncio.wait_for(inbox.get(), SILENCE)]
     except TimeoutError:
@@ -183,7 +183,7 @@ def _time(headers: Mapping[str, object], name: str, later: timedelta) -> datetim
 
 
 def _entered(headers: Mapping[str, object], level: int) -> datetime | None:
-    """Return the second in which the broker took it from a higher level; None for one that came here first."""
+    """Return the second in which the broker took it from a higher level; None for a message that came here first."""
     deaths = headers.get(DEATHS)
     if not isinstance(deaths, list):
         return None

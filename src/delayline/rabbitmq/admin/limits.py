@@ -47,14 +47,14 @@ def unlimited_policy(queue: str) -> Policy:
 
 
 def levels_policy(levels: DelayInfrastructure) -> Policy:
-    """Return the one policy for the queues of all delay levels."""
+    """Return the policy for the queues of all delay levels."""
     policy = unlimited_policy(f"{levels.prefix}.delay-level")
     return replace(policy, pattern=f"^{levels.prefix.translate(ESCAPED)}\\.delay-level-[0-9]{{2}}$")
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """What limits the queues of a virtual host, beside their arguments, at one moment."""
+    """What limits the queues of a virtual host, beside their arguments, at a moment."""
 
     vhost: str
     version: tuple[int, ...]
@@ -74,11 +74,11 @@ class Policies:
         return min(limited, key=lambda limit: limit.returns or 0, default=DeliveryLimit(queue.name))
 
     def in_force(self, queue: QueueFacts) -> Policy | None:
-        """Return the policy that counts for the queue: one alone does."""
+        """Return the policy that counts for the queue: a single policy does."""
         return next((policy for policy in self.of_users if policy.name == queue.policy), None)
 
     def _set_for(self, queue: QueueFacts) -> Iterator[DeliveryLimit]:
-        """Yield every limit that is set for the queue; those below 0 as none."""
+        """Yield every limit that is set for the queue; limits below 0 as none."""
         if (number := _whole(queue.arguments.get(ARGUMENT))) is not None:
             yield by_argument(queue.name, number)
         operators = effective(self.of_operators, queue.name, QUORUM)
@@ -117,7 +117,7 @@ def unseen(vhost: str, version: tuple[int, ...], queues: Collection[str], why: s
 
 
 async def read(api: ManagementApi, version: tuple[int, ...], queues: Collection[str]) -> dict[str, DeliveryLimit]:
-    """Return the limits of those of the queues that exist. Raises BackendUnavailable or BackendUnusable."""
+    """Return the limits of the existing queues. Raises BackendUnavailable or BackendUnusable."""
     policies, facts = await asyncio.gather(_policies(api, version), _facts(api, queues))
     return {name: policies.limit_of(queue) for name, queue in facts.items()}
 
@@ -125,7 +125,7 @@ async def read(api: ManagementApi, version: tuple[int, ...], queues: Collection[
 async def limits_of(
     api: ManagementApi, version: tuple[int, ...], queues: Collection[QueueFacts]
 ) -> list[DeliveryLimit]:
-    """Return the limits of these queues. Raises BackendUnavailable or BackendUnusable."""
+    """Return the limits of the queues. Raises BackendUnavailable or BackendUnusable."""
     policies = await _policies(api, version)
     return [policies.limit_of(queue) for queue in queues]
 
@@ -133,13 +133,13 @@ async def limits_of(
 async def lift(api: ManagementApi, version: tuple[int, ...], queues: Collection[str]) -> dict[str, DeliveryLimit]:
     """Set a policy for each queue that has no policy and the default limit; return the limits that are then in force.
 
-    Queues with another policy keep it: one alone counts for a queue. Those for which the user may set none, or whose
-    policy the broker refuses, keep their limit. Idempotent.
+    Queues with another policy keep it: a single policy counts for a queue. Queues for which the user may set none, or
+    whose policy the broker refuses, keep their limit. Idempotent.
 
     Args:
         api: The management API.
         version: The broker's version.
-        queues: Names of queues; those that do not exist yet will be quorum queues.
+        queues: Names of queues; missing queues will be quorum queues.
 
     Raises:
         BackendUnavailable: There is no answer; some policies may be set.
@@ -162,9 +162,9 @@ async def lift(api: ManagementApi, version: tuple[int, ...], queues: Collection[
 
 
 async def lift_levels(api: ManagementApi, version: tuple[int, ...], levels: DelayInfrastructure) -> list[DeliveryLimit]:
-    """Set a policy for the queues of the levels where one has no policy and the default limit; return their limits.
+    """Set a policy for the queues of the levels where a queue has no policy and the default limit; return their limits.
 
-    They get no argument: .NET declares them without one, and would be refused. Raises as `lift`.
+    They get no argument: .NET declares them without it, and would be refused. Raises as `lift`.
     """
     limits = await read_levels(api, version, levels)
     if any(limit.is_default for limit in limits):
@@ -191,7 +191,7 @@ async def read_levels(api: ManagementApi, version: tuple[int, ...], levels: Dela
 async def limit_of_levels(
     address: BrokerAddress, version: tuple[int, ...], levels: DelayInfrastructure
 ) -> DeliveryLimit:
-    """Return the lowest limit of the levels' queues, or the one to reckon with where policies cannot be seen."""
+    """Return the lowest limit of the levels' queues, or the limit to reckon with where policies cannot be seen."""
     try:
         async with asyncio.timeout(PATIENCE), ManagementApi(address) as api:
             found = await read_levels(api, version, levels)

@@ -98,7 +98,7 @@ def _understood(
 
 
 class ManagementApi:
-    """One virtual host, seen through the management API of the first node that answers; use it with `async with`.
+    """A virtual host, seen through the management API of the first node that answers; use it with `async with`.
 
     Every method raises BackendUnavailable without an answer, and BackendUnusable if the user lacks the right.
     """
@@ -141,7 +141,7 @@ class ManagementApi:
 
     @_understood
     async def exchange(self, name: str) -> ExchangeFacts | None:
-        """Return one exchange; None if there is no such exchange."""
+        """Return an exchange; None if there is no such exchange."""
         path = f"exchanges/{self._vhost}/{quote(name, safe='')}"
         found = await self._get_if_there(path)
         return None if found is None else _exchange(found)
@@ -154,14 +154,14 @@ class ManagementApi:
     @_understood
     async def queue(self, name: str) -> QueueFacts | None:
         """Return the queue of that name; None if there is none."""
-        # A list has the policy in force, which before version 4 the answer for one queue has seconds later only.
+        # A list has the policy in force, which before version 4 the answer for a single queue has seconds later only.
         only = {"name": f"^{re.escape(name)}$", "use_regex": "true", "page": "1", "page_size": "1"}
         found = await self._get(f"queues/{self._vhost}", **TOTALS, **only)
         return next((_queue(one) for one in found["items"]), None)
 
     @_understood
     async def bindings(self) -> Sequence[Binding]:
-        """Return the virtual host's bindings, without those of the default exchange."""
+        """Return the virtual host's bindings, without the default exchange's."""
         return [_binding(one) for one in await self._get(f"bindings/{self._vhost}") if one["source"]]
 
     @_understood
@@ -172,7 +172,7 @@ class ManagementApi:
 
     @_understood
     async def policies(self, *, of_operators: bool = False) -> Sequence[Policy]:
-        """Return the virtual host's policies, or those that its operators lay over them."""
+        """Return the virtual host's policies, or the policies that its operators lay over them."""
         kind = "operator-policies" if of_operators else "policies"
         return [
             Policy(one["name"], one["pattern"], one["definition"], one["apply-to"], one["priority"])
@@ -291,7 +291,7 @@ def _queue(one: Mapping[str, Any]) -> QueueFacts:
 
 
 def effective(policies: Iterable[Policy], name: str, kind: str) -> Policy | None:
-    """Return the one policy that counts for the exchange or queue: of those that reach it, the highest priority's."""
+    """Return the policy that counts for the exchange or queue: of those that reach it, the highest priority's."""
     return max((one for one in policies if one.reaches(name, kind)), key=lambda one: one.priority, default=None)
 
 

@@ -1,4 +1,4 @@
-"""Moves messages between delay levels: from v1 to v2 on one broker, or from one broker to another.
+"""Moves messages between delay levels: from v1 to v2 on a broker, or from a broker to another.
 
 Nothing is lost: a message leaves its level once the target broker has confirmed it. After an interruption the next move
 continues with the remaining messages; messages in flight may be duplicated. Nothing is early: due times are rounded up.
@@ -48,7 +48,7 @@ Going = tuple["Delivery", LevelMessage]
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """One end of a move: a broker and its delay levels."""
+    """An end of a move: a broker and its delay levels."""
 
     address: BrokerAddress
     infrastructure: DelayInfrastructure
@@ -56,7 +56,7 @@ class Levels:
 
 @dataclass(slots=True)
 class LevelReport:
-    """The result of moving one level."""
+    """The result of moving a level."""
 
     level: int
     found: int
@@ -93,7 +93,7 @@ class Report:
 
 
 class Move:
-    """One run: from the source's levels to the target's.
+    """A run: from the source's levels to the target's.
 
     Args:
         name: `migrate` or `transfer`; part of the name of the queue that keeps messages that cannot be moved.
@@ -167,7 +167,7 @@ class Move:
             )
 
     async def _drain(self, level: int) -> None:
-        """Move the messages of the level, including those that arrive meanwhile."""
+        """Move the messages of the level, including messages that arrive meanwhile."""
         queue = self._from.level(level)
         found = await self._source.run(lambda channel: count(channel, queue))
         report = LevelReport(level, found)
@@ -219,7 +219,8 @@ class Move:
         else:
             unmoved += await self._send(channel, going, report)
             await self._poison.keep(unmoved, report.level)
-            # One acknowledgement for all: of many single ones a broker loses the last when the channel is closed.
+            # A common acknowledgement: of many single acknowledgements a broker loses the last when the channel is
+            # closed.
             channel.acknowledge(batch[-1].tag, multiple=True)
         report.poison += len(unmoved)
         self.report.reasons.update(one.reason for one in unmoved)

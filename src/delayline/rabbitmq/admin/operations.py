@@ -1,4 +1,4 @@
-"""Operations on delay levels: create them, count their messages, and catch undeliverable ones."""
+"""Operations on delay levels: create them, count their messages, and catch undeliverable messages."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def create(address: BrokerAddress, infrastructure: DelayInfrastructure) ->
 
 
 async def bind(address: BrokerAddress, infrastructure: DelayInfrastructure, destinations: Sequence[str]) -> None:
-    """Have due messages get to these destinations, which exist. Idempotent; a no-op on a broker without the levels.
+    """Have due messages get to the destinations, which exist. Idempotent; a no-op on a broker without the levels.
 
     Raises BackendUnavailable; QueueNotFound for a destination that does not exist.
     """
@@ -133,7 +133,7 @@ async def pending(address: BrokerAddress, infrastructure: DelayInfrastructure) -
 async def overdue(
     address: BrokerAddress, infrastructure: DelayInfrastructure, clock: Clock | None = None
 ) -> BlockedMessages:
-    """Return the messages that no count of ready messages includes: due ones stuck in levels, and undeliverable ones.
+    """Return the messages that no count of ready messages includes: stuck in levels though due, or undeliverable.
 
     Without a management API only the latter. Raises BackendUnavailable where the broker does not answer.
     """
@@ -171,7 +171,7 @@ def windows(counts: Sequence[int]) -> list[Window]:
 
 
 def _share(seconds: int, length: int) -> float:
-    """Return how much of a triangle from 0 to twice the length lies before these seconds."""
+    """Return how much of a triangle from 0 to twice the length lies before so many seconds."""
     part = seconds / length
     if part >= 2 or seconds >= 2 * length - 1:
         return 1.0
@@ -210,7 +210,7 @@ async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructu
     """Route due messages without a destination to a queue, so that they do not block their level; return its name.
 
     Idempotent. A policy sets the alternate exchange of the delivery exchange, because NServiceBus declares that
-    exchange without arguments and would be refused if it had one. Raises BackendUnusable if another policy is in the
+    exchange without arguments and would be refused if it had any. Raises BackendUnusable if another policy is in the
     way.
     """
     name = catch_all_name(infrastructure)
@@ -279,7 +279,7 @@ async def lift_limits(address: BrokerAddress, infrastructure: DelayInfrastructur
 async def refusing_queues(
     address: BrokerAddress, infrastructure: DelayInfrastructure, names: Collection[str]
 ) -> Sequence[str]:
-    """Return a sentence for each of these queues that refuses due messages; none without a management API."""
+    """Return a sentence for each of the queues that refuses due messages; none without a management API."""
     try:
         async with asyncio.timeout(SETUP_PATIENCE), ManagementApi(address) as api:
             layers = await api.policies(), await api.policies(of_operators=True)

@@ -66,7 +66,7 @@ class PoisonQueue:
             raise error
 
     async def movable(self, channel: Channel) -> AsyncIterator[tuple[Delivery, LevelMessage]]:
-        """Yield messages that only lacked a destination; unacknowledged ones return when the channel is closed."""
+        """Yield messages that only lacked a destination; unacknowledged messages return when the channel is closed."""
         for _ in range(await count(channel, self.queue)):
             delivered = await channel.get(self.queue)
             if delivered is None:
@@ -92,12 +92,12 @@ def content(delivered: Delivery) -> Message:
 
 
 def carried(delivered: Delivery, marks: Mapping[str, str | int] = MappingProxyType({})) -> bytes:
-    """Return the properties to send on, with these marks and no older ones."""
+    """Return the properties to send on, with the marks and no older marks."""
     return sent_on(delivered.encoded_properties, marks, without=MARK)
 
 
 def _waiting(headers: Mapping[str, Any]) -> LevelMessage | None:
-    """Return destination and due time of a poison message; None for one with another fault, or of another tool."""
+    """Return destination and due time of a poison message; None for other faults, or another tool's."""
     parsed = parse(str(headers.get(ROUTING_KEY, "")))
     try:
         due = from_wire_time(str(headers.get(DUE, "")))

@@ -30,14 +30,14 @@ LOOKS: Final = 3
 BETWEEN_LOOKS: Final = 1.0
 DESTINATION_START: Final = "#."
 LENGTH_LIMITS: Final = ("max-length", "max-length-bytes")
-#: What a queue does with more messages than its limit, where it does not drop old ones.
+#: What a queue does with more messages than its limit, where it does not drop old messages.
 REFUSING: Final = frozenset({"reject-publish", "reject-publish-dlx"})
 CATCH_ALL: Final = "catch-all"
 RETURNS: Final = "returns"
 
 
 class Check(NamedTuple):
-    """One finding: its subject, whether it is as it should be, and its value."""
+    """A finding: its subject, whether it is as it should be, and its value."""
 
     what: str
     ok: bool | None
@@ -80,7 +80,7 @@ def check_limits(limits: Sequence[DeliveryLimit]) -> Check:
 
 
 async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> list[Check]:
-    """Return whether messages reach their destinations, and only those.
+    """Return whether messages reach their destinations, and no others.
 
     Looks several times, a second apart, where due messages seem to have nowhere to go: some may just be on their way.
     """
@@ -183,7 +183,7 @@ def _bindings(infrastructure: DelayInfrastructure, found: Sequence[Binding]) -> 
 
 
 def _policies(infrastructure: DelayInfrastructure, *layers: Sequence[Policy]) -> Check:
-    """Policies that reach the levels by accident, as one for all queues does."""
+    """Policies that reach the levels by accident, as a policy for all queues does."""
     kind = "quorum" if infrastructure.quorum else "classic"
     reached: dict[str, list[str]] = defaultdict(list)
     for queue in infrastructure.queues:
@@ -285,7 +285,7 @@ class Refusal(NamedTuple):
     full: bool
 
     def text(self, infrastructure: DelayInfrastructure) -> str:
-        """Return what it means for due messages in these levels, and the remedy, as a sentence."""
+        """Return what it means for due messages in the levels, and the remedy, as a sentence."""
         state = "is full and refuses messages" if self.full else "refuses messages while it is full"
         lost = "hang in their level, for all endpoints from 32 on" if infrastructure.quorum else "are dropped"
         return (
@@ -297,11 +297,11 @@ class Refusal(NamedTuple):
 def refusals(
     queues: Mapping[str, QueueFacts], layers: Sequence[Sequence[Policy]], names: Collection[str]
 ) -> Sequence[Refusal]:
-    """Return which of these queues refuse messages at a limit, by arguments, policy or operator policy.
+    """Return which of the queues refuse messages at a limit, by arguments, policy or operator policy.
 
     Args:
         queues: The virtual host's queues.
-        layers: Its policies, and those of its operators.
+        layers: Its policies, and its operators' policies.
         names: The queues to look at.
     """
     found = (_refusal(queues[name], layers) for name in sorted(names) if name in queues)

@@ -1,4 +1,4 @@
-"""A channel of a connection: calls, consumed messages, confirms of published ones, and the frames that come on it."""
+"""A channel of a connection: calls, consumed messages, confirms of publications, and its incoming frames."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Channel:
     Args:
         connection: What it is a channel of.
         number: Its number there.
-        explain: Returns the error to raise, and to call `on_end` with, in place of one of this package.
+        explain: Returns the error to raise, and to call `on_end` with, in place of an error of this package.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Channel:
         return answer if isinstance(answer, Delivery) else None
 
     def acknowledge(self, tag: int, *, multiple: bool = False) -> None:
-        """Acknowledge a message; with `multiple` all unacknowledged ones up to it."""
+        """Acknowledge a message; with `multiple` all unacknowledged messages up to it."""
         self._must_be_open()
         self._connection.write(method_frame(self.number, _ack(BASIC, ACK, tag, multiple)))
 
@@ -165,7 +165,8 @@ class Channel:
         """Close the channel: unacknowledged messages return to their queues. Idempotent."""
         if self._closing is None and self.closed is None:
             self.on_end = _ignore
-            # One Close for all callers: the answer to a second one would be taken for that to the next channel's Open.
+            # A common Close for all callers: the answer to a second would be taken for the answer to the next channel's
+            # Open.
             self._closing = asyncio.ensure_future(self._send_close())
             self._closing.add_done_callback(retrieve_exception)
         if self._closing is not None:
@@ -213,7 +214,7 @@ class Channel:
             self.on_cancel()
 
     def on_method(self, kind: int, data: bytes, at: int) -> bool:
-        """Take a method of class `basic` that is frequent, or has content behind it; False for another one.
+        """Take a method of class `basic` that is frequent, or has content behind it; False for another method.
 
         Args:
             kind: The method's number.
@@ -283,7 +284,7 @@ class PublishChannel(Channel):
         self.frames = PublishFrames(number, connection.frame_max)
 
     def write(self, batch: PublishBatch[Any], positions: Sequence[int], frames: Sequence[bytes]) -> None:
-        """Write the frames of these publications."""
+        """Write the frames of the publications."""
         self._connection.write(b"".join(frames))
         self.confirms.wrote(batch, positions)
 
@@ -335,7 +336,7 @@ def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callabl
 
 
 def _method(data: bytes, start: int, end: int) -> Any:  # noqa: ANN401 - each method has its own type
-    """Return the method of a frame. Raises ValueError or PAMQPException for a malformed one."""
+    """Return the method of a frame. Raises ValueError or PAMQPException for a malformed frame."""
     try:
         return frame.unmarshal(data[start:end])[2]
     except (PAMQPException, ValueError):

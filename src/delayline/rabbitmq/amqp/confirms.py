@@ -15,7 +15,7 @@ AnyPublication = TypeVar("AnyPublication", bound=Publication)
 
 
 class PublishBatch(Generic[AnyPublication]):
-    """The publications of one caller: which are settled, and how."""
+    """The publications of a caller: which are settled, and how."""
 
     __slots__ = ("failures", "left", "not_taken", "over", "publications", "settled")
 
@@ -30,13 +30,13 @@ class PublishBatch(Generic[AnyPublication]):
         self.settled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def settle(self, number: int) -> None:
-        """Count so many positions; the last one ends the wait."""
+        """Count so many positions; the last ends the wait."""
         self.left -= number
         if self.left == 0 and not self.settled.done():
             self.settled.set_result(None)
 
     def wait_again(self) -> None:
-        """Begin another wait after one that was cancelled."""
+        """Begin another wait after a cancelled wait."""
         if self.settled.cancelled():
             self.settled = asyncio.get_running_loop().create_future()
             if self.left == 0:
@@ -54,7 +54,7 @@ class PublishBatch(Generic[AnyPublication]):
 
 
 class ConfirmRange(NamedTuple):
-    """Publications of a batch that were written one after the other: positions and sequence numbers go together."""
+    """Publications of a batch that were written in a row: positions and sequence numbers go together."""
 
     batch: PublishBatch[Any]
     positions: Sequence[int]
@@ -66,7 +66,7 @@ class ConfirmRange(NamedTuple):
 
 
 class Confirms:
-    """The outstanding publications of one channel, by the sequence number that the broker counts them with."""
+    """The outstanding publications of a channel, by the sequence number that the broker counts them with."""
 
     def __init__(self) -> None:
         self._outstanding: dict[int, ConfirmRange] = {}
@@ -84,7 +84,7 @@ class Confirms:
         return len(self._outstanding)
 
     def wrote(self, batch: PublishBatch[Any], positions: Sequence[int]) -> None:
-        """Expect an answer for each of these, written in this order."""
+        """Expect an answer for each publication, written in this order."""
         run = ConfirmRange(batch, positions, self._next)
         if not self._outstanding:
             self._empty.clear()
@@ -93,7 +93,7 @@ class Confirms:
             self._outstanding[sequence] = run
 
     def settle(self, tag: int, *, multiple: bool, acknowledged: bool) -> None:
-        """Take the broker's answer to one publication, or to all up to it. Raises ValueError for one never written."""
+        """Take the broker's answer to a publication, or to all up to it. Raises ValueError for unwritten numbers."""
         if not 0 < tag < self._next:
             raise ValueError(f"it confirms message {tag} of {self._next - 1} on a channel")
         outstanding = self._outstanding
@@ -118,7 +118,7 @@ class Confirms:
             self._empty.set()
 
     def returned(self, exchange: str, routing_key: str, message_id: str | None, reason: str) -> bool:
-        """Mark an unroutable publication; its confirm follows. False for an unknown one.
+        """Mark an unroutable publication; its confirm follows. False for an unknown publication.
 
         Returns come in the order of publishing, so each search begins behind the last find.
         """

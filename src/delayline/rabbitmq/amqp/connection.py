@@ -1,4 +1,4 @@
-"""A connection to a broker: opened, kept alive, read frame by frame. An ended one is not used again."""
+"""A connection to a broker: opened, kept alive, read frame by frame. An ended connection is not used again."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ CAPABILITIES: Final = {
 
 
 class AmqpConnection(asyncio.Protocol):
-    """An AMQP 0-9-1 connection to one node, to be opened once; `lost` is the reason for its end.
+    """An AMQP 0-9-1 connection to a node, to be opened once; `lost` is the reason for its end.
 
     Args:
         parameters: The node.
@@ -195,7 +195,7 @@ class AmqpConnection(asyncio.Protocol):
             self._transport.write(data)
 
     def send(self, channel: int, method: frame.FrameTypes) -> None:
-        """Send one method."""
+        """Send a method."""
         self.write(frame.marshal(method, channel))
 
     @property
@@ -264,7 +264,7 @@ class AmqpConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the socket."""
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one by its methods, not by its class
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's has its methods, but is no subclass
         self._transport.set_write_buffer_limits(WRITE_BUFFER)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -21,7 +21,7 @@ class ExchangeDeclare(AnyName, commands.Exchange.Declare):
 
 
 class ExchangeBind(AnyName, commands.Exchange.Bind):
-    """Let one exchange pass messages on to another."""
+    """Let an exchange pass messages on to another."""
 
 
 class QueueDeclare(AnyName, commands.Queue.Declare):
@@ -33,7 +33,7 @@ class QueueBind(AnyName, commands.Queue.Bind):
 
 
 class ExchangeUnbind(AnyName, commands.Exchange.Unbind):
-    """Undo a binding of one exchange to another."""
+    """Undo a binding of an exchange to another."""
 
 
 class QueueUnbind(AnyName, commands.Queue.Unbind):
@@ -57,4 +57,4 @@ class Consume(AnyName, commands.Basic.Consume):
 
 
 class Get(AnyName, commands.Basic.Get):
-    """Take one message."""
+    """Take a message."""

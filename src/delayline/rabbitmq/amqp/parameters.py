@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """One node of a broker, who connects to it, and how long it may take for its answers."""
+    """A node of a broker, who connects to it, and how long it may take for its answers."""
 
     host: str
     port: int

@@ -1,4 +1,4 @@
-"""The properties of a message: read one by one, and decoded when they are asked for.
+"""The properties of a message: read singly, and decoded when they are asked for.
 
 A message is decoded by itself, after its frame was read: text that is not UTF-8, a time beyond year 9999 or an unknown
 type of value is a fault of that message, and of nothing else.
@@ -112,7 +112,7 @@ class Delivery(NamedTuple):
     def failures(self) -> int:
         """How many deliveries of it have ended otherwise than by a nack, as quorum queues count from version 4.3 on.
 
-        They count all earlier deliveries too: a number above that one is the sender's.
+        They count all earlier deliveries too: a larger number is the sender's.
         """
         headers = self.properties.headers
         failures, deliveries = headers.get(DELIVERY_COUNT), headers.get(ACQUIRED_COUNT)

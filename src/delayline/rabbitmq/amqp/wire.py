@@ -1,4 +1,4 @@
-"""Frames as bytes: those of one `basic.publish` are encoded by hand, because encoding is most of the cost of a send."""
+"""Frames as bytes: a `basic.publish` is encoded by hand, because encoding is most of the cost of a send."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ USER_ID_FLAG: Final = 1 << 4
 
 
 class Publication(Protocol):
-    """One message on its way to an exchange."""
+    """A message on its way to an exchange."""
 
     @property
     def exchange(self) -> str:
@@ -60,7 +60,7 @@ class Publication(Protocol):
 
 
 def short_string(text: str, what: str) -> bytes:
-    """Return an AMQP short string; raises Unsendable for one of more than 255 bytes."""
+    """Return an AMQP short string; raises Unsendable for a text of more than 255 bytes."""
     try:
         raw = text.encode()
     except UnicodeEncodeError as error:
@@ -71,7 +71,7 @@ def short_string(text: str, what: str) -> bytes:
 
 
 class PublishFrames:
-    """Encodes publications for one channel of a connection."""
+    """Encodes publications for a channel of a connection."""
 
     def __init__(self, channel: int, frame_max: int) -> None:
         self._channel = channel
@@ -79,7 +79,7 @@ class PublishFrames:
         self._methods: dict[tuple[str, str], bytes] = {}
 
     def encode(self, publication: Publication) -> bytes:
-        """Return all frames of one message; raises Unsendable for one that AMQP cannot carry."""
+        """Return all frames of a message; raises Unsendable for a message that AMQP cannot carry."""
         where = (publication.exchange, publication.routing_key)
         method = self._methods.get(where) or self._method(*where)
         properties, body = publication.content(self._most - CONTENT_HEAD)
