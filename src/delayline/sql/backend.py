@@ -20,7 +20,7 @@ NOT_STAGED: Final = frozenset({"mssql"})
 
 
 class SqlBackend(Backend):
-    """Tables of one SQL database; an endpoint's queues and delayed messages may be in two."""
+    """Tables of an SQL database; an endpoint's queues and delayed messages may be in two."""
 
     has_tables: ClassVar[bool] = True
 

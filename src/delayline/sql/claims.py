@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Claims(Protocol):
-    """This process's claims on rows of one table, which end with the process. Safe to call from any thread."""
+    """This process's claims on rows of a table, which end with the process. Safe to call from any thread."""
 
     def take(self, rows: Iterable[int], limit: int) -> list[int]:
         """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
@@ -40,7 +40,7 @@ class Claims(Protocol):
 
 
 class ServerClaims(Claims, Protocol):
-    """Claims on the rows of one table, held by a connection."""
+    """Claims on the rows of a table, held by a connection."""
 
     def close(self) -> None:
         """Give up every claim."""
@@ -48,7 +48,7 @@ class ServerClaims(Claims, Protocol):
 
 
 class Page(NamedTuple):
-    """The numbers that one look into a queue has found."""
+    """The numbers that a look into a queue has found."""
 
     claimed: list[int]
     last: int
@@ -58,7 +58,7 @@ class Page(NamedTuple):
 
 
 class TransactionsInProgress(NamedTuple):
-    """Which transactions are in progress, of those that can put messages into a queue."""
+    """Which transactions are in progress, of all that can put messages into a queue."""
 
     oldest: float
     """The number of the oldest one, or the time of its beginning; all with lower ones have ended."""
@@ -69,7 +69,7 @@ class TransactionsInProgress(NamedTuple):
 
 
 class WaitingReceiver(Protocol):
-    """A receiver of one queue for which a move may claim messages, which saves the receiver's own look."""
+    """A receiver of a queue for which a move may claim messages, which saves the receiver's own look."""
 
     queue: str
     wanted: int
@@ -94,7 +94,7 @@ class ClaimsInStatements(ServerClaims, Protocol):
         ...
 
     def waiting_receiver(self) -> WaitingReceiver | None:
-        """Return a receiver that waits for messages, if there is one."""
+        """Return a receiver that waits for messages, if there is any."""
         ...
 
     async def take_next(self, queued: Table, queue: str, after: int, limit: int, among: int = 0) -> Page:

@@ -1,10 +1,10 @@
 """Counts deliveries that ended without an outcome, as when a message has killed the process that handled it.
 
 Nothing is written for ordinary messages. A receiver is a row, and a claim on its number that ends with its process.
-When one starts it looks for rows without a claim: receivers that have crashed. Which messages they handled is unknown,
-but receivers start messages in the order of their numbers, so it was some of the first ones that nobody claims, as many
-as are handled at once. Only of those each further delivery is noted before it begins, and counted when the message is
-received again with that note still there.
+When a receiver starts it looks for rows without a claim: receivers that have crashed. Which messages they handled is
+unknown, but receivers start messages in the order of their numbers, so it was some of the first unclaimed messages, as
+many as are handled at once. Only of such messages each further delivery is noted before it begins, and counted when the
+message is received again with that note still there.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: The numbers of receivers are above those of messages, whose claims they share.
+#: The numbers of receivers are above the numbers of messages, whose claims they share.
 FIRST_NUMBER: Final = 1 << 39
 #: Seconds until the suspects are read again, while messages are received.
 READ_EVERY: Final = 0.5
 MOST_SUSPECTS: Final = 10_000
-#: Message numbers that are looked at together, and at most, for those that a crashed receiver may have handled.
+#: Message numbers that are looked at together, and at most, for messages that a crashed receiver may have handled.
 PAGE: Final = 500
 MOST_LOOKED_AT: Final = 20_000
 UNCOUNTED: Final = (
@@ -88,7 +88,7 @@ def crash_statements(tables: QueueTables, dialect: Dialect) -> CrashStatements:
 
 
 class CrashCounts:
-    """The count of one receiver's queue. Belongs to one event loop.
+    """The count of a receiver's queue. Belongs to an event loop.
 
     Where the tables cannot be used, as before an upgrade of the database, nothing is counted, and the log says so once.
     """
@@ -111,7 +111,7 @@ class CrashCounts:
         self._read_at = 0.0
 
     async def open(self, concurrency: int) -> None:
-        """Note that the receiver runs, and find those that have crashed. Idempotent.
+        """Note that the receiver runs, and find receivers that have crashed. Idempotent.
 
         Args:
             concurrency: How many messages are handled at once.

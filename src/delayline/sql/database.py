@@ -1,4 +1,4 @@
-"""One database, shared by every store and transport of this process that names it, so that they share transactions."""
+"""A database, shared by every store and transport of this process that names it, so that they share transactions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Database(ABC):
 
     @property
     def usable_since(self) -> int:
-        """The oldest generation of connections that are used; earlier ones are outdated, as by a failover."""
+        """The oldest generation of connections that are used; earlier generations are outdated, as by a failover."""
         return 0
 
     @property
@@ -105,7 +105,7 @@ class Database(ABC):
                 thread.join()  # it has nothing left to do
 
     async def close(self) -> None:
-        """Undo one `open`; the last one disconnects.
+        """Undo an `open`; the last disconnects.
 
         Connections to a silent server are closed later, in the background.
         """
@@ -181,11 +181,11 @@ class Database(ABC):
         *,
         one_statement: bool = False,
     ) -> Result:
-        """Run `work` in `transaction`, or, without one, in a transaction that commits it alone.
+        """Run `work` in `transaction`, or, without, in a transaction that commits it alone.
 
         Args:
             work: runs the statements; it may run again after a deadlock.
-            transaction: the external transaction; a new one if None.
+            transaction: the external transaction; a new transaction if None.
             one_statement: whether `work` runs a single statement, which some servers commit implicitly, saving a round
                 trip.
 
@@ -232,7 +232,7 @@ class Database(ABC):
         return SqlTransaction(self)
 
     async def enlist(self, external: ExternalTransaction, table: Table) -> EnlistedTransaction:
-        """Return the external transaction as one on this database; `table` is one that it will write to.
+        """Return the external transaction if it is on this database; `table` is a table that it will write to.
 
         Raises ConfigurationError for a transaction on another database, without a transaction, or for an object that is
         not a connection.
@@ -242,7 +242,7 @@ class Database(ABC):
         theirs = await enlisted.run(partial(self._theirs, table=table))
         ours = await self.read(partial(self.dialect.catalog.identify, table=table))
         if theirs.database != ours.database:
-            # The server may have been restarted, or another have become the primary, since one of the two connected.
+            # The server may have been restarted, or another have become the primary, since either of the two connected.
             theirs = await enlisted.run(partial(self._theirs, table=table))
             ours = await self.look(partial(self.dialect.catalog.identify, table=table))
         if theirs.database != ours.database:
@@ -301,7 +301,7 @@ class Database(ABC):
 
     @abstractmethod
     def claims(self, table: str) -> Claims:
-        """Return this process's claims on one table's rows."""
+        """Return this process's claims on a table's rows."""
 
     @abstractmethod
     def before_fork(self) -> None:

@@ -1,4 +1,4 @@
-"""The databases of this process: stores and transports that name the same one share it, and its transactions."""
+"""The databases of this process: stores and transports that name the same database share it, and its transactions."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ if TYPE_CHECKING:
 class SqlDatabase:
     """A database and how it is connected to, for its transports, stores and persisters.
 
-    Each of them may be given its plain URL instead; they share its connections, and these settings, either way.
+    Each of them may be given its plain URL instead; they share its connections, and the settings, either way.
 
     Args:
         url: The database, as `postgresql://user@host/name`; or an Engine of SQLAlchemy for a server, which makes the
             connections. They are delayline's own and do not return to the Engine's pool.
         pool_size: How many connections a server gets for statements and transactions, 2 to 1000; by default 4. Also a
-            parameter of the URL. Notifications and claims need one more each, and single inserts and deletes another.
+            parameter of the URL. Notifications and claims need another connection each, and single inserts and deletes
+            another.
         server_timeout: Seconds to wait for an answer of the server, above 0 and up to 3600; by default 15. Also a
             parameter of the URL, as in `?server_timeout=5`. Set-up and bulk work may take ten times as long.
         connect: Returns a new connection of the driver (psycopg, PyMySQL or pymssql), as for passwords that expire.
@@ -79,7 +80,7 @@ class SqlDatabase:
 
 
 def must_exist(url: str) -> None:
-    """Raise BackendUnusable if the database does not exist and opening it would create an empty one."""
+    """Raise BackendUnusable if the database does not exist and opening it would create an empty database."""
     database_at(url).dialect.connections.must_exist()
 
 
@@ -116,7 +117,8 @@ async def planned(url: str, groups: Sequence[TableGroup], *, schema: str | None 
 
 
 _shared: Final[WeakValueDictionary[Hashable, Database]] = WeakValueDictionary()
-#: Those of servers by URL: to make an object only to find its identity takes milliseconds. A file's depends on more.
+#: Identities of servers by URL: to make an object only to find its identity takes milliseconds. A file's depends on
+#: more.
 _servers: Final[WeakValueDictionary[URL, Database]] = WeakValueDictionary()
 _sharing: Final = threading.Lock()
 LARGEST_POOL: Final = 1000
@@ -125,7 +127,7 @@ LARGEST_POOL: Final = 1000
 def database_at(given: str | Engine | SqlDatabase) -> Database:
     """Return this process's database, without opening it. Raises ConfigurationError.
 
-    Those who name the same database share it: the shortest of their timeouts applies, the largest of their pools, and
+    Users that name the same database share it: the shortest of their timeouts applies, the largest of their pools, and
     the latest way to connect.
     """
     value = given if isinstance(given, SqlDatabase) else SqlDatabase(given)

@@ -1,8 +1,8 @@
 """Limits on waits for a server's answer: a connection whose answer is overdue is shut down, so that its driver raises.
 
 Drivers block in system calls that no other thread can interrupt, and their own options (TCP settings, statement
-timeouts) have no effect when the server's process is stopped. One thread per process watches all waits and shuts down
-the sockets of overdue ones.
+timeouts) have no effect when the server's process is stopped. A thread per process watches all waits and shuts down
+the sockets of overdue waits.
 """
 
 from __future__ import annotations
@@ -81,10 +81,10 @@ def _longer(
 
 
 class StopLimit:
-    """How long answers of one database are awaited while an endpoint that uses it stops.
+    """How long answers of a database are awaited while an endpoint that uses it stops.
 
-    It holds for everything on the database: waits of one user keep others' from their connections. Waits that began
-    before the stop, and those of its first seconds, end together; each later one has a few seconds.
+    It holds for everything on the database: waits of a user keep others' from their connections. Waits that began
+    before the stop, and waits of its first seconds, end together; each later wait has a few seconds.
     """
 
     def __init__(self) -> None:
@@ -94,14 +94,14 @@ class StopLimit:
         """The time, by `time.monotonic`, at which the waits of a stop end; None while nothing stops."""
 
     def begin(self) -> None:
-        """Begin a stop. Every one needs an `end`."""
+        """Begin a stop. Every stop needs an `end`."""
         with self._lock:
             if self._stops == 0:
                 self.at = time.monotonic() + STOPPING
             self._stops += 1
 
     def end(self) -> None:
-        """End a stop; after the last one the usual limits hold again."""
+        """End a stop; after the last the usual limits hold again."""
         with self._lock:
             self._stops = max(0, self._stops - 1)
             if self._stops == 0:
@@ -113,7 +113,7 @@ class StopLimit:
         return deadline if at is None else min(deadline, max(at, since + STOPPING_EACH))
 
     def left(self, seconds: float) -> float:
-        """Return how many of these seconds a wait has that begins now."""
+        """Return how many of the seconds a wait has that begins now."""
         now = time.monotonic()
         return self.end_of(now + seconds, now) - now
 
@@ -132,7 +132,7 @@ class LimitedWaits(Protocol):
 
 
 class AnswerDeadline:
-    """The wait of one connection, if it waits. Begun and ended by the thread that uses the connection."""
+    """The wait of a connection, if it waits. Begun and ended by the thread that uses the connection."""
 
     __slots__ = ("__weakref__", "_closing", "_socket", "_stops", "deadline", "limit", "missed", "since")
 
@@ -196,7 +196,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
 
     def add(self, watch: LimitedWaits) -> None:
-        """Look at these waits too."""
+        """Look at more waits too."""
         with self._lock:
             self._watches.add(watch)
             if self._thread is None:

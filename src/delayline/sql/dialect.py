@@ -1,4 +1,4 @@
-"""A database product in parts, one a subject: what all have in common, and what each product has to say.
+"""A database product in parts by subject: what all have in common, and what each product has to say.
 
 The parts of a server are in `server`; the packages of the products have the rest.
 """
@@ -39,7 +39,7 @@ Finding = tuple[str, bool, str]
 
 
 class TableIdentity(NamedTuple):
-    """Identity of a table on one connection."""
+    """Identity of a table on a connection."""
 
     name: str
     """The database, for people."""
@@ -50,7 +50,7 @@ class TableIdentity(NamedTuple):
 
 
 class DecisionReader(Protocol):
-    """How one database is asked for a decision that may be being taken."""
+    """How a database is asked for a decision that may be being taken."""
 
     def wait_briefly(self, connection: Connection) -> None:
         """Let statements of the open transaction raise BackendUnavailable that would have to wait for others'."""
@@ -62,7 +62,7 @@ class DecisionReader(Protocol):
 
 
 class PreparedTransactions(Protocol):
-    """Prepared transactions of one database, which any process can finish later."""
+    """Prepared transactions of a database, which any process can finish later."""
 
     def check(self, connection: Connection) -> str:
         """Return a short name that no other database has. Raises BackendUnusable where it cannot."""
@@ -131,18 +131,18 @@ class StatementWords(ABC):
     """The columns that show the oldest transaction in progress and the number of the next; none where nothing does."""
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        """Return the condition that the column is one of the list bound as `name`."""
+        """Return the condition that the column is in the list bound as `name`."""
         return column.in_(bindparam(name, expanding=True))
 
     def by_key(
         self, column: ColumnElement[Any], name: str, within: ColumnElement[bool] | None = None
     ) -> ColumnElement[bool]:
-        """Return the condition that the unique column is one of the list, for rows that no other transaction changes.
+        """Return the condition that the unique column is in the list, for rows that no other transaction changes.
 
         Args:
             column: The column.
             name: The list's parameter.
-            within: What is true of these rows anyway, for a planner that needs it to find them in few steps.
+            within: What is true of the rows anyway, for a planner that needs it to find them in few steps.
         """
         del within
         return self.one_of(column, name)
@@ -171,7 +171,7 @@ class BulkStatements(ABC):
         insert.change_many(connection, rows)
 
     def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
-        """Insert many rows by one statement that commits by itself; False for another way, and nothing was done."""
+        """Insert many rows by a statement that commits by itself; False for another way, and nothing was done."""
         del connection, insert, rows
         return False
 
@@ -186,7 +186,7 @@ class BulkStatements(ABC):
         """Lock the table against writers, or readers too, until the transaction ends; some products do nothing."""
 
     def begin_scan(self, connection: Connection) -> None:  # noqa: B027 - optional
-        """Begin a transaction if a cursor on the server, or a setting for a statement, needs one."""
+        """Begin a transaction if a cursor on the server, or a setting for a statement, needs it."""
 
     def plan_for_scans(self, connection: Connection) -> None:  # noqa: B027 - optional
         """Let the server plan the transaction's statements for whole tables, where connections plan for few rows."""
@@ -204,7 +204,7 @@ class BulkStatements(ABC):
 
 
 class Catalog(ABC):
-    """The tables of one database: names, set-up, checks and rights."""
+    """The tables of a database: names, set-up, checks and rights."""
 
     rights_to_store: ClassVar[Sequence[str]] = TO_PUT
     """The rights on its table that storing messages needs."""
@@ -215,10 +215,10 @@ class Catalog(ABC):
 
     @abstractmethod
     def kept_name(self, table: str) -> str:
-        """Return the name under which the database keeps a table; raises ConfigurationError for one too long."""
+        """Return the name under which the database keeps a table; raises ConfigurationError for a name too long."""
 
     def schema_of(self, schema: str | None) -> str | None:
-        """Return the schema that the user has named, or the one to use, None for the connection's own."""
+        """Return the schema that the user has named, or the schema to use, None for the connection's own."""
         return schema
 
     def timeouts_table(self, name: str, schema: str | None) -> Table:
@@ -230,7 +230,7 @@ class Catalog(ABC):
         return self.timeouts_table(self.kept_name(name), self.schema_of(schema))
 
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
-        """Return the shared tables that this product has besides those of the queues: by default none."""
+        """Return the shared tables that this product has besides the queues' tables: by default none."""
         del tables
         return ()
 
@@ -239,15 +239,15 @@ class Catalog(ABC):
         connection.execute(step)
 
     def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
-        """Return the statements that mend a table that is there: they number new rows behind those of existing ones.
+        """Return the statements that mend a table that is there: they number new rows behind those of existing rows.
 
-        Raises BackendUnusable for a table that cannot be used, as one that another engine has distributed.
+        Raises BackendUnusable for a table that cannot be used, such as a table that another engine has distributed.
         """
         del connection, table
         return ()
 
     def setting_up(self, connection: Connection) -> AbstractContextManager[None]:
-        """Let one process at a time create tables, in the transaction that is open."""
+        """Let a single process at a time create tables, in the transaction that is open."""
         del connection
         return contextlib.nullcontext()
 
@@ -365,7 +365,7 @@ class DriverErrors(ABC):
         return self.has_rolled_back(error)
 
     def gave_way(self, error: BaseException) -> bool:
-        """Return whether the error, or one that it was raised from, gave the transaction up in favour of another."""
+        """Return whether the error, or one of its causes, gave the transaction up in favour of another."""
         cause: BaseException | None = error
         while cause is not None:
             if isinstance(cause, Exception) and _is_of_driver(cause) and self.is_deadlock(cause):
@@ -394,7 +394,7 @@ class Connections(ABC):
         return None
 
     def must_exist(self) -> None:  # noqa: B027 - connecting to a server makes no database
-        """Raise BackendUnusable if the database does not exist and connecting would create an empty one."""
+        """Raise BackendUnusable if the database does not exist and connecting would create an empty database."""
 
     @abstractmethod
     def look(self) -> AbstractContextManager[Connection]:
@@ -407,7 +407,7 @@ class Connections(ABC):
 
 
 class Dialect(ABC):
-    """One database of one product: a part for each subject."""
+    """A database of a product: a part for each subject."""
 
     sql: sqlalchemy.Dialect
     """SQLAlchemy's dialect, which statements are compiled for."""
@@ -431,5 +431,5 @@ def conflict_columns(table: Table, key: str) -> Sequence[str]:
 
 
 def _is_of_driver(error: Exception) -> bool:
-    """Return whether a driver, SQLAlchemy for one, or Django has raised it: PEP 249 names the base class of theirs."""
+    """Return whether a driver, SQLAlchemy or Django has raised it: PEP 249 names the base class of theirs."""
     return isinstance(error, DBAPIError) or any(kind.__name__ == "Error" for kind in type(error).__mro__)

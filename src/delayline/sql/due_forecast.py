@@ -1,7 +1,7 @@
 """Counts of pending messages by due time, without reading all of them.
 
-A bucket with few messages is counted by the index of due times. For a larger one the dialect is asked for an estimate,
-and its division by destination comes from the first messages of the bucket.
+A bucket with few messages is counted by the index of due times. For a larger bucket the dialect is asked for an
+estimate, and its division by destination comes from the first messages of the bucket.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: Entries of the index that all buckets of a forecast may read together.
 COUNTED: Final = 60_000
-#: The most that one bucket may read.
+#: The most that a bucket may read.
 COUNTED_EACH: Final = 20_000
 #: Rows that all buckets may read together to be divided by destination.
 SAMPLED: Final = 2_000
@@ -37,7 +37,7 @@ SAMPLED: Final = 2_000
 def forecast(
     connection: Connection, statements: StoreStatements, edges: Sequence[datetime], *, by_destination: bool
 ) -> DueForecast:
-    """Return the forecast; one to four statements, each with a bounded number of rows."""
+    """Return the forecast; 1 to 4 statements, each with a bounded number of rows."""
     table, dialect = statements.table, statements.dialect
     values = [dialect.values.to_due(edge) for edge in edges]
     number = len(values) + 1

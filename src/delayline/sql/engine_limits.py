@@ -1,4 +1,4 @@
-"""Limits on the waits of Engines that are made for handlers: those of delayline's own connections."""
+"""Limits on the waits of Engines that are made for handlers, the same as of delayline's own connections."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ async def hold_of(external: ExternalTransaction) -> ConnectionAdapter:
 class SyncConnectionAdapter:
     """A blocking connection: used on its caller's waiting thread, or else on a dedicated thread.
 
-    An SQLite connection bound to the event loop's thread is used on that thread, and so is one of Django's.
+    An SQLite connection bound to the event loop's thread is used on that thread, and so is a connection of Django's.
     """
 
     def __init__(
@@ -303,7 +303,7 @@ def borrow_mysqlclient(connection: Any) -> Iterator[BorrowedConnection]:  # noqa
 
 @contextlib.contextmanager
 def borrow_django(given: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 - Django belongs to its user
-    """Borrow the driver's connection of Django's `connection`, of one of `connections`, or of an alias of DATABASES."""
+    """Borrow the driver's connection of Django's `connection`, a member of `connections`, or an alias of DATABASES."""
     wrapper = _wrapper_of(given)
     if wrapper.connection is None:
         _connect(wrapper)
@@ -353,7 +353,7 @@ def _connect(wrapper: Any) -> None:  # noqa: ANN401
 
 
 class PlainCursor:
-    """A cursor of a driver that has only one form of parameters, %s."""
+    """A cursor of a driver that has only a single form of parameters, %s."""
 
     def __init__(self, cursor: Any) -> None:  # noqa: ANN401 - the driver's
         self._cursor = cursor

@@ -1,6 +1,6 @@
-"""A database in one file: reads side by side, writes one transaction at a time, claims on rows beside the file.
+"""A database in a file: reads side by side, writes a transaction at a time, claims on rows beside the file.
 
-Concurrent writes share one commit, the most expensive part of a short transaction.
+Concurrent writes share a commit, the most expensive part of a short transaction.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ READERS: Final = 2
 
 
 class FileDatabase(Database):
-    """An SQLite file: one writer at a time; concurrent writes share a commit."""
+    """An SQLite file: a single writer at a time; concurrent writes share a commit."""
 
     locks_rows = False
 
@@ -239,7 +239,7 @@ class FileDatabase(Database):
 
 
 class WriterCheckout:
-    """The writing connection, for the one that has entered the semaphore."""
+    """The writing connection, for the task that has entered the semaphore."""
 
     def __init__(self, database: FileDatabase) -> None:
         self._database = database
@@ -275,7 +275,7 @@ MAXIMUM_GROUP: Final = 200
 
 
 class Write(Generic[Result]):
-    """One caller's work and its result."""
+    """A caller's work and its result."""
 
     def __init__(self, work: Callable[[Connection], Result]) -> None:
         self.work = work
@@ -321,13 +321,13 @@ class GroupCommit:
     def take(self) -> list[Write[Any]]:
         """Return the writes of the next group."""
         group: list[Write[Any]] = []
-        with contextlib.suppress(IndexError):  # not by the length: another loop's thread may withdraw one meanwhile
+        with contextlib.suppress(IndexError):  # not by the length: another loop's thread may withdraw work
             while len(group) < MAXIMUM_GROUP:
                 group.append(self._waiting.popleft())
         return group
 
     def run(self, group: list[Write[Any]], connection: Connection) -> None:
-        """Run the group in one transaction: those that fail alone are undone alone, the others committed."""
+        """Run the group in a single transaction: works that fail alone are undone alone, the others committed."""
         try:
             self._transactions.begin(connection)
             try:
@@ -374,7 +374,7 @@ class NumberStatements:
 
 
 class FileRowClaims:
-    """The rows of one store's table in an SQLite file."""
+    """The rows of a store's table in an SQLite file."""
 
     def __init__(self, database: FileDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
@@ -412,7 +412,7 @@ class FileRowClaims:
         """Do nothing: every look reads the whole table."""
 
     def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
-        """Do nothing: every look is a full one."""
+        """Do nothing: every look is full."""
         del found
         return lambda: None
 
@@ -470,7 +470,7 @@ class FileRowClaims:
     def _claim_due(
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
     ) -> Sequence[DelayedMessage]:
-        """Claim due rows page by page until there are enough; read those that are still there and still due."""
+        """Claim due rows page by page until there are enough; read the rows that are still there and still due."""
         batch: list[DelayedMessage] = []
         statements, size, skip = self._statements, 0, 0
         while len(batch) < limit and size < max_bytes:

@@ -111,7 +111,7 @@ JOURNAL: Final = schema.register(schema.TableGroup("journal", _tables_of))
 
 
 class Trigger(ExecutableDDLElement):
-    """A statement about triggers, in the words of one product."""
+    """A statement about triggers, in the words of a product."""
 
     def __init__(self, template: str, name: str, store: Table, journal: Table) -> None:
         self.template = template
@@ -134,7 +134,7 @@ def _trigger(element: Trigger, compiler: DDLCompiler, **_: object) -> str:
 
 
 class Journal:
-    """The journal of one store's table."""
+    """The journal of a store's table."""
 
     def __init__(self, store: Table, dialect: Dialect) -> None:
         self._store = store
@@ -149,7 +149,7 @@ class Journal:
     def plan(self, connection: Connection, *, kept: bool) -> list[Executable]:
         """Return the statements that create the journal's triggers, or drop them: its entries stay. Idempotent.
 
-        Raises ConfigurationError for a product that cannot keep one.
+        Raises ConfigurationError for a product that cannot keep a journal.
         """
         triggers = self._dialect.catalog.journal
         if triggers is None:
@@ -179,17 +179,17 @@ class Journal:
         return self._tables.entries
 
     def gave_up(self, messages: Iterable[DelayedMessage]) -> None:
-        """Note that these are about to be removed because they go to the error queue."""
+        """Note that messages are about to be removed because they go to the error queue."""
         if self._kept:
             self._given_up.update(message.id for message in messages)
 
     def fetched(self, messages: Sequence[DelayedMessage]) -> None:
-        """Delete the marks of these messages."""
+        """Delete the marks of the messages."""
         if self._given_up:
             self._given_up.difference_update(message.id for message in messages)
 
     def failed(self, messages: Sequence[DelayedMessage]) -> list[str]:
-        """Return the ids of those that go to the error queue."""
+        """Return the ids of messages that go to the error queue."""
         return [message.id for message in messages if message.id in self._given_up] if self._given_up else []
 
     def last(self, connection: Connection) -> int:
@@ -197,7 +197,7 @@ class Journal:
         return connection.execute(select(func.max(self._tables.entries.c.seq))).scalar() or 0
 
     def rename(self, connection: Connection, since: int, ids: Sequence[str] | Select[Any], event: JournalEvent) -> None:
-        """Set the event of entries after `since`, in the transaction that has stored these messages."""
+        """Set the event of entries after `since`, in the transaction that has stored the messages."""
         entries = self._tables.entries.c
         stored = (entries.seq > since, entries.store == self._store.name, entries.event == JournalEvent.SCHEDULED.value)
         change = update(self._tables.entries).where(*stored, entries.id.in_(ids))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class JournalTriggers:
     """Templates of the statements about the triggers that write a store's journal.
 
-    Names in braces are those of tables, quoted, and `store`, a literal.
+    Names in braces are names of tables, quoted, and `store`, a literal.
     """
 
     create: Mapping[str, str]
@@ -32,8 +32,8 @@ GONE: Final = "CASE {old}retry_count WHEN -1 THEN 'cancelled' WHEN -2 THEN 'fail
 CHANGED: Final = "CASE WHEN NEW.retry_count > OLD.retry_count THEN 'retried' ELSE 'rescheduled' END"
 IS_CHANGE: Final = "NEW.retry_count >= 0 AND (NEW.due <> OLD.due OR NEW.retry_count <> OLD.retry_count)"
 
-#: Whole statements at once, as their rows come: a batch costs one insert more. Whose path the caller has set does not
-#: matter: the tables are those that were there at the beginning.
+#: Whole statements at once, as their rows come: a batch costs an insert more. Whose path the caller has set does not
+#: matter: the tables are the tables that were there at the beginning.
 ON_STATEMENTS: Final = {
     "function": f"""
 CREATE OR REPLACE FUNCTION {{function}}() RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS $$

@@ -1,9 +1,9 @@
-"""Moves of due messages from a store to their queues inside one database.
+"""Moves of due messages from a store to their queues inside a database.
 
 A move may claim messages for a receiver of this process that waits for some, which saves the receiver's own look:
 
     poller -> ServerRowClaims.forward -> ClaimingForwarding.run_for -> WaitingReceiver.moved, on the receiver's loop
-                     |                     one statement moves the messages to their queues, and locks some
+                     |                     a statement moves the messages to their queues, and locks some
                      +- ClaimsInStatements.waiting_receiver: who waits, and for how many
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """How many messages moved, to which queues, and how many due ones were passed over."""
+    """How many messages moved, to which queues, and how many due messages were passed over."""
 
     number: int
     queues: set[str]
@@ -38,7 +38,7 @@ class Moved:
 
 
 class Forwarding(Protocol):
-    """Moves the earliest due messages of one store's table on a server."""
+    """Moves the earliest due messages of a store's table on a server."""
 
     one_statement: bool
     """Whether `run` is a single statement."""
@@ -53,11 +53,11 @@ class Forwarding(Protocol):
         counted: bool = False,
         since: object | None = None,
     ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`.
+        """Move messages, only from `since` on if given, and return the result, with `counts` if `counted`.
 
         `next_due` is `until` where more may be due; else the due time of the next message, or None where it is unknown.
 
-        Those that need more than moving are passed over: their queue does not exist, or their headers hold
+        Messages that need more than moving are passed over: their queue does not exist, or their headers hold
         properties that are meant for the dispatch only, or a time to be received.
         """
         ...
@@ -78,14 +78,14 @@ class ClaimingForwarding(Forwarding, Protocol):
         counted: bool,
         since: object | None,
     ) -> Moved:
-        """Move messages as `run` does, on the connection of the claims, and return those that are `claimed` too.
+        """Move messages as `run` does, on the connection of the claims, and return the messages that are `claimed` too.
 
         Args:
             receiver: The receiver, which may get messages of its queue.
             claims: This process's claims on the rows of the queues.
             until: The latest due time.
             limit: The most messages to move.
-            max_bytes: The most bytes to move, if it is more than one message.
+            max_bytes: The most bytes to move, if it is more than a message.
             counted: Whether the result has `counts`.
             since: The earliest due time, None for any.
         """

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Notifications(Protocol):
-    """Notifications of one database. Thread-safe, except for `subscribe`."""
+    """Notifications of a database. Thread-safe, except for `subscribe`."""
 
     reach_others: bool
     """Whether listeners in other processes are notified; otherwise those have to poll."""
@@ -38,7 +38,7 @@ class Notifications(Protocol):
 
 
 class ServerNotifications(Notifications, Protocol):
-    """Notifications of one database server."""
+    """Notifications of a database server."""
 
     def register_store(self, channel: str, schema: str | None) -> None:
         """Register the schema of the tables that `channel` belongs to."""
@@ -61,7 +61,7 @@ class ServerNotifications(Notifications, Protocol):
         ...
 
     def renew(self) -> None:
-        """Listen on another connection: the server behind the present one is not the primary any more."""
+        """Listen on another connection: the server behind the present connection is not the primary any more."""
         ...
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Listener:
         self._loop = asyncio.get_running_loop()
 
     def notify(self, at: int) -> None:
-        """Schedule a call; thread-safe. On its own loop it costs none of the system calls that wake another one."""
+        """Schedule a call; thread-safe. On its own loop it costs none of the system calls that wake another."""
         if running_loop() is self._loop:
             self._loop.call_soon(self._call, at)
             return
@@ -142,7 +142,7 @@ class Listeners:
 
 
 class LocalNotifications:
-    """Notifications inside one process, for servers that cannot notify others: those poll. Thread-safe."""
+    """Notifications inside a process, for servers that cannot notify others: other processes poll. Thread-safe."""
 
     reach_others = False
 

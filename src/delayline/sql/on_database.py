@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class OnDatabase:
-    """A database, alone or as one of the two of a two-phase commit."""
+    """A database, alone or as either of the two of a two-phase commit."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class OnDatabase:
 
     @property
     def external_domain(self) -> Hashable:
-        """The domain of external transactions, which reach this one database."""
+        """The domain of external transactions, which reach this database only."""
         return self._database.domain
 
     def gave_way(self, error: BaseException) -> bool:
@@ -85,7 +85,7 @@ class OnDatabase:
             raise
 
     async def _close_database(self) -> None:
-        """Undo one `_open_database`, and a `stop_soon` that came meanwhile."""
+        """Undo an `_open_database`, and a `stop_soon` that came meanwhile."""
         try:
             await self._database.close()
         finally:
@@ -115,7 +115,7 @@ class StoreOnDatabase(OnDatabase):
         return self._database.clock
 
     async def read_tables(self, work: Callable[[Connection, Dialect, str | None], Result]) -> Result:
-        """Run a read-only work with the dialect and the schema, on an open connection if there is one."""
+        """Run a read-only work with the dialect and the schema, on an open connection if there is any."""
         dialect, schema = self._database.dialect, self._schema
 
         def bound(connection: Connection) -> Result:
@@ -127,6 +127,6 @@ class StoreOnDatabase(OnDatabase):
             return await self._database.look(bound)
 
     def _take_part(self) -> None:
-        """Join the two-phase commit, if there is one: last, when nothing else can be refused any more."""
+        """Join the two-phase commit, if there is any: last, when nothing else can be refused any more."""
         if self._two_phase is not None:
             self._two_phase.take_part(self._database)

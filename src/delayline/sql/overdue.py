@@ -32,7 +32,7 @@ class OverdueWork:
     """Limits how long anything waits for work of a server's threads, beyond the limits of each answer.
 
     Args:
-        connections: Those to the server.
+        connections: The connections to the server.
         pools: The threads.
     """
 
@@ -56,7 +56,7 @@ class OverdueWork:
                 self._look(item, now, longest)
 
     def _look(self, item: WorkItem[Any], now: float, longest: float) -> None:
-        """Look at one piece of work; `longest`: what the work of the threads may take, for which others wait."""
+        """Look at a piece of work; `longest`: what the work of the threads may take, for which others wait."""
         since = item.given if item.begun is None else item.begun
         allowed = self.limit * item.factor + (longest if item.begun is None else 0.0)
         if now - since > allowed and not item.reported:

@@ -32,7 +32,7 @@ class StatementResult(NamedTuple):
 
 
 class Prepared:
-    """One statement, given its parameters in the order of `names`, whatever the order in its SQL.
+    """A statement, given its parameters in the order of `names`, whatever the order in its SQL.
 
     A parameter that SQLAlchemy expands (`column.in_(bindparam(..., expanding=True))`) takes a list that is not empty.
     `prefix` is put before the statement, as in `EXPLAIN `. The value of a name in `may_lack` is dropped where the SQL
@@ -82,7 +82,7 @@ class Prepared:
         return cursor
 
     def text(self, lengths: Sequence[int]) -> str:
-        """Return the SQL for lists of these lengths."""
+        """Return the SQL for lists of the given lengths."""
         sql = self.sql
         for (_, marker), length in zip(self._lists, lengths, strict=True):
             sql = sql.replace(marker, _marks(self._mark, length))
@@ -146,7 +146,7 @@ class Prepared:
         return [row for some in self._in_parts(keys) for row in self.rows(connection, *values, some)]
 
     def _in_parts(self, keys: Sequence[Any]) -> list[list[Any]]:
-        """Return the keys as lists for a statement each; an array, which is one parameter, is as long as it likes."""
+        """Return the keys as lists for a statement each; an array, a single parameter, is as long as it likes."""
         length = LONGEST_LIST if self._lists else len(keys)
         return [list(keys[first : first + length]) for first in range(0, len(keys), length or 1)]
 

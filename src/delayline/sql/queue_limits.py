@@ -38,7 +38,7 @@ LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits
 WAIT: Final = 0.5  # seconds that it waits where they admit nothing
 SECOND: Final = 1_000_000  # microseconds
 MOST_SLOTS: Final = 10_000
-CLAIMED_AT_ONCE: Final = 100  # slots of a handler, to count those that are taken: a server has room for some thousands
+CLAIMED_AT_ONCE: Final = 100  # slots of a handler, to count taken slots: a server has room for some thousands
 HIGHEST_RATE: Final = 1_000_000
 BURST: Final = SECOND // 10  # idle microseconds for which messages may follow at once
 ATTEMPTS: Final = 20  # to advance a rate that other processes advance too
@@ -114,7 +114,7 @@ def checked_handlers(handlers: Mapping[str, int | None] | Unset) -> Mapping[str,
 
 
 def merged(kept: Mapping[str, int], changes: Mapping[str, int | None]) -> str | None:
-    """Return the text in the registry for limits of types with these changes."""
+    """Return the text in the registry for limits of types with the changes."""
     after = {name: number for name, number in {**kept, **changes}.items() if number is not None}
     return json.dumps(after, sort_keys=True) if after else None
 
@@ -147,7 +147,7 @@ def _period(rate: object) -> int:
 
 
 class SqlHandlerSlots:
-    """The slots of one type of message, each of them claimed by the process that uses it."""
+    """The slots of a type of message, each of them claimed by the process that uses it."""
 
     def __init__(
         self, database: Database, name: str, number: int, read_limits: Callable[[], Coroutine[object, object, None]]
@@ -158,7 +158,7 @@ class SqlHandlerSlots:
         self._read_limits = read_limits
 
     def resize(self, number: int) -> None:
-        """Change how many slots there are; those above that are taken are counted until they are free."""
+        """Change how many slots there are; taken slots above that are counted until they are free."""
         self._number, self._highest = number, max(number, self._highest)
 
     async def take(self) -> int | None:
@@ -178,7 +178,7 @@ class SqlHandlerSlots:
         return slots[0] if slots else None
 
     def _taken(self, first: int, last: int) -> int:
-        """Return how many of the slots are claimed, in all processes: those that cannot be claimed here."""
+        """Return how many of the slots are claimed, in all processes: slots that cannot be claimed here."""
         taken = 0
         for start in range(first, last + 1, CLAIMED_AT_ONCE):
             some = range(start, min(start + CLAIMED_AT_ONCE, last + 1))
@@ -199,7 +199,7 @@ class SqlHandlerSlots:
 
 
 class QueueAdmission:
-    """Admits messages of one queue to one receiver, within the queue's limits. Belongs to one event loop."""
+    """Admits messages of a queue to a receiver, within the queue's limits. Belongs to an event loop."""
 
     def __init__(self, database: Database, statements: LimitStatements, queue: str, slots: str) -> None:
         self._database = database

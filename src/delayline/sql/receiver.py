@@ -5,7 +5,7 @@
     receive(limit)
       |
       v            the last look found fewer than wanted: until a notification, the time of the next full look, or the
-    RESTED? -----> end of the pause; then a moment more, up to 3 ms from one look to the next, so that messages that
+    RESTED? -----> end of the pause; then a moment more, up to 3 ms between looks, so that messages that
       |    |       come at nearly the same time are received together
       |    `---- a move has claimed messages meanwhile (`moved`) ---------------------------------------> RETURNED
       v
@@ -60,11 +60,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds at most until messages before those received last are found, while others come in ...
+#: Seconds at most until messages before the messages received last are found, while others come in ...
 FULL_LOOK_EVERY: Final = 0.5
 #: ... and once an external transaction has committed, whose messages got their numbers when it inserted them.
 FULL_LOOK_AFTER_COMMIT: Final = 0.02
-#: Seconds for which a look repeats earlier ones: messages get their numbers before they are committed, so those of
+#: Seconds for which a look repeats earlier ones: messages get their numbers before they are committed, so messages of
 #: concurrent senders appear out of order.
 OVERLAP: Final = 0.02
 #: Seconds until a receiver looks again after it has received messages, where other processes cannot notify it; doubled
@@ -73,19 +73,19 @@ FIRST_PAUSE: Final = 0.01
 #: After a look that has found all messages a receiver rests so many times as long as the look took, so that messages
 #: that come at nearly the same time are received together ...
 RESTS: Final = 3
-#: ... but no longer than so many seconds from the beginning of one look to the next.
+#: ... but no longer than so many seconds from the beginning of a look to the next.
 LOOKS_WITHIN: Final = 0.003
-#: Behind messages that other processes have claimed, each page is so many times as long as the one before, up to a
-#: limit: a process with few handlers would never get past those of processes that have claimed thousands.
+#: Behind messages that other processes have claimed, each page is so many times as long as the page before, up to a
+#: limit: a process with few handlers would never get past messages of processes that have claimed thousands.
 LONGER: Final = 4
 LONGEST_PAGE: Final = 4_000
 #: A look for queues with messages is repeated after so many times as long as it took, if that is longer.
 IDLE_LOOK_SHARE: Final = 5
-OUT_OF_ORDER: Final = -2  # the time in a notification of messages that may have lower numbers than the last ones
+OUT_OF_ORDER: Final = -2  # the time in a notification of messages that may have lower numbers than the last
 
 
 class SqlReceiver:
-    """Takes messages from one queue; the claims of a process that ends are free again at once.
+    """Takes messages from a queue; the claims of a process that ends are free again at once.
 
     While it waits, a move may claim messages for it, see `WaitingReceiver`.
     """
@@ -108,7 +108,7 @@ class SqlReceiver:
         self._crashes = crashes
         self._event = asyncio.Event()
         self._stopped = False
-        self._recent = RecentNumbers(OVERLAP if database.locks_rows else 0.0)  # a file has one writer
+        self._recent = RecentNumbers(OVERLAP if database.locks_rows else 0.0)  # a file has a single writer
         self._full_at = -math.inf
         """When messages were last looked for from the first one on."""
         self._full_look_every = FULL_LOOK_EVERY
@@ -205,7 +205,7 @@ class SqlReceiver:
         return []
 
     async def _count_crashes(self, batch: list[ReceivedMessage]) -> None:
-        """Tell those apart whose deliveries have ended without an outcome before."""
+        """Tell messages apart whose deliveries have ended without an outcome before."""
         if batch and (counts := await self._crashes.of(map(_number, batch))):
             batch[:] = [replace(received, earlier_deliveries=counts.get(_number(received), 0)) for received in batch]
 
@@ -347,9 +347,9 @@ class SqlReceiver:
         await self._crashes.close()
 
     async def _claim(self, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]) -> None:
-        """Claim messages behind those claimed before; at intervals, and if there are none, from the first one on.
+        """Claim messages behind earlier claims; at intervals, and if there are none, from the first on.
 
-        Earlier ones are of transactions that took longer, or were given back by other processes.
+        Earlier messages are of transactions that took longer, or were given back by other processes.
         """
         if time.monotonic() - self._full_at < self._full_look_every:
             await self._claim_after(max(self._recent.before(), self._gone.last), limit, batch, expired)
@@ -445,7 +445,7 @@ class RecentNumbers:
     """The numbers of the messages that were claimed last.
 
     Args:
-        overlap: Seconds for which a number is a recent one.
+        overlap: Seconds for which a number is recent.
     """
 
     def __init__(self, overlap: float) -> None:
@@ -487,7 +487,7 @@ def _number(received: ReceivedMessage) -> int:
 
 
 class IdleQueues:
-    """Wakes receivers of one transport whose queues are not empty. Belongs to one event loop.
+    """Wakes receivers of a transport whose queues are not empty. Belongs to an event loop.
 
     Args:
         interval: how often it looks, in seconds.
@@ -523,7 +523,7 @@ class IdleQueues:
     def _time_has_come(self) -> None:
         self._timer = None
         if len(self._waiting) == 1:
-            self._wake(set(self._waiting.values()))  # whose own look is the one
+            self._wake(set(self._waiting.values()))  # whose own look it is
         else:
             self._looking = asyncio.create_task(self._look(), name="delayline idle queues")
 

@@ -1,9 +1,9 @@
 """Row claims: the locks and leases of a store's messages.
 
 On a server, messages fetched in a transaction are locked by it; others skip the locked rows. Messages fetched without
-one are leased for a minute, by the server's clock, or until they are removed, counted or released. SQLite's only lock
-is on the whole file: there, claims are kept beside the file, until the messages are removed, counted or released, or
-the process ends.
+a transaction are leased for a minute, by the server's clock, or until they are removed, counted or released. SQLite's
+only lock is on the whole file: there, claims are kept beside the file, until the messages are removed, counted or
+released, or the process ends.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 
 class RowClaims(Protocol):
-    """The rows of one store's table."""
+    """The rows of a store's table."""
 
     async def fetch(
         self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
@@ -76,13 +76,13 @@ class RowClaims(Protocol):
         *,
         one_statement: bool = True,
     ) -> Result:
-        """Run `work`, without a transaction all of it in one; it then unlocks the messages as well.
+        """Run `work`, without a transaction in a new one; it then unlocks the messages as well.
 
         Args:
             work: runs the statements.
             messages: the messages that the statements change or delete.
-            transaction: the external transaction; a new one if None.
-            one_statement: whether it is a single statement, or one for every 500 of the messages.
+            transaction: the external transaction; a new transaction if None.
+            one_statement: whether it is a single statement, or a statement for every 500 of the messages.
         """
         ...
 
@@ -135,7 +135,7 @@ class LockStatements:
 
 
 class ServerRowClaims:
-    """The rows of one store's table on a server."""
+    """The rows of a store's table on a server."""
 
     def __init__(self, database: ServerDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
@@ -167,7 +167,7 @@ class ServerRowClaims:
         elif messages:
             first = messages[0].due
             self._fetched.append(first)
-            self._watermark.lower(first)  # another look may have skipped these rows and raised it
+            self._watermark.lower(first)  # another look may have skipped the rows and raised it
             transaction.after_end(lambda: self._fetched.remove(first))
         return messages
 
@@ -271,7 +271,7 @@ class ServerRowClaims:
 
     @contextlib.contextmanager
     def _then_look_fully(self) -> Iterator[None]:
-        """Schedule a full look after one from the watermark on."""
+        """Schedule a full look after a look from the watermark on."""
         try:
             yield
         finally:
@@ -299,13 +299,13 @@ class ServerRowClaims:
         return self._from_watermark(look)
 
     async def _forward_to_receiver(self, settings: Mapping[str, Any]) -> Moved | None:
-        """Move messages, claiming some for a receiver that waits, and pass these to it; None where none waits."""
+        """Move messages, claiming some for a receiver that waits, and pass them to it; None where none waits."""
         forwarding = self._claiming
         if forwarding is None:
             return None
         claims = cast("ClaimsInStatements", self._database.claims(self._queued))
         receiver = claims.waiting_receiver()
-        # After a large move the next one would keep the claims' connection from acknowledgements and looks.
+        # After a large move the next would keep the claims' connection from acknowledgements and looks.
         if receiver is None or self._last_moved > receiver.wanted:
             return None
         query, since = self._begin()

@@ -1,4 +1,4 @@
-"""The tables: those of queues and stores, and the register of the tables that other features create.
+"""The tables of queues and stores, and the register of the tables that other features create.
 
 Every feature that creates tables declares them as a `TableGroup`. `delayline.sql.setup` creates and upgrades a group
 under its version, checks its shape and shows its SQL.
@@ -83,7 +83,7 @@ class ProductTables(Protocol):
     """The tables of a dialect that depend on the product."""
 
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
-        """Return the shared tables that this product has besides those of the queues."""
+        """Return the shared tables that this product has besides the queues' tables."""
         ...
 
 
@@ -95,7 +95,7 @@ def no_statements(schema: str | None) -> Sequence[Executable]:
 
 @dataclass(frozen=True, slots=True)
 class TableGroup:
-    """Tables that one feature creates and upgrades together.
+    """Tables that a feature creates and upgrades together.
 
     To change a column or table, change its declaration and raise `revision`. A new column must be nullable, or a part
     of the primary key with a `server_default`.
@@ -143,7 +143,7 @@ HOLDS_MESSAGES: Final = "delayline holds messages"
 
 
 class QueueTables:
-    """The transport's tables: a registry of queue names, and one table with the messages of all queues."""
+    """The transport's tables: a registry of queue names, and a table with the messages of all queues."""
 
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
@@ -155,8 +155,8 @@ class QueueTables:
             # Since revision 4: limits, NULL for none.
             Column("paused", Integer),
             Column("concurrency", Integer),
-            Column("period", BigInteger),  # microseconds from one message to the next
-            Column("next_at", BigInteger),  # when the next one may be received, in microseconds since 1970
+            Column("period", BigInteger),  # microseconds between messages
+            Column("next_at", BigInteger),  # when the next may be received, in microseconds since 1970
             # Since revision 5: the limits of types of messages, as JSON.
             Column("handlers", JSON_TEXT),
         )
@@ -184,7 +184,8 @@ class QueueTables:
             Column("queue", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
             Column("concurrency", Integer, nullable=False),
         )
-        #: Messages whose deliveries have ended without an outcome, and the receiver that handles one now; 0 for none.
+        #: Messages whose deliveries have ended without an outcome, and the receiver that handles the message now; 0 for
+        #: none.
         self.suspects = Table(
             "delayline_suspects",
             metadata,
@@ -259,7 +260,7 @@ MESSAGE_COLUMNS: Final = StoredRow._fields[:-1]
 
 
 def message_columns(*, unique: bool = False) -> list[Column[Any]]:
-    """Return the columns of a delayed message, in the order of its fields; unique: no two rows have one id."""
+    """Return the columns of a delayed message, in the order of its fields; unique: no two rows have the same id."""
     types: dict[str, TypeEngine[Any]] = {
         "id": text(MAXIMUM_ID_LENGTH),
         "destination": text(MAXIMUM_DESTINATION_LENGTH),

@@ -2,7 +2,7 @@
 
 Session claims on queue rows end with their holder's connection: they are a session's locks on names or numbers. A row
 lock would need a transaction that stays open while a handler runs, and an open transaction keeps the server from
-cleaning up behind every other one. A claim hides a message from other receivers; what makes its handling count once is
+cleaning up behind all others. A claim hides a message from other receivers; what makes its handling count once is
 the row, which can be deleted once only.
 """
 
@@ -90,7 +90,7 @@ class ServerErrors(DriverErrors):
 
     @property
     def kinds(self) -> tuple[type[Exception], ...]:
-        """The driver's exceptions, raw and wrapped by SQLAlchemy, including those of a lost connection."""
+        """The driver's exceptions, raw and wrapped by SQLAlchemy, including the exceptions of a lost connection."""
         return (DBAPIError, PendingRollbackError, self._connections.engine.dialect.loaded_dbapi.Error)
 
     def is_broken(self, connection: Connection) -> bool:
@@ -99,7 +99,7 @@ class ServerErrors(DriverErrors):
 
     @abstractmethod
     def outdates_sessions(self, error: Exception) -> bool:
-        """Return whether open sessions are of no use any more, though a new one may be; the statement had no effect.
+        """Return whether open sessions are useless, though new ones may be useful; the statement had no effect.
 
         So after a failover that leaves them open, read-only, and where tables have changed under prepared statements.
         """
@@ -175,7 +175,7 @@ class ServerConnections(Connections):
 
     @property
     def setup_patience(self) -> float:
-        """Seconds that a set-up waits for another one: less than its answers may take."""
+        """Seconds that a set-up waits for another: less than its answers may take."""
         return min(60.0, self.server_timeout * LONG_WORK * 2 / 3)
 
     def limit_connect(self, arguments: dict[str, Any]) -> None:
@@ -194,7 +194,7 @@ class ServerConnections(Connections):
     def adopt(self, driver: Any) -> object:  # noqa: ANN401 - each driver has its own
         """Return a connection that the user's function has made, with the session settings that statements need.
 
-        Raises ConfigurationError for one that is not the driver's.
+        Raises ConfigurationError for a connection that is not the driver's.
         """
 
     def not_a_connection(self, driver: object, wanted: str) -> ConfigurationError:
@@ -231,7 +231,7 @@ class ServerConnections(Connections):
 
     @property
     def server_address(self) -> tuple[str, int | None] | None:
-        """Host and port of the server, the first one of several."""
+        """Host and port of the server, the first of several."""
         return self.hosts[0]
 
     def look(self) -> Connection:
@@ -294,7 +294,7 @@ class ServerTransactions(TransactionControl):
 
 
 class Server(Dialect):
-    """One database of a server: besides its parts, how its product claims, notifies and moves."""
+    """A database of a server: besides its parts, how its product claims, notifies and moves."""
 
     connections: ServerConnections
     errors: ServerErrors
@@ -336,7 +336,7 @@ class LoopStatements(Protocol):
 
 
 class ServerSession(Protocol):
-    """A connection to a server that is made anew when it was lost. Used by one thread at a time."""
+    """A connection to a server that is made anew when it was lost. Used by a single thread at a time."""
 
     driver: Any
     """The driver's connection; None while there is none."""
@@ -379,10 +379,10 @@ class ServerSessions(Protocol):
         """The server's."""
 
     def session(self) -> ServerSession:
-        """Return an idle connection, or a new one; on a worker thread."""
+        """Return an idle connection, or a new connection; on a worker thread."""
 
     def use_session(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on an idle connection, or on a new one; on a worker thread."""
+        """Run `work` on an idle connection, or on a new connection; on a worker thread."""
 
     async def run(self, work: Callable[[], Result]) -> Result:
         """Run `work` on a worker thread."""
@@ -395,7 +395,7 @@ class ServerSessions(Protocol):
 
 
 class Leases(Protocol):
-    """The leases on one store's messages."""
+    """The leases on a store's messages."""
 
     in_row: ClassVar[bool]
     """Whether leases are columns of the row: then they end with it, and a transaction that locks it sees the latest."""
@@ -403,10 +403,10 @@ class Leases(Protocol):
     """The condition that the row is not leased."""
 
     def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
-        """Lease messages whose rows are locked; return the ones that no other process leased at the same moment."""
+        """Lease messages whose rows are locked; return the messages that no other process leased at the same moment."""
 
     def end(self, connection: Connection, ids: Sequence[str]) -> None:
-        """End the leases on these messages."""
+        """End the leases on the messages."""
 
 
 class LeaseColumn:
@@ -433,7 +433,7 @@ class LeaseColumn:
 
 
 def watch_of(connection: Connection) -> AnswerDeadline:
-    """Return the watch over the waits of one of our connections."""
+    """Return the watch over the waits of a connection of ours."""
     watch: AnswerDeadline = connection.info[WATCH]
     return watch
 
@@ -477,7 +477,7 @@ FORGOTTEN_AT_ONCE: Final = 100  # locks on rows that are gone; a server has room
 
 
 class SessionClaims(ABC):
-    """This process's claims on the rows of one table. Safe to call from any thread; `take` blocks for a round trip."""
+    """This process's claims on the rows of a table. Safe to call from any thread; `take` blocks for a round trip."""
 
     def __init__(self, database: ServerSessions) -> None:
         self._database = database
@@ -619,7 +619,7 @@ class SessionClaims(ABC):
 
 
 class LockedForwarding:
-    """Moves the earliest due messages that are not locked, on servers that need one statement per step."""
+    """Moves the earliest due messages that are not locked, on servers that need a statement per step."""
 
     one_statement = False
 
@@ -659,7 +659,7 @@ class LockedForwarding:
         counted: bool = False,
         since: object | None = None,
     ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`."""
+        """Move messages, only from `since` on if given, and return the result, with `counts` if `counted`."""
         if since is None:
             heads = self._heads.rows(connection, until, limit)
         else:
@@ -690,7 +690,7 @@ class LockedForwarding:
 
 
 def _fitting(heads: Sequence[Any], max_bytes: int) -> Sequence[Any]:
-    """Return as many as fit, at least one when there is one."""
+    """Return as many as fit, at least the first."""
     for number, (_, _, _, size, _) in enumerate(heads):
         max_bytes -= size
         if number and max_bytes < 0:

@@ -44,8 +44,8 @@ class ServerClock:
     """Bounds the server's time from both sides, by a clock that cannot be set.
 
     The server reads its clock at some moment between request and answer, so an answer bounds the difference of the
-    two clocks: the slower, the wider. Bounds are intersected, so that a slow answer does not widen those of a fast
-    one, and are widened with age. Bounds that exclude each other mean that the server's clock was set: the new ones
+    two clocks: the slower, the wider. Bounds are intersected, so that a slow answer does not widen the bounds of a fast
+    answer, and are widened with age. Bounds that exclude each other mean that the server's clock was set: the new ones
     count. Before the first answer it is this machine's clock.
 
     Args:

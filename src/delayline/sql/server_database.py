@@ -1,15 +1,17 @@
 """A database on a server: its connections, and concurrent statements with row locks.
 
-The pool of connections is our own. SQLAlchemy's QueuePool, or another ready one, waits for a driver as long as that
+The pool of connections is our own. SQLAlchemy's QueuePool, or another ready pool, waits for a driver as long as that
 takes, and knows each connection by itself. Here:
 
-- Every answer has a deadline (`deadlines`): the socket of one that misses it is cut by another thread. A server that is
-  silent costs one wait then: callers fail at once, and one at a time asks it again (`missed`, `probe`, `answers`).
-- What one connection finds out holds for all of its generation: when the server is gone they are tried before they are
+- Every answer has a deadline (`deadlines`): the socket of an answer that misses it is cut by another thread. A server
+  that is silent costs a single wait then: callers fail at once, and only one at a time asks it again (`missed`,
+  `probe`, `answers`).
+- What a connection finds out holds for all of its generation: when the server is gone they are tried before they are
   used again (`lost`), after a switch to another primary they are replaced (`outdate`).
-- Statements outside of transactions have connections and threads that transactions cannot take: one that waits for a
-  lock never keeps the statement from running that releases it. Transactions wait for a connection in their order.
-- A stop has one limit for all waits together, and a fork leaves the parent's connections as they are.
+- Statements outside of transactions have connections and threads that transactions cannot take: a transaction that
+  waits for a lock never keeps the statement from running that releases it. Transactions wait for a connection in their
+  order.
+- A stop has a single limit for all waits together, and a fork leaves the parent's connections as they are.
 
 A connection (`Session`)::
 
@@ -23,8 +25,8 @@ A connection (`Session`)::
       v   |                                                                         |
     IDLE -+--- for 30 s while others are used, or `outdate` ------------------------'
 
-Threads: workers for statements, others for transactions, one that listens (`notifications`), one that watches the
-deadlines of the process, and during a stop one that gives up work whose connection cannot be cut (`_abandon`).
+Threads: workers for statements, others for transactions, a listener (`notifications`), a watcher of the
+deadlines of the process, and during a stop a thread that gives up work whose connection cannot be cut (`_abandon`).
 """
 
 from __future__ import annotations
@@ -66,7 +68,7 @@ Result = TypeVar("Result")
 
 
 class SessionCheckout:
-    """A connection for one transaction, and the transaction's permit of the semaphore."""
+    """A connection for a transaction, and the transaction's permit of the semaphore."""
 
     def __init__(self, database: ServerDatabase) -> None:
         self._database = database
@@ -112,10 +114,10 @@ def workers_of(pool_size: int) -> int:
 
 
 class ServerDatabase(Database):
-    """A server's database. Statements outside transactions run on a few connections, one per worker thread.
+    """A server's database. Statements outside transactions run on a few connections, a connection per worker thread.
 
     Each transaction has its own connection. A third of the pool, rounded up, is for statements, the rest for
-    transactions; further ones wait.
+    transactions; further transactions wait.
     """
 
     locks_rows = True
@@ -193,7 +195,7 @@ class ServerDatabase(Database):
         if transaction is not None:
             await super().insert(statement, rows, transaction)
         elif len(rows) == 1:
-            # The fast path has no limit but the server's; the other one checks the product's limits of size.
+            # The fast path has no limit but the server's; the other checks the product's limits of size.
             if await self._run_on_loop(statement, rows[0]) is None:
                 await super().insert(statement, rows)
         else:
@@ -204,13 +206,13 @@ class ServerDatabase(Database):
     async def insert_one(
         self, statement: Prepared, row: tuple[Any, ...], transaction: Transaction | None = None
     ) -> int:
-        """Run the insert, the short way where there is one that is free."""
+        """Run the insert, the short way where a session is free."""
         if transaction is None and (result := await self._run_on_loop(statement, row)) is not None:
             return result.affected
         return await super().insert_one(statement, row, transaction)
 
     async def run_statement(self, statement: Prepared, *values: Any) -> StatementResult:  # noqa: ANN401
-        """Run the statement, the short way where there is one that is free."""
+        """Run the statement, the short way where a session is free."""
         result = await self._run_on_loop(statement, values)
         return await super().run_statement(statement, *values) if result is None else result
 
@@ -218,14 +220,14 @@ class ServerDatabase(Database):
         return None if self._loop_statements is None else await self._loop_statements.run(statement, values)
 
     async def insert_from(self, statement: Prepared, rows_of: RowsOf, transaction: Transaction | None = None) -> None:
-        """Insert the rows, by one statement that commits by itself where that is possible."""
+        """Insert the rows, by a statement that commits by itself where that is possible."""
         if transaction is None:
             await self.run(partial(self._insert_many, statement, rows_of))
         else:
             await super().insert_from(statement, rows_of, transaction)
 
     async def hold(self) -> SessionCheckout:
-        """Wait for one of the transactions' connections; raises BackendUnavailable when none comes free."""
+        """Wait for a connection for transactions; raises BackendUnavailable when none comes free."""
         patience = self.dialect.connections.patience
         try:
             async with asyncio.timeout(patience):
@@ -274,15 +276,15 @@ class ServerDatabase(Database):
 
     @property
     def usable_since(self) -> int:
-        """The oldest generation of connections that are used; earlier ones are outdated, as by a failover."""
+        """The oldest generation of connections that are used; earlier generations are outdated, as by a failover."""
         return self.sessions.usable_since
 
     def session(self) -> Session:
-        """Return the idle connection that was used last, or a new one; on a worker thread."""
+        """Return the idle connection that was used last, or a new connection; on a worker thread."""
         return self.sessions.session()
 
     def use_session(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on an idle connection, or on a new one; on a worker thread."""
+        """Run `work` on an idle connection, or on a new connection; on a worker thread."""
         return self.sessions.use_session(work)
 
     def close_unused(self) -> None:

@@ -1,6 +1,6 @@
-"""Connections to a server: each for as long as it lasts, and the pool of those that are at rest.
+"""Connections to a server: each for as long as it lasts, and the pool of resting connections.
 
-The pool notes for all what one connection has found: a server that is gone (`generation`), that takes no writes any
+The pool notes for all what a connection has found: a server that is gone (`generation`), that takes no writes any
 more (`usable_since`), or that leaves requests without answers (`silent`).
 """
 
@@ -30,18 +30,19 @@ Result = TypeVar("Result")
 UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
 PING_AFTER: Final = 5.0  # idle seconds after which a connection is tested before use
 CLOSE_AFTER: Final = 30.0  # idle seconds after which a connection is closed while others are in use
-CLOSE_EVERY: Final = 0.1  # seconds from one look for such a connection to the next
+CLOSE_EVERY: Final = 0.1  # seconds between looks for such a connection
 PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
-#: Seconds after which one in use is asked too: a server that has become a replica answers, and takes no writes.
+#: Seconds after which a connection in use is asked too: a server that has become a replica answers, and takes no
+#: writes.
 PING_EVERY: Final = 30.0
 PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
 DEADLOCKS: Final = 5  # in a row; after that the caller decides
-#: Kept for ever: closing inherited connections would end those of the parent process.
+#: Kept for ever: closing inherited connections would end the parent process's.
 inherited: Final[list[object]] = []
 
 
 class Session:
-    """One connection, for as long as it lasts, and then another one. Used by one thread at a time."""
+    """A connection, for as long as it lasts, and then another. Used by a single thread at a time."""
 
     def __init__(self, pool: SessionPool) -> None:
         self._pool = pool
@@ -147,7 +148,7 @@ class Session:
         translated = self._errors.translated(error)
         connection = self._connection
         broken = connection is not None and self._errors.is_broken(connection)
-        if connection is not None and not connection.invalidated:  # SQLAlchemy asks one that is for another one
+        if connection is not None and not connection.invalidated:  # SQLAlchemy asks an invalidated one for another
             commits = connection.info.pop(NOT_COMMITTED, commits)
         missed = self._missed
         if missed or broken or self._errors.is_disconnect(error):
@@ -174,7 +175,7 @@ class Session:
         self._pool.give_back(self)
 
     def close(self) -> None:
-        """Disconnect. Idempotent; leaves a connection that another process has made to that one.
+        """Disconnect. Idempotent; leaves another process's connection alone.
 
         A connection on which another thread still waits for the server is cut, and that thread disconnects.
         """
@@ -297,7 +298,7 @@ class SessionPool:
 
     Args:
         dialect: The server.
-        close_soon: Closes a connection on another thread, if there is one.
+        close_soon: Closes a connection on another thread, if there is any.
         outdated: Is called when the connections that there are have become of no use.
         rest: Gives connections back that others keep and have not used for a while.
     """
@@ -328,19 +329,19 @@ class SessionPool:
         self._silent_until = 0.0
 
     def session(self) -> Session:
-        """Return the idle connection that was used last, or a new one; on a worker thread."""
+        """Return the idle connection that was used last, or a new connection; on a worker thread."""
         with contextlib.suppress(IndexError):
             return self._idle.pop()
         return self._new_session()
 
     def use_session(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on an idle connection, or on a new one; on a worker thread."""
+        """Run `work` on an idle connection, or on a new connection; on a worker thread."""
         with self.idle_session() as session:
             return session.run(work)
 
     @contextlib.contextmanager
     def idle_session(self) -> Iterator[Session]:
-        """Yield an idle connection, or a new one; on a worker thread."""
+        """Yield an idle connection, or a new connection; on a worker thread."""
         session = self.session()
         try:
             yield session
@@ -349,7 +350,7 @@ class SessionPool:
 
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next work."""
-        self.close_unused()  # before, as it may give back another one, which is not as good
+        self.close_unused()  # before, as it may give back another, which is not as good
         if session in self._all and not session.is_at_work:
             self._idle.append(session)
         else:  # closed meanwhile, and perhaps opened again
@@ -372,12 +373,12 @@ class SessionPool:
         self._close_soon(session)
 
     def lost(self, generation: int) -> None:
-        """Try every connection of this generation before it is used again: one of them has found the server gone."""
-        if generation == self.generation:  # otherwise another one has found it before
+        """Try every connection of this generation before it is used again: some connection found the server gone."""
+        if generation == self.generation:  # otherwise another has found it before
             self.generation += 1
 
     def outdate(self, generation: int) -> None:
-        """Replace every connection of this generation: one of them has answered, and is of no use any more."""
+        """Replace every connection of this generation: some connection has answered, and is of no use any more."""
         self.lost(generation)
         if generation >= self.usable_since:
             self.usable_since = self.generation
@@ -403,9 +404,9 @@ class SessionPool:
         self.silent = False
 
     def probe(self) -> None:
-        """Return when it is time to ask a silent server again, for one caller; else raise BackendUnavailable.
+        """Return when it is time to ask a silent server again, for a single caller; else raise BackendUnavailable.
 
-        During a stop it is not asked again: every further wait would be one more that the stop takes.
+        During a stop it is not asked again: every further wait would make the stop longer.
         """
         with self._probing:
             now = time.monotonic()
@@ -422,7 +423,7 @@ class SessionPool:
         return session
 
     def close(self) -> None:
-        """Close every connection, those in use too."""
+        """Close every connection, used connections too."""
         sessions, self._all = self._all, set()
         for session in sessions:
             session.close()

@@ -1,7 +1,8 @@
 """Creates tables, upgrades them in place, checks their shape, and shows the SQL that it would run.
 
 The table `delayline_schema` has a row for each feature: `revision` is the version of its tables, `version` the oldest
-revision whose code can use them. So the previous delayline works beside a new one, and one that is too old refuses.
+revision whose code can use them. So the previous delayline works beside a new one, and a version that is too old
+refuses.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ReplaceKey(ExecutableDDLElement):
         self.name = name
 
     def rebuild(self) -> list[Executable]:
-        """Return statements that do the same where a key cannot be altered: they copy the table, in one transaction."""
+        """Return statements that do the same where a key cannot be altered: they copy the table, in a transaction."""
         new = self.table.to_metadata(MetaData(), name=f"{self.table.name}_new")
         names = [column.name for column in self.table.columns]
         copied = insert(new).from_select(names, select(self.table))
@@ -110,7 +111,7 @@ def _new_key(element: ReplaceKey, compiler: DDLCompiler) -> str:
 
 
 class RequiredTables:
-    """The tables that a part of delayline needs in one schema of one database.
+    """The tables that a part of delayline needs in a schema of a database.
 
     Args:
         dialect: The database's dialect.
@@ -127,10 +128,10 @@ class RequiredTables:
         self._versions = versions_table(schema)
 
     def set_up(self, connection: Connection) -> None:
-        """Create missing tables, and upgrade those that exist. Idempotent, also in several processes at once.
+        """Create missing tables, and upgrade existing tables. Idempotent, also in several processes at once.
 
         Raises:
-            NewerSchema: A newer delayline has upgraded the tables, and this one cannot use them.
+            NewerSchema: A newer delayline has upgraded the tables, and this delayline cannot use them.
             BackendUnusable: A table has another shape.
         """
         with self._dialect.catalog.setting_up(connection):
@@ -220,7 +221,7 @@ def read_versions(connection: Connection, schema: str | None) -> Mapping[str, Sc
     """Return the versions of the features whose tables were created in the schema.
 
     Raises:
-        NewerSchema: This delayline is too old for one of them.
+        NewerSchema: This delayline is too old for any of them.
     """
     table, inspector = versions_table(schema), inspect(connection)
     if not _has_table(inspector, table):
@@ -307,7 +308,7 @@ def _missing(inspector: Inspector, table: Table, dialect: Dialect) -> list[Colum
 
 
 def _rekeying(inspector: Inspector, table: Table) -> list[Executable]:
-    """Return the replacement of a primary key that lacks a column; one that came later has a default."""
+    """Return the replacement of a primary key that lacks a column; a column that came later has a default."""
     wanted = table.primary_key.columns
     if not any(map(_has_default, wanted)):
         return []
@@ -320,7 +321,7 @@ def _has_default(column: Column[Any]) -> bool:
 
 
 def _named(name: str, found: Sequence[Mapping[str, Any]], *, folds_case: bool) -> Mapping[str, Any] | None:
-    """Return the column of that name; where case may not matter, one that differs only in case.
+    """Return the column of that name; where case may not matter, a column that differs only in case.
 
     If case does matter in a SQL Server database, its statements are refused with an error that names the column.
     """
@@ -343,7 +344,7 @@ def _fits(found: TypeEngine[Any], wanted: TypeEngine[Any]) -> bool:
     try:
         if isinstance(found, Float) != isinstance(wanted, Float):
             return False
-        # MariaDB's DOUBLE is reflected as one that returns Decimal
+        # MariaDB's DOUBLE is reflected as a type that returns Decimal
         if not isinstance(wanted, Float) and found.python_type is not wanted.python_type:
             return False
     except NotImplementedError:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class StagedTable(ABC):
-    """A table for the rows of one job, or of one stream."""
+    """A table for the rows of a job, or of a stream."""
 
     prefixes: ClassVar[Sequence[str]] = ()
     numbered: ClassVar[bool] = False
@@ -35,7 +35,7 @@ class StagedTable(ABC):
         self.table = stage_table(name, store.schema, *self.prefixes, numbered=self.numbered)
 
     def named(self, name: str) -> Self:
-        """Return another one."""
+        """Return another staging area."""
         return type(self)(self.dialect, self.store, name)
 
     def create(self, connection: Connection) -> None:
@@ -69,7 +69,7 @@ class StagedTable(ABC):
         return connection.execute(rows).scalar_one() if attempts else 0
 
     def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
-        """Delete the rows of these attempts, and of old ones."""
+        """Delete the rows of the attempts, and of old attempts."""
         number = self.table.c.attempt
         connection.execute(delete(self.table).where(or_(number.in_(attempts), number < before)))
 

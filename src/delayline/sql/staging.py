@@ -1,4 +1,4 @@
-"""Staging areas, where tasks of a bulk job write rows before one transaction moves them to the store."""
+"""Staging areas, where tasks of a bulk job write rows before a transaction moves them to the store."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ if TYPE_CHECKING:
 COLUMNS: Final = ", ".join(MESSAGE_COLUMNS)
 #: What replaces a stored message of the same id, where the new row is called `excluded`.
 REPLACED: Final = ", ".join(f"{name} = excluded.{name}" for name in MESSAGE_COLUMNS[1:])
-#: Of rows with one id the first in this order is kept: the one that is due first, whatever task has staged it.
+#: Of rows with the same id the first in this order is kept: the earliest due, whatever task has staged it.
 KEPT_FIRST: Final = "PARTITION BY id ORDER BY due, destination, headers, body"
 PREFIX: Final = "delayline_stage_"
 
 
 class Stage(Protocol):
-    """A staging area in one database. `write` is called in tasks, the others on the driver."""
+    """A staging area in a database. `write` is called in tasks, the others on the driver."""
 
     table: Table
     """Where the rows are when `move` is called."""
@@ -54,7 +54,7 @@ class Stage(Protocol):
         ...
 
     def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
-        """Delete the rows of the attempts, and of those with a number below `before`."""
+        """Delete the rows of the attempts, and of attempts with a number below `before`."""
         ...
 
     def drop(self, connection: Connection) -> None:
@@ -66,7 +66,7 @@ class Stage(Protocol):
         ...
 
     def named(self, name: str) -> Stage:
-        """Return another one."""
+        """Return another staging area."""
         ...
 
 

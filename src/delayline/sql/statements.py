@@ -38,7 +38,7 @@ WAITING: Final = ("WITH (READCOMMITTEDLOCK)", "mssql")
 DIRTY: Final = ("WITH (NOLOCK)", "mssql")
 
 PUT: Final = ["queue", "id", "headers", "body"]
-#: Headers with one of these in them need more than a move from the store to their queue.
+#: Headers with any of these words in them need more than a move from the store to their queue.
 MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
 EXPIRY_MARKER: Final = Headers.TIME_TO_BE_RECEIVED.encode()
 
@@ -116,7 +116,7 @@ class StoreStatements:
         return DelayedMessage(kept, destination or "", self._dialect.values.from_due(due), retry_count)
 
     def bounded(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> list[DelayedMessage]:
-        """Read due messages one by one until their bytes are too many; at least one when one is due."""
+        """Read due messages row by row until their bytes are too many; at least one when any is due."""
         batch: list[DelayedMessage] = []
         size = 0
         for row in map(StoredRow._make, self.due.stream(connection, until, limit)):
@@ -189,9 +189,9 @@ class QueueStatements:
         self.page = Prepared(page, sql, ["name", "number", "skip"])
 
     def remove(self, connection: Connection, queue: str, numbers: Sequence[int]) -> set[int]:
-        """Delete the queue's messages with these numbers and return the numbers that there were.
+        """Delete the queue's messages with the numbers and return the numbers that there were.
 
-        One statement for up to 500 numbers; two, for several numbers, where a delete does not return rows.
+        A statement for up to 500 numbers; two, for several numbers, where a delete does not return rows.
         """
         if self.delete_returning is not None:
             return {number for (number,) in self.delete_returning.rows_each(connection, queue, keys=numbers)}
@@ -201,7 +201,7 @@ class QueueStatements:
         return set(numbers) if deleted else set()
 
     def removes_at_once(self, number: int) -> bool:
-        """Return whether `remove` deletes so many messages with one statement."""
+        """Return whether `remove` deletes so many messages with a single statement."""
         return number == 1 or (self.delete_returning is not None and number <= LONGEST_LIST)
 
     def missing(self, connection: Connection, names: Iterable[str]) -> set[str]:

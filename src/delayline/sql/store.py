@@ -1,4 +1,4 @@
-"""The delayed message store on SQL: one table an endpoint, every capability."""
+"""The delayed message store on SQL: a table per endpoint, every capability."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class StoreSetup:
 class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     """Delayed message store in a table of a SQL database; `sqlite:///file.db` needs no server.
 
-    A store belongs to one endpoint at a time.
+    A store belongs to a single endpoint at a time.
 
     Args:
         database: A URL, as `postgresql://user@host/name` or `sqlite:///file.db`; or a `SqlDatabase`, or an Engine of
@@ -141,7 +141,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         self._take_part()
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
-        """Return the external transaction as one that storing can take part in."""
+        """Return the external transaction if storing can take part in it."""
         return await self._database.enlist(external, self._statements.table)
 
     @long_work
@@ -204,7 +204,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         await self.store_many([message], transaction)
 
     async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
-        """Keep the messages, all in one transaction."""
+        """Keep the messages, all in a single transaction."""
         if not messages:
             return
         for message in messages:
@@ -215,7 +215,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         await self._notify(min(messages, key=BY_DUE).due, transaction)
 
     async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
-        """Store the message unless one with its id is pending, which it may replace."""
+        """Store the message unless a message with its id is pending, which it may replace."""
         check_size(message.message, self._database.dialect)
         statements, row = self._statements, self._statements.row_of(message)
 
@@ -241,7 +241,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         )
 
     async def _refuse_collating_alike(self, message_id: str) -> None:
-        """Raise InvalidMessage if another pending message has an id that the column's collation takes for this one."""
+        """Raise InvalidMessage if another pending message has an id that the column's collation takes for this id."""
         columns = self._statements.table.c
         query = select(columns.id).where(columns.id == message_id)
         for (other,) in await self._database.read(lambda connection: connection.execute(query).all()):
@@ -406,7 +406,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         query = statements.found(body_limit).where(dialect.words.one_of(statements.table.c.id, "keys"))
         prepared = Prepared(query, dialect.sql, ["keys"])
         rows = await self._database.read(lambda connection: prepared.rows(connection, [message_id]))
-        return next((self._found(row) for row in rows if row[0] == message_id), None)  # not one that collates alike
+        return next((self._found(row) for row in rows if row[0] == message_id), None)  # not a row that collates alike
 
     async def due_between(
         self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0

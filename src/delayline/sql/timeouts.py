@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class TimeoutForwarding(Protocol):
-    """Moves the earliest expired timeouts of one table on a server, in a single statement."""
+    """Moves the earliest expired timeouts of a table on a server, in a single statement."""
 
     def run(self, connection: Connection, at: object, until: object, sent: str, *, limit: int, max_bytes: int) -> Moved:
-        """Move expired timeouts and return the result; `next_due` is when the next one expires or its lease ends.
+        """Move expired timeouts and return the result; `next_due` is when the next expires or its lease ends.
 
         Skips timeouts that need more than moving: an unknown queue, or headers that the dispatcher has to read.
 
@@ -38,7 +38,7 @@ class TimeoutForwarding(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TimeoutShape:
-    """The columns of NServiceBus' timeout table on one product: https://docs.particular.net/persistence/sql/."""
+    """The columns of NServiceBus' timeout table on a product: https://docs.particular.net/persistence/sql/."""
 
     key: TypeEngine[Any]
     destination: TypeEngine[str]

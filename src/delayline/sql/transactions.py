@@ -28,7 +28,7 @@ Result = TypeVar("Result")
 
 
 class Checkout(Protocol):
-    """Exclusive use of one connection, from its database's `hold` to `leave`."""
+    """Exclusive use of a connection, from its database's `hold` to `leave`."""
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` on the connection, in a worker thread. Not cut short by cancellation."""
@@ -39,7 +39,7 @@ class Checkout(Protocol):
         ...
 
     def discard(self) -> None:
-        """Give the connection back as one that may still be in the transaction."""
+        """Give the connection back although it may still be in the transaction."""
         ...
 
 
@@ -59,7 +59,7 @@ class CheckoutTransaction(Protocol):
 
 
 class EnlistedTransaction(Transaction):
-    """An external transaction on one database: the user's code commits it or rolls it back."""
+    """An external transaction on a database: the user's code commits it or rolls it back."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class EnlistedTransaction(Transaction):
 
 
 class SqlTransaction(Transaction):
-    """A transaction on one database; it begins with its first statement."""
+    """A transaction on a database; it begins with its first statement."""
 
     def __init__(self, database: CheckoutTransaction) -> None:
         super().__init__(database.domain)

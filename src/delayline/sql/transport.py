@@ -1,4 +1,4 @@
-"""The transport on SQL: queues are rows of one table beside a registry of their names."""
+"""The transport on SQL: queues are rows of a table beside a registry of their names."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class SqlTransport(OnDatabase):
         return BackendUnavailable(f"the connection to {dialect} was lost: {error}") if lost else None
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
-        """Return the external transaction as one that sending can take part in."""
+        """Return the external transaction if sending can take part in it."""
         await self._check_tables()
         return await self._database.enlist(external, self._tables.queued)
 
@@ -170,13 +170,13 @@ class SqlTransport(OnDatabase):
         await self._open_database()
 
     async def stop(self) -> None:
-        """Undo one `start`."""
+        """Undo a `start`."""
         await self._checks.stop()
         await self._sends.stop()
         await self._close_database()
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
-        """Insert every message whose queue exists, in one transaction."""
+        """Insert every message whose queue exists, in a single transaction."""
         for operation in operations:
             check_size(operation.message, self._database.dialect)
         await self._check_tables()
@@ -186,7 +186,7 @@ class SqlTransport(OnDatabase):
             raise _dispatch_failed(operations, missing)
 
     async def _dispatch_groups(self, groups: Sequence[Sequence[TransportOperation]]) -> Sequence[DispatchFailed | None]:
-        """Insert the operations of concurrent sends in one transaction; return the failure of each send."""
+        """Insert the operations of concurrent sends in a single transaction; return the failure of each send."""
         missing = await self._dispatch([operation for operations in groups for operation in operations], None)
         if not missing:
             return [None] * len(groups)
@@ -228,7 +228,7 @@ class SqlTransport(OnDatabase):
         return await self._database.read(lambda connection: connection.execute(query).scalars().all())
 
     async def limits(self, queue: str | None = None) -> Sequence[QueueLimits]:
-        """Return the limits of the queue, or those of every queue, by name. Raises QueueNotFound."""
+        """Return the limits of the queue, or of every queue, by name. Raises QueueNotFound."""
         await self._check_tables()
         if queue is not None:
             return [await self._database.read(partial(self._limits.limits, queue=queue))]
@@ -263,7 +263,7 @@ class SqlTransport(OnDatabase):
 
     @long_work
     async def count(self, queue: str) -> int:
-        """Return how many messages are in the queue, hidden ones included."""
+        """Return how many messages are in the queue, hidden messages included."""
 
         def counted(connection: Connection) -> int:
             self._statements.must_exist(connection, queue)
@@ -273,7 +273,7 @@ class SqlTransport(OnDatabase):
 
     @long_work
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
-        """Return messages, oldest first, hidden ones included."""
+        """Return messages, oldest first, hidden messages included."""
 
         def page(connection: Connection) -> list[Message]:
             self._statements.must_exist(connection, queue)
@@ -344,7 +344,7 @@ class SqlTransport(OnDatabase):
         """Check the tables before their first use, not at `start`, which `setup` calls before they exist.
 
         Uses a separate connection: an external transaction's connection cannot be inspected. All callers that wait
-        share one check, also when it fails.
+        share a check, also when it fails.
         """
         if not self._checked:
             await self._checks.run(None)
@@ -375,7 +375,7 @@ class SqlTransport(OnDatabase):
         return set() if put else {queue}
 
     async def _put(self, operations: Sequence[TransportOperation], transaction: Transaction | None) -> set[str]:
-        """Insert the messages whose queues exist and return the names of those that do not."""
+        """Insert the messages whose queues exist and return the names of the queues that do not."""
         missing: set[str] = set()
         expire = any(operation.message.time_to_be_received is not None for operation in operations)
 

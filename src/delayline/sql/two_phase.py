@@ -1,4 +1,4 @@
-"""One transaction over two databases: the store's database prepares, the commit in the transport's database decides.
+"""A transaction over two databases: the store's database prepares, the commit in the transport's database decides.
 
 A transaction writes its name into `delayline_decisions` in the transport's database, is prepared in the store's
 database, commits in the transport's, and is committed in the store's. To finish a prepared transaction, a process looks
@@ -50,9 +50,9 @@ Name = str
 
 
 class TwoPhaseCommit:
-    """Makes the transactions of a SqlTransport and a SqlDelayedMessageStore on two databases one: pass it to both.
+    """Joins the transactions of a SqlTransport and a SqlDelayedMessageStore on two databases: pass it to both.
 
-    The store's database has to be able to prepare transactions. Belongs to one event loop while endpoints run.
+    The store's database has to be able to prepare transactions. Belongs to an event loop while endpoints run.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class TwoPhaseCommit:
 
     @property
     def members(self) -> tuple[Database, ...]:
-        """The databases, the deciding one first."""
+        """The databases, the deciding database first."""
         return tuple(self._members)
 
     @property
@@ -132,7 +132,7 @@ class TwoPhaseCommit:
             self._recovery = asyncio.create_task(self._look(), name="delayline two-phase recovery")
 
     async def stop(self) -> None:
-        """Undo one `start`; the last one deletes the decisions of finished transactions."""
+        """Undo a `start`; the last deletes the decisions of finished transactions."""
         self._users -= 1
         if self._users == 0 and self._recovery is not None:
             recovery, self._recovery = self._recovery, None
@@ -270,7 +270,7 @@ class TwoPhaseCommit:
         return left
 
     async def _look(self) -> None:
-        """Finish transactions of other processes that were found prepared by more than one look."""
+        """Finish transactions of other processes that were found prepared by several looks."""
         while True:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._trouble.wait(), LOOK_EVERY)
@@ -297,7 +297,7 @@ class TwoPhaseCommit:
 
 
 class Decisions:
-    """The table of decisions, with a row for each transaction that is decided, and one that identifies the table."""
+    """The table of decisions, with a row for each transaction that is decided, and a row that identifies the table."""
 
     def __init__(self, dialect: Dialect, schema: str | None) -> None:
         table, sql = queue_tables(schema).decisions, dialect.sql
@@ -329,7 +329,7 @@ class Decisions:
             self._put.change(connection, name, COMMIT)
 
     def is_commit(self, connection: Connection, name: Name) -> bool:
-        """Return the decision; waits while it is being made. Without one the transaction is rolled back."""
+        """Return the decision; waits while it is being made. Without a decision the transaction is rolled back."""
         self._put_new.change(connection, name, "roll back")
         return bool(self._value.one(connection, name) == COMMIT)
 
@@ -362,7 +362,7 @@ def _refuse(database: Database, what: str, where: str) -> NoReturn:
 class TwoPhaseTransaction(CompositeTransaction):
     """A transaction over the databases of a TwoPhaseCommit; a database takes part with its first statement.
 
-    Where only one of them has, its commit is an ordinary one.
+    Where only one has, its commit is an ordinary one.
     """
 
     def __init__(self, coordinator: TwoPhaseCommit) -> None:

@@ -1,4 +1,4 @@
-"""URLs of databases: with one host, or on PostgreSQL with several, as libpq writes them or as SQLAlchemy does."""
+"""URLs of databases: with a single host, or on PostgreSQL with several, as libpq writes them or as SQLAlchemy does."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLACE: Final = re.compile(r"(?:\[(?P<address>[^\[\],@\s]+)\]|(?P<name>[^:\[\],@\
 SEVERAL_HOSTS: Final = "postgresql"
 DEFAULT_PORT: Final = 5432
 LARGEST_PORT: Final = 65535
-#: Products whose drivers take one host, and what to do about it.
+#: Products whose drivers take a single host, and what to do about it.
 ONE_HOST: Final = {
     "mariadb": "PyMySQL connects to one host. Name a proxy (MaxScale, HAProxy) or a virtual address that follows the "
     "primary",
@@ -48,10 +48,10 @@ class Host(NamedTuple):
 def read_url(text: str) -> URL:
     """Return the URL. Several hosts are in its query, where libpq and SQLAlchemy read them alike: host=a,b&port=1,2.
 
-    With several hosts the connection is to one that takes writes, unless the URL says otherwise.
+    With several hosts the connection is to a host that takes writes, unless the URL says otherwise.
 
     Raises:
-        ConfigurationError: The URL cannot be read, or has several hosts for a driver that connects to one.
+        ConfigurationError: The URL cannot be read, or has several hosts for a driver that connects to a single host.
     """
     try:
         unquote(text, errors="strict").replace("\0", "\udc00").encode()  # rejects NUL and invalid UTF-8
@@ -109,7 +109,7 @@ def _read(text: str) -> URL:
 
 
 def _hosts(places: Sequence[str], ports: Sequence[str]) -> list[Host]:
-    """Return the hosts, with ports of their own or from a list of as many, or of one. Raises ValueError."""
+    """Return the hosts, with ports of their own or from a list of as many, or of 1. Raises ValueError."""
     found = [_host(place) for place in places]
     if not ports:
         return [Host(name, _port(port)) for name, port in found]

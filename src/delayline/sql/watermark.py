@@ -9,9 +9,9 @@ apart.
 
 While an old transaction stays open for an hour, a full look from the beginning would read millions of entries. Where
 the server tells which transactions are in progress, full looks therefore begin at the settled due time: no message was
-below it when they looked, and every transaction that was in progress then has ended since. A later one can store a
-message below it only if that is overdue by more than `OVERDUE_WITHIN` already and its notification is lost; a look from
-the beginning, which is repeated the later the longer it takes, finds that one too.
+below it when they looked, and every transaction that was in progress then has ended since. A later transaction can
+store a message below it only if that is overdue by more than `OVERDUE_WITHIN` already and its notification is lost; a
+look from the beginning, which is repeated the later the longer it takes, finds that message too.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
     from datetime import datetime
 
 FULL_LOOK_EVERY: Final = 1.0  # seconds between full looks that cost little
-FULL_LOOK_SHARE: Final = 20  # costlier ones pause for so many times as long as they take ...
+FULL_LOOK_SHARE: Final = 20  # costlier looks pause for so many times as long as they take ...
 FULL_LOOK_WITHIN: Final = 5.0  # ... but never longer: this bounds how late a message below the watermark is found
 OVERDUE_WITHIN: Final = timedelta(seconds=15)
-BEGINNING_EVERY: Final = 10.0  # seconds between full looks from the beginning; costly ones pause ...
+BEGINNING_EVERY: Final = 10.0  # seconds between full looks from the beginning; costly looks pause ...
 BEGINNING_SHARE: Final = 50  # ... for so many times as long as they take
 
 
 class DueQuery:
-    """One look in progress, from `since` on; from the beginning, which is a full look too, if that is None."""
+    """A look in progress, from `since` on; from the beginning, which is a full look too, if that is None."""
 
     __slots__ = ("began", "full", "lowest", "since", "stale")
 
@@ -127,7 +127,7 @@ class Watermark:
         return time.monotonic() - self._looked_at >= self._pause
 
     def begin(self, *, full: bool = False) -> DueQuery:
-        """Begin a look, which must be ended or abandoned. Without a watermark it is a full one, too."""
+        """Begin a look, which must be ended or abandoned. Without a watermark it is a full look, too."""
         with self._lock:
             look = DueQuery(self._settled.since() if full else self._since, time.monotonic(), full=full)
             self._looks.add(look)
@@ -165,7 +165,7 @@ class Watermark:
             return True
 
     def forget(self) -> None:
-        """Make the next look a full one: a message was stored, and its due time is unknown."""
+        """Make the next look full: a message was stored, and its due time is unknown."""
         with self._lock:
             self._since = None
             self._settled.forget()
@@ -189,7 +189,7 @@ class FullLooks:
         self._task = asyncio.create_task(self._run(), name="delayline full looks")
 
     def schedule(self) -> None:
-        """Schedule a full look: one from the watermark on has ended."""
+        """Schedule a full look: a look from the watermark on has ended."""
         self._scheduled.set()
 
     def stop(self) -> None:

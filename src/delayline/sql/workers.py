@@ -31,7 +31,7 @@ Result = TypeVar("Result")
 
 
 class Workers:
-    """Threads that run work in the order it was given; one thread runs it strictly one after the other."""
+    """Threads that run work in the order it was given; a single thread runs it strictly in turn."""
 
     def __init__(self, name: str, number: int) -> None:
         self._jobs: SimpleQueue[WorkItem[Any] | BackgroundTask | None] = SimpleQueue()
@@ -165,7 +165,7 @@ class WorkResult(Generic[Result]):
             raise
 
     def finish(self, result: Any, error: BaseException | None) -> None:  # noqa: ANN401
-        """Set the result on the event loop of the waiting task; only the first one counts."""
+        """Set the result on the event loop of the waiting task; only the first counts."""
         if self.finished:
             return
         self.finished = True
@@ -179,7 +179,7 @@ class WorkResult(Generic[Result]):
 
 
 class WorkItem(WorkResult[Result]):
-    """One piece of work and the future that waits for it."""
+    """A piece of work and the future that waits for it."""
 
     __slots__ = ("begun", "factor", "given", "reported", "task", "work")
 
@@ -252,7 +252,7 @@ class FairSemaphore:
         self._lock = threading.Lock()
         self._width = width
         self._free = width
-        self._holder: asyncio.Task[object] | None = None  # known where there is only one
+        self._holder: asyncio.Task[object] | None = None  # known where there is no second
         self._waiting: deque[asyncio.Future[None]] = deque()
 
     async def enter(self) -> None:
@@ -279,7 +279,7 @@ class FairSemaphore:
         self._holds(task)
 
     def leave(self) -> None:
-        """Let the next one in."""
+        """Let the next in."""
         with self._lock:
             self._holder = None
             while self._waiting:

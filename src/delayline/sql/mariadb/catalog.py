@@ -29,7 +29,7 @@ HEADROOM: Final = 64 * 1024  # bytes of a statement beside body and headers, and
 TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
 SETUP_LOCK: Final = "delayline setup"
 
-#: Statements that need one right only, and affect no row.
+#: Statements that need a single right, and affect no row.
 EXPLAINED: Final = {
     "SELECT": "SELECT 1 FROM {table} WHERE FALSE",
     "INSERT": "INSERT INTO {table} VALUES ()",
@@ -61,7 +61,7 @@ class MariadbCatalog(Catalog):
 
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
-        """Let one process at a time create tables."""
+        """Let a single process at a time create tables."""
         patience = int(self._dialect.connections.setup_patience)
         if not run(connection, "SELECT GET_LOCK(%s, %s)", SETUP_LOCK, patience)[0][0]:
             raise BackendUnavailable(f"another process has been setting up {self._dialect} for {patience} s: try again")
@@ -74,7 +74,7 @@ class MariadbCatalog(Catalog):
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANT statements for missing rights on existing tables.
 
-        An EXPLAIN of a statement checks the same rights as running it, those of roles included. A table that another
+        An EXPLAIN of a statement checks the same rights as running it, rights of roles included. A table that another
         session has locked is left out, as EXPLAIN would wait for that session.
         """
         with self._dialect.transactions.waiting_briefly(connection):

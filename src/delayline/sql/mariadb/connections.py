@@ -130,13 +130,13 @@ class MariadbConnections(ServerConnections):
         self.room = int(packet)
 
     def ping(self, connection: Connection) -> bool:
-        """Ask whether the server has become read-only: administrators may write to one that is."""
+        """Ask whether the server has become read-only: administrators may write to such a server."""
         return connection.info.get(WAS_READ_ONLY, False) or self.takes_writes(connection)
 
     def takes_writes(self, connection: Connection) -> bool:
         """Return whether the server is not read-only."""
         [values] = run(connection, "SELECT @@GLOBAL.read_only, @@GLOBAL.innodb_read_only")
-        return all(str(value) in {"0", "OFF"} for value in values)  # MariaDB 12 has words for the first one
+        return all(str(value) in {"0", "OFF"} for value in values)  # MariaDB 12 has words for the first
 
 
 class MysqlConnections(MariadbConnections):

@@ -142,7 +142,7 @@ class MariadbBulk(BulkStatements):
         return _adding_up(estimates, total or 0)
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert many rows in a statement. Raises InvalidMessage for one that the server would not take."""
+        """Insert many rows in a statement. Raises InvalidMessage for a message that the server would not take."""
         most = largest(self._dialect.connections.room)
         for row in rows:
             size = sum(len(value) for value in row if isinstance(value, bytes))
@@ -240,7 +240,7 @@ NAMED_UNLOCK: Final = "RELEASE_LOCK(%s)"
 
 
 class NamedLocks(SessionClaims):
-    """This process's claims on the rows of one table. The names of locks are shared by all databases of the server."""
+    """This process's claims on the rows of a table. The names of locks are shared by all databases of the server."""
 
     def __init__(self, database: ServerSessions, table: str) -> None:
         super().__init__(database)

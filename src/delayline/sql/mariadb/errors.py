@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 #: The connection is of no use any more: the server shuts down, has killed it, or is not there.
 DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031}
-#: The transaction gave way to another. 1020: that one has changed a row since this one's snapshot
+#: The transaction gave way to another. 1020: the other has changed a row since this transaction's snapshot
 #: (innodb_snapshot_isolation, which is on since MariaDB 11.6.2).
 GAVE_WAY: Final = {1020, 1213, 1614}
-#: These errors end the whole transaction, 1206 for want of room for its locks; others undo their statement only.
+#: The following errors end the whole transaction, 1206 for want of room for its locks; others undo their statement
+#: only.
 ROLLED_BACK: Final = GAVE_WAY | {1206}
 #: The server, or the session, takes no writes: a primary that has become a replica.
 NO_WRITES: Final = (1290, 1792, 1836)
@@ -84,12 +85,12 @@ BY_NUMBER: Final = {number: meaning for numbers, meaning in TRANSLATIONS.items()
 
 #: Classes of errors that no message causes by its contents ...
 OF_SERVERS: Final = frozenset({"OperationalError", "InternalError", "NotSupportedError", "InterfaceError"})
-#: ... but for these: a trigger's refusal, a constraint's, and those of values that do not fit.
+#: ... but for these: a trigger's refusal, a constraint's, and refusals of values that do not fit.
 OF_ROWS: Final = frozenset({1048, 1062, 1169, 1216, 1217, 1364, 1365, 1451, 1452, 1557, 1586, 1644, 1690, 3819, 4025})
 
 
 def number_of(error: BaseException) -> int | None:
-    """Return the server's or the driver's number of an error, None for one that has none."""
+    """Return the server's or the driver's number of an error, None for an error without."""
     arguments = cause_of(error).args
     return arguments[0] if arguments and isinstance(arguments[0], int) else None
 

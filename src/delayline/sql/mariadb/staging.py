@@ -45,7 +45,7 @@ REPLACE: Final = (
 
 
 class MariadbStage(StagedTable):
-    """A table for the rows of one job, or of one stream, which is read attempt by attempt."""
+    """A table for the rows of a job, or of a stream, which is read attempt by attempt."""
 
     numbered: ClassVar[bool] = True
 
@@ -85,7 +85,7 @@ class MariadbStage(StagedTable):
         self.dialect.bulk.insert_rows(connection, Prepared(insert(table), self.dialect.sql, names), rows)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Insert the staged rows, one statement per attempt: the driver limits the time of a statement."""
+        """Insert the staged rows, a statement per attempt: the driver limits the time of a statement."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
         conflict = {"raise": "", "keep": IGNORE, "replace": REPLACE}[on_conflict]
         if attempts and on_conflict != "raise":

@@ -1,6 +1,6 @@
 """Messages in PostgreSQL's binary format: COPY of many, and single statements that the event loop drives itself.
 
-Binary COPY costs the server less than any INSERT. It has no ON CONFLICT: one with an id that is stored already is
+Binary COPY costs the server less than any INSERT. It has no ON CONFLICT: a message with an id that is stored already is
 undone as a whole, and its rows are inserted.
 
 Two crossings between the loop and a worker thread cost more than the insert of a message takes in the server. The loop
@@ -60,7 +60,7 @@ def use_binary(connection: Driver[Any]) -> None:
 
 
 class ListDumper(ListBinaryDumper):
-    """Writes lists; those of whole numbers as `bigint[]`, whatever their size, which takes a fifth of the time."""
+    """Writes lists; lists of whole numbers as `bigint[]`, whatever their size, which takes a fifth of the time."""
 
     def get_key(self, obj: list[Any], format: PyFormat) -> DumperKey:
         """Return the key of the dumper for the list."""
@@ -115,7 +115,8 @@ COPIED: Final = {
 }
 ARRAY: Final = struct.Struct(">iiiii")
 BIGINT: Final = struct.Struct(">iq")
-#: Number of batches written by INSERT after one that repeated an id: a sender that repeats one often repeats more.
+#: Number of batches written by INSERT after a batch that repeated an id: a sender that repeats an id often repeats
+#: more.
 HELD_OFF: Final = 100
 #: What an INSERT may have no trouble with, or a better word for: ids that are there, columns of other types, texts that
 #: cannot be kept, row security.
@@ -202,14 +203,14 @@ class SharedSession(NamedTuple):
 
 
 class LoopStatements:
-    """Runs single statements one at a time, for the first event loop that uses it while that loop runs.
+    """Runs single statements in turn, for the first event loop that uses it while that loop runs.
 
     `_free` is held from the start of a statement until its answer has been read.
 
     Args:
-        database: The sessions, of which one is taken as long as statements follow each other.
-        connections: Those of the server, which have the limits.
-        shared: A session that threads use too, instead of one of the database's.
+        database: The sessions, of which a session is taken as long as statements follow each other.
+        connections: The connections of the server, which have the limits.
+        shared: A session that threads use too, instead of a session of the database.
     """
 
     def __init__(self, database: ServerSessions, connections: Connections, shared: SharedSession | None = None) -> None:
@@ -292,7 +293,7 @@ class LoopStatements:
         if watch is None:
             self._give_back(None)
         else:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the next one takes the connection over
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the next loop takes the connection over
                 watch.loop.call_soon_threadsafe(self._give_back, watch)
 
     def _give_back(self, watch: SocketWatch | None) -> None:
@@ -324,7 +325,7 @@ class LoopStatements:
     async def _run_slowly(self, statement: Prepared, values: tuple[Any, ...], then: Then | None) -> StatementResult:
         """Run it on a worker thread, which may have to connect first; after that the loop can go on."""
         self._end_watch()
-        if self._shared is not None:  # other workers may wait for it, and none would be left to run this one
+        if self._shared is not None:  # other workers may wait for it, and none would be left to run this statement
             self._free.release()
             return await self._database.run(partial(self._run_shared, self._shared, statement, values, then))
         if self._session is None:
@@ -385,7 +386,7 @@ class LoopStatements:
     ) -> StatementResult | None:
         answer: WorkResult[StatementResult | None] = WorkResult(loop.create_future())
         self._under_way, self._result = answer, None
-        assert self._session is not None  # noqa: S101 - nothing is sent before there is one
+        assert self._session is not None  # noqa: S101 - nothing is sent before there is a session
         self._session.waits()
         try:
             self._pgconn.send_query_prepared(name, values, (Format.BINARY,) * len(values), Format.BINARY)
@@ -396,7 +397,7 @@ class LoopStatements:
 
     @property
     def _pgconn(self) -> PGconn:
-        assert self._driver is not None  # noqa: S101 - nothing is sent before there is one
+        assert self._driver is not None  # noqa: S101 - nothing is sent before there is a session
         return self._driver.pgconn
 
     def _flush(self) -> None:
@@ -572,7 +573,7 @@ def _oid(value: object) -> int:
 
 
 def _numbered(sql: str) -> bytes:
-    """Return psycopg's SQL as the server's: with $1 for the first %s, and one % for two."""
+    """Return psycopg's SQL as the server's: with $1 for the first %s, and a single % for two."""
     numbers = count(1)
     return re.sub("%[%s]", lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql).encode()
 

@@ -98,7 +98,7 @@ class PostgresqlCatalog(Catalog):
 
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
-        """Let one process at a time create tables: IF NOT EXISTS alone still collides in the catalogs."""
+        """Let a single process at a time create tables: IF NOT EXISTS alone still collides in the catalogs."""
         run(connection, f"SET LOCAL lock_timeout = '{round(self._dialect.connections.setup_patience * 1000)}'")
         run(connection, "SELECT pg_advisory_xact_lock(%s)", SETUP_LOCK)
         yield

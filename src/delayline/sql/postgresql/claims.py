@@ -70,7 +70,7 @@ ADVISORY_UNLOCK: Final = "SELECT pg_advisory_unlock(%s + k) FROM unnest(%s::bigi
 
 
 class AdvisoryLockClaims(SessionClaims):
-    """This process's claims on the rows of one table."""
+    """This process's claims on the rows of a table."""
 
     def __init__(self, database: ServerSessions, table: str, dialect: Postgresql) -> None:
         from delayline.sql.postgresql.binary import LoopStatements, SharedSession
@@ -84,16 +84,16 @@ class AdvisoryLockClaims(SessionClaims):
         self._receivers: list[WaitingReceiver] = []
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
-        """Lock free rows in one round trip."""
+        """Lock free rows in a single round trip."""
         return {row for (row,) in run(connection, ADVISORY_LOCK, list(rows), self._base)}
 
     def exchange(self, connection: Connection, released: Sequence[int], rows: Sequence[int]) -> set[int]:
-        """Unlock the released rows, then lock free ones, in one round trip."""
+        """Unlock the released rows, then lock free rows, in a single round trip."""
         found = run(connection, ADVISORY_EXCHANGE, list(released), self._base, list(rows), self._base)
         return {row for (row,) in found}
 
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
-        """Unlock, in one round trip."""
+        """Unlock, in a single round trip."""
         run(connection, ADVISORY_UNLOCK, self._base, list(rows))
 
     def register(self, receiver: WaitingReceiver) -> Callable[[], None]:
@@ -107,7 +107,7 @@ class AdvisoryLockClaims(SessionClaims):
         return unregister
 
     def waiting_receiver(self) -> WaitingReceiver | None:
-        """Return a receiver that waits for messages, if there is one."""
+        """Return a receiver that waits for messages, if there is any."""
         return next((receiver for receiver in list(self._receivers) if receiver.wanted), None)
 
     async def move(self, move: PostgresqlMove) -> Moved:
@@ -160,7 +160,7 @@ class AdvisoryLockClaims(SessionClaims):
                 statement, values, read, lambda connection: read(statement.result(connection, *values))
             )
         except asyncio.CancelledError:
-            with self._lock:  # those of a statement that has not run
+            with self._lock:  # rows of a statement that has not run
                 self._released += released
             raise
 
@@ -171,7 +171,7 @@ class AdvisoryLockClaims(SessionClaims):
         read: Callable[[StatementResult], tuple[Result, list[int]] | None],
         on_thread: Callable[[Connection], tuple[Result, list[int]]],
     ) -> Result:
-        """Run a statement that locks rows on the claims' connection, and claim these rows.
+        """Run a statement that locks rows on the claims' connection, and claim the rows.
 
         Args:
             statement: The statement.

@@ -31,7 +31,7 @@ SETTINGS: Final = {
 #: Claims last as long as their session, however long that is idle.
 SINCE_14: Final = {"idle_session_timeout": "0"}
 SET: Final = "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS setting (name, value)"
-#: Is refused by poolers in transaction mode, whose other clients would get a session with these settings.
+#: Is refused by poolers in transaction mode, whose other clients would get a session with the settings.
 OPTIONS: Final = "-c jit=off"
 #: Names of settings in the options of a URL.
 NAMED: Final = re.compile(r"(?:-c\s*|--)([\w.-]+)=")
@@ -75,8 +75,8 @@ class PostgresqlConnections(ServerConnections):
     def limit_connect(self, arguments: dict[str, Any]) -> None:
         """Limit connecting, for which several hosts share the time, and unacknowledged bytes.
 
-        Where only one host takes writes, the one that did so last is tried first: each connection would wait for one in
-        front of it whose machine is gone.
+        Where only a single host takes writes, the host that did so last is tried first: each connection would wait for
+        one in front of it whose machine is gone.
         """
         hosts = self.hosts
         arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout / len(hosts))))
@@ -119,7 +119,7 @@ class PostgresqlConnections(ServerConnections):
         return connection
 
     def _set_up_session(self, connection: Connection) -> None:
-        """Make the settings, but for those that the URL has made."""
+        """Make the settings, but for settings that the URL has made."""
         settings = {"lock_timeout": str(max(1, round(self.lock_timeout * 1000))), **SETTINGS}
         if driver_of(connection).info.server_version >= 14_00_00:
             settings |= SINCE_14

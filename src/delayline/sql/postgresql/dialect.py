@@ -48,7 +48,7 @@ FOR_SCANS: Final = (
     "SET LOCAL enable_bitmapscan = on",
     "SET LOCAL plan_cache_mode = auto",
     "SET LOCAL jit = off",
-    "SET LOCAL work_mem = '64MB'",  # a million rows are sorted in one pass then
+    "SET LOCAL work_mem = '64MB'",  # a million rows are sorted in a single pass then
 )
 #: The columns that NServiceBus' script for PostgreSQL creates.
 TIMEOUTS: Final = TimeoutShape(
@@ -80,7 +80,7 @@ class PostgresqlValues(ColumnValues):
 
 
 class PostgresqlWords(StatementWords):
-    """A list is an array, which is one parameter."""
+    """A list is an array, which is a single parameter."""
 
     deletes_by_list = True
     returns_deleted = True
@@ -91,16 +91,16 @@ class PostgresqlWords(StatementWords):
     )
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
-        """Return the condition with an array: one statement, and one plan, for lists of any length."""
+        """Return the condition with an array: a single statement, and plan, for lists of any length."""
         return column == any_(bindparam(name, type_=postgresql.ARRAY(column.type)))
 
     def by_key(
         self, column: ColumnElement[Any], name: str, within: ColumnElement[bool] | None = None
     ) -> ColumnElement[bool]:
-        """Return the condition that looks the rows up one by one.
+        """Return the condition that looks the rows up each alone.
 
         Where statistics tell of few live rows in many pages, as beside an old snapshot, each index seems to cost the
-        same. For a list of keys, or for one of its columns, the planner then reads an index from end to end.
+        same. For a list of keys, or for a column of it, the planner then reads an index from end to end.
         """
         rows, keys = column.table.alias("keyed"), bindparam(name, type_=postgresql.ARRAY(column.type))
         each = func.unnest(keys).table_valued("key").render_derived()
@@ -162,7 +162,7 @@ class PostgresqlBulk(BulkStatements):
         run(connection, f"LOCK TABLE {self._dialect.sql.identifier_preparer.format_table(table)} IN {mode} MODE")
 
     def begin_scan(self, connection: Connection) -> None:
-        """Begin a transaction: cursors on the server and SET LOCAL need one."""
+        """Begin a transaction: cursors on the server and SET LOCAL need it."""
         self._dialect.transactions.begin(connection)
 
     def plan_for_scans(self, connection: Connection) -> None:
@@ -190,7 +190,7 @@ class PostgresqlBulk(BulkStatements):
         return PostgresqlStage(self._dialect, store, name)
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert every row; many of them in parts, so that the server inserts one while the next is written."""
+        """Insert every row; many of them in parts, so that the server inserts a part while the next is written."""
         if len(rows) == 1:
             insert.change(connection, *rows[0])
             return
@@ -201,7 +201,7 @@ class PostgresqlBulk(BulkStatements):
                 run(connection, many, *map(list, zip(*rows[first : first + PART], strict=True)))
 
     def inserts_at_once(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> bool:
-        """Copy the rows, where their ids are new; or insert them, where one statement has room for all."""
+        """Copy the rows, where their ids are new; or insert them, where a statement has room for all."""
         if self._copies.copied(driver_of(connection), insert.sql, rows):
             return True
         if len(rows) <= PART:
@@ -222,7 +222,7 @@ class Postgresql(Server):
         self.timeouts = replace(TIMEOUTS, forwarding=partial(PostgresqlTimeouts, sql=self.sql))
 
     def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
-        """Let the event loop run statements by itself, which takes prepared ones."""
+        """Let the event loop run statements by itself, which takes prepared statements."""
         if self.connections.pgbouncer:
             return None
         from delayline.sql.postgresql.binary import LoopStatements
@@ -244,15 +244,15 @@ class Postgresql(Server):
         return AdvisoryLockClaims(database, table, self)
 
     def forwarding(self, table: Table, tables: QueueTables) -> PostgresqlForwarding:
-        """One statement."""
+        """A statement."""
         way = PostgresqlForwarding if self.connections.pgbouncer else PostgresqlClaimingForwarding
         return way(table, tables, self)
 
 
 @lru_cache(maxsize=256)
 def _from_arrays(insert: str) -> str:
-    """Return the insert of one row as one of many: an array for each column, sent in binary."""
-    start, _, rest = insert.rpartition(" VALUES (")  # the first one may be in a name
+    """Return the insert of a row as an insert of many: an array for each column, sent in binary."""
+    start, _, rest = insert.rpartition(" VALUES (")  # the first may be in a name
     values, _, end = rest.partition(")")
     typed = [value if "::" in value else f"{value}::bytea" for value in values.split(", ")]
     arrays = ", ".join(f"{value.replace('%s', '%b')}[]" for value in typed)

@@ -1,4 +1,4 @@
-"""Due messages go from store to queue in PostgreSQL in one statement: one round trip, no body leaves the server."""
+"""Due messages go from store to queue in PostgreSQL in a single statement and round trip: no body leaves the server."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ COUNTS: Final = """,
   (SELECT array_agg(number) FROM grouped)"""
 EVER: Final = datetime.min.replace(tzinfo=UTC)
 ALL: Final = "chosen AS (SELECT seq FROM due WHERE movable AND (SELECT sum(size) FROM due) <= %s)"
-#: As many as fit, but at least one: sorting them once more costs a tenth of the whole move.
+#: As many as fit, but not none: sorting them once more costs a tenth of the whole move.
 SOME: Final = """
   sized AS (
     SELECT seq, movable, sum(size) OVER before <= %s OR row_number() OVER before = 1 AS fits
@@ -67,7 +67,7 @@ SOME: Final = """
 
 
 class PostgresqlForwarding:
-    """Moves the earliest due messages of one store's table, skipping locked ones."""
+    """Moves the earliest due messages of a store's table, skipping locked messages."""
 
     one_statement = True
 
@@ -104,7 +104,7 @@ class PostgresqlForwarding:
         counted: bool = False,
         since: object | None = None,
     ) -> Moved:
-        """Move messages, those due from `since` on if given, and return the result, with `counts` if `counted`."""
+        """Move messages, only from `since` on if given, and return the result, with `counts` if `counted`."""
         statements = self._statements[counted, False]
         return PostgresqlMove(statements, until, limit, max_bytes, counted, since).run(connection)
 
@@ -130,7 +130,7 @@ class PostgresqlClaimingForwarding(PostgresqlForwarding):
 
 
 class PostgresqlMove(NamedTuple):
-    """One move of due messages; see `ClaimingForwarding.run_for`."""
+    """A move of due messages; see `ClaimingForwarding.run_for`."""
 
     statements: Sequence[Prepared]
     """One that moves all due messages if they fit in `max_bytes`, and one that moves those that fit."""

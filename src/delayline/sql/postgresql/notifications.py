@@ -40,7 +40,7 @@ PROBE_EVERY: Final = 30.0  # seconds between proofs that a notification still co
 PROBE_WITHIN: Final = 5.0
 POLL_EVERY: Final = 1.0  # seconds between looks while notifications do not come through
 SEND_EVERY: Final = 0.002  # seconds between notifications of other processes: each costs as much as an insert
-LOST_AFTER: Final = 1.0  # seconds after which a scheduled one is lost: its event loop has ended
+LOST_AFTER: Final = 1.0  # seconds after which a scheduled notification is lost: its event loop has ended
 
 
 #: The same for notifications that are not urgent: a queue has messages, and this process receives from it too; or
@@ -54,7 +54,7 @@ LONGEST_SLEEP: Final = MAXIMUM_SLEEP + timedelta(seconds=5)
 
 NOTIFY: Final = "SELECT pg_notify(%s, %s)"
 #: A poller that is awake needs no notification, unless the message is due: it may have looked beyond it already. Not in
-#: the statement that notifies: an engine that distributes tables runs a read of one on another server.
+#: the statement that notifies: an engine that distributes tables runs a read of such a table on another server.
 MUST_NOTIFY: Final = """
 SELECT %s <= clock_timestamp() + interval '5 ms'
 OR EXISTS (SELECT FROM {sleeping} WHERE channel = %s AND listener <> %s AND until > %s)
@@ -71,7 +71,7 @@ class PostgresqlNotifications:
     """Notifies listeners in this process at once, in other processes by NOTIFY. Thread-safe.
 
     NOTIFY serializes commits. Therefore it is sent on a separate connection after the commit, once for all
-    messages since the last one, and only if a poller has registered that it sleeps beyond the new due time.
+    messages since the last, and only if a poller has registered that it sleeps beyond the new due time.
     """
 
     reach_others = True
@@ -193,7 +193,7 @@ class PostgresqlNotifications:
         run(connection, NOTIFY, channel_name(channel), f"caller {at}")
 
     def renew(self) -> None:
-        """Listen on another connection: the server behind the present one is not the primary any more."""
+        """Listen on another connection: the server behind the present connection is not the primary any more."""
         with self._lock:
             self.renewals += 1
             if self._thread is not None and not self.closing:
@@ -240,16 +240,16 @@ class PostgresqlNotifications:
         try:
             try:
                 self.send(unsent)
-            except BackendUnavailable:  # an idle connection may have been lost: try another one
+            except BackendUnavailable:  # an idle connection may have been lost: try another
                 self.send(unsent)
         except DelaylineError as error:
-            with self._lock:  # with the next ones, or when the server is back
+            with self._lock:  # with the next, or when the server is back
                 for channel, at in unsent.items():
                     self._unsent[channel] = min(at, self._unsent.get(channel, at))
             emit(logger, logging.WARNING, Event.NOTIFY_FAILED, "Other processes could not be notified: %s", error)
 
     def send(self, unsent: dict[str, int]) -> None:
-        """Notify every process, this one included; on a worker thread."""
+        """Notify every process, this process included; on a worker thread."""
         self._database.use_session(lambda connection: self._send(connection, unsent))
 
     def _send(self, connection: Connection, unsent: dict[str, int]) -> None:
@@ -295,7 +295,7 @@ class PostgresqlNotifications:
 
 
 class NotificationListener:
-    """One connection that listens, for as long as it lasts."""
+    """A connection that listens, for as long as it lasts."""
 
     def __init__(self, owner: PostgresqlNotifications, connection: Connection, renewals: int) -> None:
         self._owner = owner

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Finding
 
-#: A number that no row has got yet is NULL, as is one that this user may not see.
+#: A number that no row has got yet is NULL, as is a number that this user may not see.
 SEQUENCES: Final = """
 SELECT s.seqrelid::regclass::text, n.nspname, c.relname, a.attname,
   CASE WHEN has_sequence_privilege(s.seqrelid, 'USAGE, SELECT')

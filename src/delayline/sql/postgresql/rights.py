@@ -51,7 +51,7 @@ WHERE c.relkind IN ('r', 'p') AND c.relname = %s AND (
 
 
 class MissingRights(NamedTuple):
-    """Rights that the user lacks on one object."""
+    """Rights that the user lacks on an object."""
 
     kind: str
     quoted: str

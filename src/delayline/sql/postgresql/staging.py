@@ -27,7 +27,7 @@ COPY_END: Final = b"\xff\xff"
 LARGEST_PIECE: Final = 256 * 1024 * 1024
 #: How long a table's removal waits for a task that writes to it.
 DROP_PATIENCE: Final = "2s"
-#: One statement that reads a whole table once: the settings for batches of a poller are wrong for it.
+#: A statement that reads a whole table once: the settings for batches of a poller are wrong for it.
 FOR_BULK: Final = "SET LOCAL enable_seqscan = on; SET LOCAL jit = off; SET LOCAL plan_cache_mode = auto"
 MOVE: Final = (
     "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} "
@@ -68,7 +68,7 @@ class PostgresqlStage(StagedTable):
             copy.write(COPY_END)
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
-        """Insert the staged rows in one statement, each id once unless one that comes twice is an error."""
+        """Insert the staged rows in a single statement, each id once unless a repeated id is an error."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
         conflict, order = "", ""
         if on_conflict == "keep":
@@ -95,7 +95,7 @@ def copy_rows(start: bytes, batch: pa.RecordBatch) -> pa.Buffer:
     """Return the rows as binary COPY reads them, made without a loop over them.
 
     Each row is its number of fields and then, for each, its length and its bytes, all numbers big-endian. start: the
-    number of fields, and the first one, which is the same in all rows.
+    number of fields, and the first field, which is the same in all rows.
     """
     rows = batch.num_rows
     due = pc.subtract(_microseconds(batch.column("due")), YEAR_2000)

@@ -1,4 +1,4 @@
-"""Expired timeouts go to their queues in PostgreSQL in one statement, which also returns when the next one expires."""
+"""Expired timeouts go to their queues in PostgreSQL in a single statement, which also returns when the next expires."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.schema import QueueTables
 
-#: Headers in which one of these words occurs need more than moving.
+#: Headers in which any of these words occurs need more than moving.
 TIMEOUT_MARKERS: Final = (Headers.DISPATCH_PROPERTIES, Headers.TIME_TO_BE_RECEIVED, TimeoutHeaders.OLD_REPLY_TO)
 MOVE_EXPIRED: Final = """
 WITH leased AS MATERIALIZED (
@@ -48,7 +48,7 @@ SELECT (SELECT count(*) FROM gone), ARRAY(SELECT DISTINCT "Destination" FROM gon
 
 
 class PostgresqlTimeouts:
-    """Moves the earliest expired timeouts of one table, skipping locked and leased ones."""
+    """Moves the earliest expired timeouts of a table, skipping locked and leased timeouts."""
 
     def __init__(self, table: Table, tables: QueueTables, sql: Dialect) -> None:
         named = {"table": table, "leases": tables.leases, "queues": tables.queues, "queued": tables.queued}

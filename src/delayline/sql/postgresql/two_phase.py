@@ -25,7 +25,7 @@ UNDEFINED: Final = "42704"
 
 
 class PostgresqlTwoPhase:
-    """Prepares transactions in one database and finishes them later, from any process."""
+    """Prepares transactions in a database and finishes them later, from any process."""
 
     def __init__(self, connections: PostgresqlConnections) -> None:
         self._connections = connections

@@ -1,6 +1,6 @@
 """Claims on rows of SQLite: byte n of a file beside the database stands for row n.
 
-SQLite has no row locks. The operating system gives a lock to one process only, and takes it back the moment that
+SQLite has no row locks. The operating system gives a lock to a single process, and takes it back the moment that
 process ends, however it ends. A claim costs a system call and no write.
 """
 
@@ -18,9 +18,10 @@ if TYPE_CHECKING:
 
 
 class FileClaims:
-    """This process's claims on the rows of one table. Safe to call from any thread.
+    """This process's claims on the rows of a table. Safe to call from any thread.
 
-    There must be one instance a file and process: closing any descriptor of a file drops all of a process's locks.
+    There must be a single instance per file and process: closing any descriptor of a file drops all of a process's
+    locks.
     """
 
     def __init__(self, directory: Path, table: str, *, mode: int = 0o600) -> None:

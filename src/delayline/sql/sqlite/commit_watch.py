@@ -29,7 +29,7 @@ SHARE: Final = 0.01
 LONGEST: Final = 0.02
 SELDOM_AFTER: Final = 60.0
 SELDOM: Final = 1.0
-#: A transaction that was rolled back is never noticed; one that lasts longer is found by polling.
+#: A transaction that was rolled back is never noticed; a transaction that lasts longer is found by polling.
 GIVE_UP_AFTER: Final = 600.0
 
 

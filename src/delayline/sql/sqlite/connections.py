@@ -1,4 +1,4 @@
-"""Connections to an SQLite file, and its transactions: one writer at a time, which others wait for."""
+"""Connections to an SQLite file, and its transactions: a single writer at a time, which others wait for."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
 FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
 LONGEST_WAIT: Final = 0.005
-SAME_LOCK: Final = 1.0  # seconds in which a lock that was not given is taken for the same one
+SAME_LOCK: Final = 1.0  # seconds in which a lock that was not given is taken for the same lock
 #: Seconds that a start waits for a transaction of its own process if a thread waits for the start: the transaction may
 #: be that thread's, and would never end.
 OWN_TRANSACTION_PATIENCE: Final = 1.0
@@ -88,7 +88,7 @@ class SqliteConnections(Connections):
 
     @contextlib.contextmanager
     def look(self) -> Iterator[Connection]:
-        """Read the file as it is; where there is none, one in memory stands for it."""
+        """Read the file as it is; where there is none, a database in memory stands for it."""
         exists = self.path.exists()
 
         def open_it() -> DBAPIConnection:
@@ -169,8 +169,8 @@ class SqliteTransactions(TransactionControl):
     def begin(self, connection: Connection) -> None:
         """Begin a write transaction; waits for other processes up to the busy timeout.
 
-        Writes queued behind this one do not wait for the same lock as long again. Raises BackendUnavailable if the lock
-        is not granted, and BackendUnusable if the file is gone: SQLite would go on writing to the deleted file.
+        Writes queued behind this write do not wait for the same lock as long again. Raises BackendUnavailable if the
+        lock is not granted, and BackendUnusable if the file is gone: SQLite would go on writing to the deleted file.
         """
         self._connections.check_in_place()
         self.rollback(connection)  # an earlier rollback may have failed

@@ -1,4 +1,4 @@
-"""SQLite: one file, one writer at a time, no server; claims and notifications are files beside the database."""
+"""SQLite: a file, a single writer at a time, no server; claims and notifications are files beside the database."""
 
 from __future__ import annotations
 
@@ -170,8 +170,8 @@ class Sqlite(Dialect):
         self.notifications = PipeNotifications(self._directory)
 
     def claims(self, table: str) -> FileClaims:
-        """Return the claims on one table's rows."""
-        with self._claiming:  # two instances would give one row to two callers
+        """Return the claims on a table's rows."""
+        with self._claiming:  # two instances would give the same row to two callers
             if table not in self._claims:
                 self._claims[table] = FileClaims(self._directory, table, mode=self.connections.permissions())
             return self._claims[table]

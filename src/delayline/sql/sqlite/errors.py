@@ -34,7 +34,7 @@ def file_identity(path: Path | str) -> tuple[int, int] | None:
 def held_by_this_process(path: Path) -> bool:
     """Return whether a connection of this process has the write lock of the file; False where the system cannot tell.
 
-    Linux lists locks by process and file. To ask with fcntl would need a descriptor, and closing one drops all locks
+    Linux lists locks by process and file. To ask with fcntl would need a descriptor, and closing it drops all locks
     that this process has on the file.
     """
     places = ((path, FIRST_LOCK_BYTE, math.inf), (path.with_name(f"{path.name}-shm"), WAL_WRITE_BYTE, WAL_WRITE_BYTE))

@@ -1,4 +1,4 @@
-"""Notifications between processes on one SQLite file: each that listens has a named pipe.
+"""Notifications between processes on an SQLite file: each that listens has a named pipe.
 
 After a commit the writer puts a small record into every pipe. A pipe without a reader belongs to a process that has
 ended, and is removed.

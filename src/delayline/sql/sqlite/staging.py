@@ -40,7 +40,7 @@ CONFLICTS: Final = {
 
 
 class SqliteStage:
-    """A folder of Arrow files, one an attempt, and a temporary table into which the driver reads those named."""
+    """A folder of Arrow files, a file per attempt, and a temporary table into which the driver reads named files."""
 
     def __init__(self, dialect: Sqlite, store: Table, name: str) -> None:
         self.dialect = dialect
@@ -50,7 +50,7 @@ class SqliteStage:
         self.table = stage_table(GATHERED, "temp")
 
     def named(self, name: str) -> SqliteStage:
-        """Return another one."""
+        """Return another staging area."""
         return SqliteStage(self.dialect, self.store, name)
 
     def create(self, connection: Connection) -> None:
@@ -119,7 +119,7 @@ class SqliteStage:
         return stored
 
     def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
-        """Delete the files of these attempts, and old ones."""
+        """Delete the files of the attempts, and old files."""
         connection.execute(DropTable(self.table, if_exists=True))
         for file in self.folder.glob("*"):
             if int(file.stem) in attempts or int(file.stem) < before:

@@ -54,7 +54,7 @@ class SqlServerCatalog(Catalog):
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANT statements for missing rights on tables.
 
-        A table on which the user has no right at all looks like a missing one; it is counted if other tables are
+        A table on which the user has no right at all looks like a missing table; it is counted if other tables are
         visible.
         """
         found: dict[Table, tuple[list[str], bool]] = {}
@@ -104,7 +104,7 @@ class SqlServerCatalog(Catalog):
         return quoted_name(schema, quote=True)
 
     def kept_name(self, table: str) -> str:
-        """Return the name as it is; raises ConfigurationError also for one that pymssql would misread."""
+        """Return the name as it is; raises ConfigurationError also for a name that pymssql would misread."""
         must_fit(table, _units(table), LONGEST_NAME, "characters", self._dialect)
         if self._dialect.connections.uses_pymssql and re.search(r"%[sd(]", table):
             raise ConfigurationError(
@@ -134,7 +134,7 @@ class SqlServerCatalog(Catalog):
 
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
-        """Let one process at a time create tables."""
+        """Let a single process at a time create tables."""
         if only_row(connection, SETUP_LOCK)[0] < 0:
             raise BackendUnusable(f"another process has been setting up {self._dialect} for a minute: try again")
         yield
@@ -157,7 +157,7 @@ def _durable(setting: str) -> str:
 
 
 def only_row(connection: Connection, batch: str) -> tuple[Any, ...]:
-    """Run the statements and return the row of the only one that gives rows; others give counts, or nothing.
+    """Run the statements and return the row of the only statement that gives rows; others give counts, or nothing.
 
     Raises BackendUnavailable where the server gives none.
     """

@@ -30,7 +30,7 @@ CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
     PYMSSQL: {"appname": "delayline"},
 }
 NO_LIBRARY: Final = "Failed to load the driver"  # in mssql-python's error for a missing library
-UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in the TypeError that pymssql raises for one
+UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in the TypeError that pymssql raises for it
 CHECK_URL: Final = "Check the user, the password and the options in the URL"
 #: English, because errors are matched by text where they have no number; and a limit for lock waits.
 SESSION: Final = (
@@ -157,7 +157,7 @@ class SqlServerConnections(ServerConnections):
 
 
 def _driver_of(url: URL) -> str:
-    """Return the driver that the URL names, or the one that is installed; Microsoft's wins."""
+    """Return the driver that the URL names, or the installed driver; Microsoft's wins."""
     if url.drivername in {MICROSOFT, PYMSSQL}:
         return url.drivername
     if url.drivername != "mssql":

@@ -77,11 +77,11 @@ class SqlServerValues(ColumnValues):
         return rounded_down(at).replace(tzinfo=None)
 
     def from_due(self, kept: datetime | None) -> datetime:
-        """Return the due time in UTC; a foreign row without one is never due."""
+        """Return the due time in UTC; a foreign row without it is never due."""
         return LATEST if kept is None else kept.replace(tzinfo=UTC)
 
     def headers_of(self, message: Message) -> bytes:
-        """Return the headers in the XML form; damaged ones, or JSON that we would write otherwise, as they are."""
+        """Return the headers in the XML form; damaged headers, or JSON that we would write otherwise, as they are."""
         encoded = message.encoded_headers
         with contextlib.suppress(CorruptHeaders):
             if encode_headers(message.headers) == encoded:
@@ -89,7 +89,7 @@ class SqlServerValues(ColumnValues):
         return encoded
 
     def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
-        """Return the column as microseconds since 1970, by days and milliseconds: all in one would not fit an int."""
+        """Return the column as microseconds since 1970, by days and milliseconds: the whole would not fit an int."""
         day = cast_to(cast_to(due, mssql.DATE), mssql.DATETIME)
         days = cast_to(func.datediff(literal_column("day"), literal_column("'19700101'"), due), BigInteger)
         within = cast_to(func.datediff(literal_column("millisecond"), day, due), BigInteger)
@@ -106,7 +106,7 @@ class SqlServerWords(StatementWords):
     returns_deleted = True
 
     def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key as it is; one that only looks the same is an error."""
+        """Return an insert that leaves a row with the same key as it is; a key that only looks the same is an error."""
         return insert_into(table).execution_options(**{NEW: conflict_columns(table, key)})
 
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
@@ -125,7 +125,7 @@ class SqlServerBulk(BulkStatements):
         raise ConfigurationError(f"bulk jobs cannot write to {self._dialect} yet: use PostgreSQL, MariaDB or SQLite")
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
-        """Insert every row; if another transaction inserted the same key meanwhile, retry the rows one by one."""
+        """Insert every row; if another transaction inserted the same key meanwhile, retry the rows singly."""
         try:
             insert.change_many(connection, rows)
         except self._dialect.errors.kinds as error:
@@ -252,7 +252,7 @@ APPLICATION_UNLOCK: Final = "EXEC sp_releaseapplock @Resource = N'{name}', @Lock
 
 
 class ApplicationLocks(SessionClaims):
-    """This process's claims on the rows of one table."""
+    """This process's claims on the rows of a table."""
 
     def __init__(self, database: ServerSessions, table: str) -> None:
         super().__init__(database)
@@ -272,7 +272,7 @@ class ApplicationLocks(SessionClaims):
             run(connection, " ".join(APPLICATION_UNLOCK.format(name=self._name(row)) for row in some))
 
     def lock_sql(self, rows: Sequence[int]) -> str:
-        """Return the batch that tries for each row, and answers with one row of results: negative where refused."""
+        """Return the batch that tries for each row, and answers with a row of results: negative where refused."""
         names = [f"@r{n}" for n in range(len(rows))]
         locks = [APPLICATION_LOCK.format(n=n, name=self._name(row)) for n, row in enumerate(rows)]
         return f"DECLARE {', '.join(f'{name} int' for name in names)}; {' '.join(locks)} SELECT {', '.join(names)}"
@@ -293,7 +293,7 @@ def _chunks(rows: Sequence[int]) -> Iterator[Sequence[int]]:
 
 
 class LeaseTable:
-    """The leases on one store's messages."""
+    """The leases on a store's messages."""
 
     in_row: ClassVar[bool] = False
 
@@ -309,7 +309,7 @@ class LeaseTable:
         self._end = Prepared(of_ids, sql, ["store", "keys"])
 
     def take(self, connection: Connection, ids: Sequence[str]) -> Sequence[str]:
-        """Lease the messages; if the server ignored the row locks, those that no other process leased."""
+        """Lease the messages; if the server ignored the row locks, the messages that no other process leased."""
         self._sweep.change_each(connection, self._store, keys=ids)
         return [message_id for message_id in ids if self._take_one(connection, message_id)]
 
@@ -329,16 +329,16 @@ class LeaseTable:
 
 # Due messages go from store to queue in SQL Server in three statements: no body leaves the server.
 
-#: Headers with one of these in them need more than moving, in JSON and in XML.
+#: Headers with any of these words in them need more than moving, in JSON and in XML.
 MARKERS: Final = (Headers.DISPATCH_PROPERTIES, Headers.TIME_TO_BE_RECEIVED)
 
 
 class SqlServerForwarding(LockedForwarding):
-    """Moves the earliest due messages of one store's table, skipping locked ones.
+    """Moves the earliest due messages of a store's table, skipping locked messages.
 
     Headers are moved unchanged: a reader distinguishes XML from JSON. A server that ignores lock hints may return the
-    same messages to two movers. Only one can delete them; the other rolls back and leaves them to the poller, which
-    counts deleted rows.
+    same messages to two movers. Only one mover can delete them; the other rolls back and leaves them to the poller,
+    which counts deleted rows.
     """
 
     def __init__(self, table: Table, tables: QueueTables, dialect: SqlServer) -> None:
@@ -352,11 +352,11 @@ class SqlServerForwarding(LockedForwarding):
         )
 
     def body(self, columns: Columns) -> ColumnElement[bytes]:
-        """Return a missing body as an empty one."""
+        """Return a missing body as an empty body."""
         return func.coalesce(columns.body, literal_column("0x"))
 
     def move(self, connection: Connection, ids: Sequence[str]) -> bool:
-        """Move messages, unless another process has removed one of them."""
+        """Move messages, unless another process has removed any of them."""
         self._dialect.transactions.set_savepoint(connection)
         moved = self._move.change_each(connection, keys=ids)
         alone = moved == self._remove.change_each(connection, keys=ids) == len(ids)

@@ -29,7 +29,7 @@ NOT_LOADED: Final = (
 )
 DUPLICATE_KEY: Final = frozenset({2627, 2601})
 ALREADY_THERE: Final = frozenset({2714, 1913})
-#: After these errors the server has rolled the transaction back.
+#: After the following errors the server has rolled the transaction back.
 ROLLED_BACK: Final = frozenset({1205, 3903, 3930, 3998})
 LOST: Final = 20003
 ENDED: Final = "delayline: the transaction has ended"
@@ -220,7 +220,7 @@ class SqlServerErrors(ServerErrors):
 
     @property
     def kinds(self) -> tuple[type[Exception], ...]:
-        """The drivers' exceptions, and the one of Microsoft's driver for an unknown option in a URL."""
+        """The drivers' exceptions, and the exception of Microsoft's driver for an unknown option in a URL."""
         if self._connections.uses_pymssql or self._connections.missing is not None:
             return super().kinds
         from mssql_python.exceptions import ConnectionStringParseError

@@ -32,14 +32,14 @@ BYTES_SIZES: Final = (8000,)
 STREAM: Final = 0
 #: Becomes NULL of every type but varbinary, and no binary column of delayline's is ever NULL.
 NULL: Final = (WVARCHAR, 1, 0)
-#: The driver sends all rows of a batch at once, and the server goes on behind one whose error has ended the
+#: The driver sends all rows of a batch at once, and the server goes on behind a row whose error has ended the
 #: transaction: there each statement would commit by itself.
 WITHIN_TRANSACTION: Final = f"IF @@TRANCOUNT = 0 RAISERROR(N'{ENDED}', 16, 1) ELSE "
 NUMBER: Final = re.compile(r"\((-?[0-9]+)\)$")
 
 
 def declared(values: Iterable[object]) -> Declared:
-    """Return how to declare the parameter that takes these values, one of each row.
+    """Return how to declare the parameter that takes these values, a value of each row.
 
     Raises TypeError for values of a type that no statement of delayline binds.
     """
@@ -140,6 +140,6 @@ def _is_streamed(declaration: Declared) -> bool:
 
 
 def _given(parameters: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return a statement's parameters, which may be given one by one or all in one sequence."""
+    """Return a statement's parameters, which may be given singly or all in a sequence."""
     alone = len(parameters) == 1 and isinstance(parameters[0], tuple | list)
     return tuple(parameters[0]) if alone else parameters

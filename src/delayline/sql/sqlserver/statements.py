@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 #: NServiceBus' hints for claiming rows: skip locked rows, and lock the rows that are read. Databases with snapshot
 #: isolation, as on Azure, take READPAST beside the last hint only.
 CLAIM: Final = "WITH (READPAST, UPDLOCK, ROWLOCK, READCOMMITTEDLOCK)"
-#: Hints for locking rows, after waiting for those that are locked.
+#: Hints for locking rows, after waiting for locked rows.
 LOCK: Final = "WITH (UPDLOCK, ROWLOCK)"
-#: Hints for reading messages: locked ones are being moved or handled, and are passed over.
+#: Hints for reading messages: locked messages are being moved or handled, and are passed over.
 LOOK: Final = "WITH (READPAST, READCOMMITTEDLOCK)"
 #: The option of an insert that leaves a row with the same key as it is; it names the key's columns.
 NEW: Final = "delayline_new"
@@ -69,7 +69,7 @@ class DueTime(TypeDecorator[datetime]):
 
 
 class HintedSql(MSSQLCompiler):
-    """Locks by hints: FOR UPDATE locks rows, with SKIP LOCKED those that are free; reading messages skips locked ones.
+    """Locks by hints: FOR UPDATE locks rows, with SKIP LOCKED free rows; reading messages skips locked messages.
 
     Other tables are read without a hint: there a missing row means that there is none.
     """
@@ -121,7 +121,7 @@ class HintedSql(MSSQLCompiler):
         return f"{text[:start]}({columns}) SELECT * FROM ({values}) AS new ({columns}) WHERE NOT EXISTS ({there})"  # noqa: S608
 
     def visit_length_func(self, fn: Any, **kw: Any) -> str:  # noqa: ANN401
-        """Count bytes; LEN would count characters, and leave out those at the end. NULL has none."""
+        """Count bytes; LEN would count characters, and leave out blanks at the end. NULL has none."""
         return f"COALESCE(DATALENGTH({self.process(next(iter(fn.clauses)), **kw)}), 0)"
 
     def visit_substr_func(self, fn: Any, **kw: Any) -> str:  # noqa: ANN401
@@ -144,13 +144,13 @@ class IdempotentDdl(MSDDLCompiler):
     """CREATE TABLE that ignores an existing table, as NServiceBus' script."""
 
     def visit_create_table(self, create: CreateTable, **options: Any) -> str:  # noqa: ANN401
-        """Create the table unless there is one."""
+        """Create the table unless it exists."""
         parent: Any = super()
         text = str(parent.visit_create_table(create, **options)).strip()
         return f"IF object_id({self._literal(create.element)}, N'U') IS NULL\n{text}"
 
     def visit_create_index(self, create: CreateIndex, *arguments: Any, **options: Any) -> str:  # noqa: ANN401
-        """Create the index unless the table has one of that name."""
+        """Create the index unless the table has an index of that name."""
         parent: Any = super()
         text = parent.visit_create_index(create, *arguments, **options)
         index: Index = create.element
