@@ -256,9 +256,9 @@ class Message:
 
     def json(self) -> Any:  # noqa: ANN401 - JSON has no narrower type
         """Return the body parsed as JSON. Raises CorruptBody for invalid JSON."""
-        text = self.text
+        decoded = self.text
         try:
-            return json.loads(text)
+            return json.loads(decoded)
         except (ValueError, RecursionError) as error:
             raise CorruptBody(
                 f"the body of message {self.id!r}, {len(self.body)} bytes of {self.content_type[:100]!r}, is not JSON: "

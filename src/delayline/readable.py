@@ -22,42 +22,44 @@ _ISO: Final = re.compile(
 )
 
 
-def parse_delay(text: str) -> timedelta:
+def parse_delay(written: str) -> timedelta:
     """Return the delay written as 5s, 10m, 2h, 3d, 1h30m, 250ms or PT5M. Raises InvalidDueTime."""
-    text = _short("delay", text, DELAYS)
-    iso = _ISO.fullmatch(text.upper())
-    parts = _PART.findall(text.lower())
+    written = _short("delay", written, DELAYS)
+    iso = _ISO.fullmatch(written.upper())
+    parts = _PART.findall(written.lower())
     try:
         if iso is not None:
             weeks, days, hours, minutes, seconds = (float(part or 0) for part in iso.groups())
             return timedelta(weeks=weeks, days=days, hours=hours, minutes=minutes, seconds=seconds)
-        if parts and _PART.sub("", text.lower()) == "":
+        if parts and _PART.sub("", written.lower()) == "":
             return sum((timedelta(**{_UNITS[unit]: float(number)}) for number, unit in parts), timedelta(0))
     except OverflowError as error:
-        raise InvalidDueTime(f"delay {text!r} is longer than time lasts: use a shorter one") from error
-    raise InvalidDueTime(f"delay {text!r} is not understood: write {DELAYS}")
+        raise InvalidDueTime(f"delay {written!r} is longer than time lasts: use a shorter one") from error
+    raise InvalidDueTime(f"delay {written!r} is not understood: write {DELAYS}")
 
 
-def parse_instant(text: str) -> datetime:
+def parse_instant(written: str) -> datetime:
     """Return the aware instant that an ISO 8601 text names. Raises InvalidDueTime."""
-    text = _short("time", text, INSTANTS)
+    written = _short("time", written, INSTANTS)
     try:
-        instant = datetime.fromisoformat(text)
+        instant = datetime.fromisoformat(written)
     except ValueError as error:
-        raise InvalidDueTime(f"time {text!r} is not understood: write {INSTANTS}") from error
+        raise InvalidDueTime(f"time {written!r} is not understood: write {INSTANTS}") from error
     if instant.utcoffset() is None:
-        raise InvalidDueTime(f"time {text!r} has no time zone: write {INSTANTS}")
+        raise InvalidDueTime(f"time {written!r} has no time zone: write {INSTANTS}")
     try:
         return instant.astimezone(UTC)
     except OverflowError as error:
-        raise InvalidDueTime(f"time {text!r} lies beyond year 9999 in UTC: use an earlier one") from error
+        raise InvalidDueTime(f"time {written!r} lies beyond year 9999 in UTC: use an earlier one") from error
 
 
-def _short(what: str, text: str, forms: str) -> str:
-    text = text.strip()
-    if len(text) > LONGEST_READABLE:
-        raise InvalidDueTime(f"{what} {text[:40]!r}... of {len(text)} characters is not understood: write {forms}")
-    return text
+def _short(what: str, written: str, forms: str) -> str:
+    written = written.strip()
+    if len(written) > LONGEST_READABLE:
+        raise InvalidDueTime(
+            f"{what} {written[:40]!r}... of {len(written)} characters is not understood: write {forms}"
+        )
+    return written
 
 
 def in_the_future(instant: datetime, now: datetime) -> datetime:

@@ -115,8 +115,8 @@ class AzureReceiver:
         async with entry.lock:
             with contextlib.suppress(BackendUnavailable, BackendUnusable):
                 async with self._asking():
-                    text = with_note(entry.text, HANDLING_ENDED, entry.crashes) if entry.noted else None
-                    await shown(self._client, entry.id, entry.receipt, text)
+                    content = with_note(entry.text, HANDLING_ENDED, entry.crashes) if entry.noted else None
+                    await shown(self._client, entry.id, entry.receipt, content)
         self._event.set()
 
     async def begin(self, received: ReceivedMessage) -> None:
@@ -125,9 +125,9 @@ class AzureReceiver:
         if entry is None or not entry.text:
             return
         async with entry.lock, self._asking():
-            text = with_note(entry.text, BEGUN, entry.crashes)
+            content = with_note(entry.text, BEGUN, entry.crashes)
             noted = await self._client.update_message(
-                entry.id, entry.receipt, content=text, visibility_timeout=self._hidden_for
+                entry.id, entry.receipt, content=content, visibility_timeout=self._hidden_for
             )
             entry.receipt, entry.noted = receipt_of(noted), True
 

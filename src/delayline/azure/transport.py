@@ -272,15 +272,14 @@ class AzureStorageQueueTransport:
         client = self._client(queue)
         span = message.time_to_be_received
         if span is not None and span <= NO_TIME:
-            text = "Deleted expired message %s"
-            emit(logger, logging.DEBUG, Event.EXPIRED, text, message.id)
+            emit(logger, logging.DEBUG, Event.EXPIRED, "Deleted expired message %s", message.id)
             return
-        text = wrap(message)
+        wrapped = wrap(message)
         name = client.queue_name
         try:
             async with self._asking("send to", queue, self._slots):
                 self._check_not_missing(queue, name)
-                await client.send_message(text, time_to_live=_life(span))
+                await client.send_message(wrapped, time_to_live=_life(span))
         except QueueNotFound:
             self._missing.setdefault(name, asyncio.get_running_loop().time() + QUEUE_MISSING_FOR)
             raise

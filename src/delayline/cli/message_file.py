@@ -146,12 +146,12 @@ class RowFile:
 
     def _csv_lines(self, file: IO[bytes]) -> Iterator[InputLine]:
         csv.field_size_limit(LONGEST_LINE)
-        text = (
+        lines = (
             # A cell that is longer than the limit is refused by the reader, and with it the line.
             (raw if whole else raw + b"\n").decode("utf-8-sig" if number == 0 else "utf-8", "surrogateescape")
             for number, (raw, whole) in enumerate(self._counted(file))
         )
-        reader = csv.reader(text, strict=True)
+        reader = csv.reader(lines, strict=True)
         self.columns = self._columns(reader)
         while (cells := _next_cells(reader)) is not None:
             if cells:
@@ -247,8 +247,8 @@ def _json_line(line: InputLine, added: Fields) -> str:
 
 def reason_of(error: Exception) -> str:
     """Return why a line was rejected, of a bounded length, in characters that any file and terminal takes."""
-    text = str(error).encode(errors="backslashreplace").decode()
-    return text if len(text) <= LONGEST_REASON else f"{text[:LONGEST_REASON]}..."
+    reason = str(error).encode(errors="backslashreplace").decode()
+    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
 
 
 def _next_cells(reader: Any) -> list[str] | csv.Error | None:  # noqa: ANN401 - csv's reader has no public type

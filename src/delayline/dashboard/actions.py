@@ -109,8 +109,8 @@ class Actions(PageQueries):
         """Keep what an action did."""
         name = self.back_ends.name
         self._audit.append(AuditEntry(self.back_ends.clock.now(), actor, name, action, what, result))
-        text = "Dashboard: %s by %s on endpoint %s: %s: %s"
-        emit(logger, logging.INFO, Event.DASHBOARD_ACTION, text, action.value, actor, name, what, result)
+        template = "Dashboard: %s by %s on endpoint %s: %s: %s"
+        emit(logger, logging.INFO, Event.DASHBOARD_ACTION, template, action.value, actor, name, what, result)
 
     async def each(
         self, action: OperatorAction, ids: Sequence[str], actor: str, change: Callable[[str], Awaitable[ActionOutcome]]
@@ -156,7 +156,7 @@ class Actions(PageQueries):
             rate=float(rate),
         )
         job = self._running[shown.id] = RunningAction(shown, clock)
-        ended = [key for key, other in self._running.items() if other.task is not None and other.task.done()]
+        ended = [key for key, running in self._running.items() if running.task is not None and running.task.done()]
         for key in ended[:-JOBS_LISTED]:
             del self._running[key]
         self.note(action, actor, what, f"started: {expected} messages, {rate:g} a second")

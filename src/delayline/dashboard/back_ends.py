@@ -103,8 +103,8 @@ class BackEnds:
     def _answered(self, key: object, task: asyncio.Task[Any]) -> None:
         self._unanswered.pop(key, None)
         if not task.cancelled() and (error := task.exception()) is not None and not isinstance(error, DelaylineError):
-            text = "A part of the dashboard of endpoint %s failed"
-            emit(logger, logging.ERROR, Event.DASHBOARD_FAILED, text, self.name, exception=error)
+            template = "A part of the dashboard of endpoint %s failed"
+            emit(logger, logging.ERROR, Event.DASHBOARD_FAILED, template, self.name, exception=error)
 
     async def store(self) -> object:
         """Return the open store or persister; raises ConfigurationError with the reason if there is none."""

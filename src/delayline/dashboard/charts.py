@@ -60,24 +60,24 @@ def forecast(columns: Sequence[Column], series: Sequence[str], *, width: int, he
         height: Likewise.
         name: Begins the ids within the drawing: unique on the page.
     """
-    largest = max((max(one.total, one.capacity or 0) for one in columns), default=0)
+    largest = max((max(bucket.total, bucket.capacity or 0) for bucket in columns), default=0)
     scale = _Logarithm(1, max(10.0, largest), height - BOTTOM, TOP)
     left = 46 if width > NARROW else 36
     step = (width - left - RIGHT) / max(1, len(columns))
     parts = [_patterns(name), *_levels(scale, left, width - RIGHT)]
-    label_each = _labelled([one.label for one in columns], step)
-    for place, column in enumerate(columns):
-        x = left + place * step
+    label_each = _labelled([bucket.label for bucket in columns], step)
+    for position, column in enumerate(columns):
+        x = left + position * step
         parts.append(_column(column, series, scale, x, step, name))
-        if place % label_each == 0:
+        if position % label_each == 0:
             parts.append(_text(x + step / 2, height - BOTTOM + 16, column.label, "tick"))
     parts += _capacity(columns, scale, left, step)
     return _svg(width, height, f"Messages by due time; {_summary(columns)}", parts)
 
 
 def _summary(columns: Sequence[Column]) -> str:
-    total = sum(one.total for one in columns)
-    marked = sum(one.exceeds for one in columns)
+    total = sum(bucket.total for bucket in columns)
+    marked = sum(bucket.exceeds for bucket in columns)
     return f"{total:,} in {len(columns)} buckets, {marked} above the drain rate"
 
 
@@ -86,7 +86,7 @@ def _column(column: Column, series: Sequence[str], scale: _Logarithm, x: float, 
     top, floor = scale.at(column.total), scale.floor
     about, more = "" if column.exact else "about ", " or more" if column.at_least else ""
     lines = [f"{column.title}: {about}{column.total:,}{more}"]
-    lines += [f"{one}: {number:,}" for one, number in zip(series, column.counts, strict=True) if number]
+    lines += [f"{destination}: {number:,}" for destination, number in zip(series, column.counts, strict=True) if number]
     if column.cold:
         lines.append(f"cold tier: {column.cold:,}")
     if column.capacity is not None:
@@ -96,12 +96,12 @@ def _column(column: Column, series: Sequence[str], scale: _Logarithm, x: float, 
     parts = [f"<title>{escape(chr(10).join(lines))}</title>"]
     parts.append(_rectangle(x, TOP, step, floor - TOP, "hover"))
     y = floor
-    for place, number in enumerate([*column.counts, column.cold]):
+    for position, number in enumerate([*column.counts, column.cold]):
         if not number:
             continue
         share = (floor - top) * number / column.total
         y -= share
-        kind = "cold" if place == len(column.counts) else f"s{place}"
+        kind = "cold" if position == len(column.counts) else f"s{position}"
         parts.append(_rectangle(x + gap, y, step - 2 * gap, share, kind))
         if kind == "cold":
             parts.append(_rectangle(x + gap, y, step - 2 * gap, share, "hatch", f"url(#{name}-hatch)"))
@@ -115,9 +115,9 @@ def _column(column: Column, series: Sequence[str], scale: _Logarithm, x: float, 
 def _capacity(columns: Sequence[Column], scale: _Logarithm, left: float, step: float) -> list[str]:
     """Return the drain rate as a line of stairs: wider buckets have room for more."""
     steps = [
-        f"M{left + place * step:.1f} {scale.at(one.capacity):.1f}h{step:.1f}"
-        for place, one in enumerate(columns)
-        if one.capacity is not None
+        f"M{left + position * step:.1f} {scale.at(bucket.capacity):.1f}h{step:.1f}"
+        for position, bucket in enumerate(columns)
+        if bucket.capacity is not None
     ]
     return [f'<path class="capacity" d="{"".join(steps)}"/>'] if steps else []
 
@@ -140,7 +140,7 @@ class HeatMap:
     @property
     def labels(self) -> list[str]:
         """What each row means."""
-        return [*(f"up to {seconds(one)} late" for one in self.bounds), f"over {seconds(self.bounds[-1])} late"]
+        return [*(f"up to {seconds(bound)} late" for bound in self.bounds), f"over {seconds(self.bounds[-1])} late"]
 
 
 HEAT_LEVELS: Final = 8
@@ -153,17 +153,17 @@ def heat_map(data: HeatMap, *, width: int, height: int = 320) -> str:
     row = (height - TOP - BOTTOM) / rows
     floor = height - BOTTOM
     largest = max((max(column, default=0) for column in data.counts), default=0)
-    labels, meanings = [seconds(one) for one in data.bounds], data.labels
+    labels, meanings = [seconds(bound) for bound in data.bounds], data.labels
     parts = []
-    for place, label in enumerate(labels):
-        if place % max(1, math.ceil(18 / row)) == 0:
-            y = floor - (place + 1) * row
+    for position, label in enumerate(labels):
+        if position % max(1, math.ceil(18 / row)) == 0:
+            y = floor - (position + 1) * row
             parts.append(_line(left, y, width - RIGHT, y, "grid"))
             parts.append(f'<text class="tick end" x="{left - 6}" y="{y + 4:.1f}">{escape(label)}</text>')
     parts.append(_line(left, floor, width - RIGHT, floor, "axis"))
     each = _labelled(data.times, step)
-    for place, (time, column) in enumerate(zip(data.times, data.counts, strict=True)):
-        x = left + place * step
+    for position, (time, column) in enumerate(zip(data.times, data.counts, strict=True)):
+        x = left + position * step
         parts += [
             f'<rect class="h{_level(number, largest)}" x="{x:.1f}" y="{floor - (index + 1) * row:.1f}" '
             f'width="{step + 0.3:.1f}" height="{row + 0.3:.1f}">'
@@ -171,12 +171,12 @@ def heat_map(data: HeatMap, *, width: int, height: int = 320) -> str:
             for index, number in enumerate(column)
             if number
         ]
-        if place % each == 0 and x + 20 < width:
+        if position % each == 0 and x + 20 < width:
             parts.append(_text(x + step / 2, floor + 16, time, "tick"))
     for kind, values in (("p50", data.medians), ("p99", data.p99s)):
         points = [
-            f"{left + (place + 0.5) * step:.1f},{floor - _row_of(value, data.bounds) * row:.1f}"
-            for place, value in enumerate(values)
+            f"{left + (position + 0.5) * step:.1f},{floor - _row_of(value, data.bounds) * row:.1f}"
+            for position, value in enumerate(values)
             if value is not None
         ]
         if points:  # twice: on an edge of the panel's colour it is seen on every cell
@@ -201,11 +201,11 @@ def _level(number: int, largest: int) -> int:
 def _row_of(value: float, bounds: Sequence[float]) -> float:
     """Return the height of a lateness in rows, between the heights of the bounds."""
     lower = 0.0
-    for place, upper in enumerate(bounds):
+    for position, upper in enumerate(bounds):
         if value <= upper:
             if lower <= 0:
-                return place + min(1.0, value / upper)
-            return place + math.log(max(value, lower) / lower) / math.log(upper / lower)
+                return position + min(1.0, value / upper)
+            return position + math.log(max(value, lower) / lower) / math.log(upper / lower)
         lower = upper
     return len(bounds) + 0.5
 
@@ -232,10 +232,10 @@ def sparkline(values: Sequence[int], title: str) -> str:
     width, height, largest = 96, 24, max(values, default=0)
     step = width / max(1, len(values))
     parts = []
-    for place, value in enumerate(values):
+    for position, value in enumerate(values):
         tall = max(1.5, height * value / largest) if value else 1
         kind = "bar" if value else "none"
-        parts.append(_rectangle(place * step, height - tall, max(1.0, step - 1), tall, kind))
+        parts.append(_rectangle(position * step, height - tall, max(1.0, step - 1), tall, kind))
     return (
         f'<svg class="spark" viewBox="0 0 {width} {height}" role="img" aria-label="{escape(title)}">'
         f"<title>{escape(title)}</title>{''.join(parts)}</svg>"

@@ -70,18 +70,18 @@ def body_of(body: bytes, size: int, form: Form | None = None) -> Body:
         return Body(0, "empty", "", cut=False)
     shown = body[:BODY_SHOWN]
     cut = len(shown) < size
-    text = None if form == "hex" else _text_of(shown, cut=cut)
-    if text is None:
+    decoded = None if form == "hex" else _text_of(shown, cut=cut)
+    if decoded is None:
         return Body(size, "binary", _hex(shown[:HEX_SHOWN]), cut=min(len(shown), HEX_SHOWN) < size)
-    if form != "text" and not cut and text.lstrip()[:1] in ("{", "["):
+    if form != "text" and not cut and decoded.lstrip()[:1] in ("{", "["):
         try:
-            pretty = json.dumps(json.loads(text), indent=2, ensure_ascii=False)
+            pretty = json.dumps(json.loads(decoded), indent=2, ensure_ascii=False)
         except (ValueError, RecursionError):
             pretty = None
         if pretty is not None and "\ud800" not in pretty:
             pretty = pretty.encode("utf-8", "backslashreplace").decode()
             return Body(size, "json", pretty[: 4 * BODY_SHOWN], cut=len(pretty) > 4 * BODY_SHOWN)
-    return Body(size, "text", text, cut=cut)
+    return Body(size, "text", decoded, cut=cut)
 
 
 def message_type(headers: Mapping[str, str]) -> str:
@@ -98,9 +98,8 @@ def place_of(headers: Mapping[str, str]) -> str:
         name = path.replace("\\", "/").rsplit("/", 1)[-1]
         return f"{name}:{line} in {function}"
     methods = NET_FRAME.findall(trace)
-    for method in [one for one in methods if not one.startswith(FOREIGN_TYPES)] or methods:
-        return str(method).strip()
-    return ""
+    own_methods = [method for method in methods if not method.startswith(FOREIGN_TYPES)]
+    return str(next(iter(own_methods or methods), "")).strip()
 
 
 def wire_time(headers: Mapping[str, str], name: str) -> datetime | None:
@@ -119,20 +118,20 @@ def one_line(text: str) -> str:
 def _text_of(body: bytes, *, cut: bool) -> str | None:
     """Return the body as text, None if it is none; a character that was cut is left out."""
     try:
-        text = body.decode("utf-8-sig")
+        decoded = body.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         if not cut or error.start < len(body) - 3:
             return None
-        text = body[: error.start].decode("utf-8-sig")
-    control = sum(1 for one in text[:4096] if ord(one) < 32 and one not in "\t\r\n\f")
-    return text if control == 0 else None
+        decoded = body[: error.start].decode("utf-8-sig")
+    control = sum(1 for character in decoded[:4096] if ord(character) < 32 and character not in "\t\r\n\f")
+    return decoded if control == 0 else None
 
 
 def _hex(body: bytes) -> str:
     lines = []
     for first in range(0, len(body), HEX_LINE):
         part = body[first : first + HEX_LINE]
-        shown = "".join(chr(one) if 32 <= one < 127 else "." for one in part)
+        shown = "".join(chr(byte) if 32 <= byte < 127 else "." for byte in part)
         lines.append(f"{first:08x}  {part.hex(' '):<47}  {shown}")
     return "\n".join(lines)
 

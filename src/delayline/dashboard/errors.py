@@ -263,8 +263,8 @@ class FailedMessages(PageQueries):
         message = held.message
         destination = to or headers_of(message)[0].get(Headers.FAILED_QUEUE)
         if not destination:
-            text = f"it has no {Headers.FAILED_QUEUE} header: name the queue to send it to"
-            return ActionOutcome(message.id, done=False, text=text)
+            reason = f"it has no {Headers.FAILED_QUEUE} header: name the queue to send it to"
+            return ActionOutcome(message.id, done=False, text=reason)
         kept = headers_of(message)[0]  # a header without a value stays so: a form cannot tell it from an empty text
         same = {name: kept[name] if kept.get(name) == value else value for name, value in headers.items()}
         copy = Message(message.id, same, body).with_headers({}, without=FAILURE_HEADERS)
@@ -344,5 +344,5 @@ def _add_to_group(groups: dict[str, ErrorGroup], message: Message) -> None:
 
 
 def _of_retry(outcome: error_queue.RetryOutcome) -> ActionOutcome:
-    text = f"sent to {outcome.queue}" if outcome.problem is None else outcome.problem
-    return ActionOutcome(outcome.id, outcome.problem is None, text)
+    result = f"sent to {outcome.queue}" if outcome.problem is None else outcome.problem
+    return ActionOutcome(outcome.id, outcome.problem is None, result)

@@ -25,57 +25,57 @@ BOM, CRLF = "bom", "crlf"
 UNFIT: Final = re.compile("[\0\r]")
 
 
-def instant_of(text: str, now: datetime) -> datetime:
+def instant_of(written: str, now: datetime) -> datetime:
     """Return the instant written as a time, `2026-05-01T09:00Z`, or as a delay from now, `2h` or `in 2h`.
 
     Raises:
         InvalidDueTime: It is neither.
     """
-    text = text.strip().removeprefix("in ").strip()
-    if not text:
+    written = written.strip().removeprefix("in ").strip()
+    if not written:
         raise InvalidDueTime("no time is given: write 2h for two hours from now, or 2026-05-01T09:00Z")
     try:
-        return now + parse_delay(text)
+        return now + parse_delay(written)
     except InvalidDueTime as no_delay:
         try:
-            return parse_instant(text)
+            return parse_instant(written)
         except InvalidDueTime as no_instant:
-            raise no_instant if text[:4].isdigit() else no_delay from None
+            raise no_instant if written[:4].isdigit() else no_delay from None
     except OverflowError as error:
-        raise InvalidDueTime(f"{text!r} from now lies beyond year 9999: use an earlier time") from error
+        raise InvalidDueTime(f"{written!r} from now lies beyond year 9999: use an earlier time") from error
 
 
-def whole(text: str, name: str, largest: int) -> int:
+def whole(written: str, name: str, largest: int) -> int:
     """Return a whole number from 1 on. Raises InvalidMessage."""
-    if not text.isascii() or not text.isdigit() or len(text) > 12 or not 1 <= int(text) <= largest:
-        raise InvalidMessage(f"{name} must be a number from 1 to {largest:,}, not {text[:20]!r}")
-    return int(text)
+    if not written.isascii() or not written.isdigit() or len(written) > 12 or not 1 <= int(written) <= largest:
+        raise InvalidMessage(f"{name} must be a number from 1 to {largest:,}, not {written[:20]!r}")
+    return int(written)
 
 
 def editable(message: Message) -> EditableMessage | None:
     """Return a message as the fields of a form; None where the form would not give back every byte."""
     try:
-        headers, text = dict(message.headers), message.body.decode()
+        headers, body = dict(message.headers), message.body.decode()
     except (CorruptHeaders, UnicodeDecodeError):
         return None
     kept = {name: value for name, value in headers.items() if not name.startswith(FAILURE_HEADERS)}
     lines, marks = header_lines(kept), []
-    if text.startswith(BYTE_ORDER_MARK):
-        text = text.removeprefix(BYTE_ORDER_MARK)
+    if body.startswith(BYTE_ORDER_MARK):
+        body = body.removeprefix(BYTE_ORDER_MARK)
         marks.append(BOM)
-    if text.count("\r\n") == text.count("\n") > 0:
-        text = text.replace("\r\n", "\n")
+    if body.count("\r\n") == body.count("\n") > 0:
+        body = body.replace("\r\n", "\n")
         marks.append(CRLF)
-    found = EditableMessage(headers.get(Headers.FAILED_QUEUE, ""), lines, text, " ".join(marks))
+    form = EditableMessage(headers.get(Headers.FAILED_QUEUE, ""), lines, body, " ".join(marks))
     try:
-        fits = headers_of(lines) == kept and body_of(text, found.marks) == message.body
+        fits = headers_of(lines) == kept and body_of(body, form.marks) == message.body
         f"{lines}{message.id}".encode()
     except (InvalidMessage, UnicodeEncodeError):
         return None
-    one_line = f"{found.to}{message.id}"
-    fits = fits and found.to == found.to.strip() and "\n" not in one_line
-    fields = (one_line, lines, text)
-    return found if fits and all(len(field) <= LARGEST_FIELD and not UNFIT.search(field) for field in fields) else None
+    one_line = f"{form.to}{message.id}"
+    fits = fits and form.to == form.to.strip() and "\n" not in one_line
+    fields = (one_line, lines, body)
+    return form if fits and all(len(field) <= LARGEST_FIELD and not UNFIT.search(field) for field in fields) else None
 
 
 def body_of(text: str, marks: str) -> bytes:

@@ -105,8 +105,8 @@ def dispatchers(connection: Connection, dialect: Dialect, schema: str | None) ->
             number += int(shard.dispatched)
             late = "" if shard.p99 is None else f", p99 {shard.p99:.3f} s"
             seen = dialect.values.from_due(shard.seen).isoformat(timespec="seconds")
-            text = f"{shard.dispatched} dispatched, {shard.retried} retried, {shard.failed} failed{late}"
-            details[f"shard {shard.shard}"] = f"{text}, on {shard.place}, seen {seen}"
+            counts = f"{shard.dispatched} dispatched, {shard.retried} retried, {shard.failed} failed{late}"
+            details[f"shard {shard.shard}"] = f"{counts}, on {shard.place}, seen {seen}"
         rows.append(JobRow("dispatcher", dispatcher.name, state, None, None, None, number, details))
     return rows
 

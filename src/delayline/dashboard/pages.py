@@ -157,10 +157,10 @@ class Pages:
         """Show when messages are due, and what of it the drain rate cannot dispatch."""
         service = self._service(request)
         span = request.query_params.get("span", "all")
-        found = await self._forecasts[service.name, span if span in SPANS else "all"]()
-        context: dict[str, Any] = {"spans": SPAN_TITLES, "span": span, "found": found, "drawing": None}
-        if isinstance(found, Forecast):
-            context["drawing"] = _drawn_forecast(found)
+        due_forecast = await self._forecasts[service.name, span if span in SPANS else "all"]()
+        context: dict[str, Any] = {"spans": SPAN_TITLES, "span": span, "due_forecast": due_forecast, "drawing": None}
+        if isinstance(due_forecast, Forecast):
+            context["drawing"] = _drawn_forecast(due_forecast)
         return self._page(request, "forecast.html", "/forecast", service, **context)
 
     async def lateness(self, request: Request) -> Response:
@@ -169,9 +169,9 @@ class Pages:
         asked = request.query_params.get("span", "day")
         span = asked if asked in PAST_TITLES else "day"
         destination = request.query_params.get("destination", "")[:LONGEST] or None
-        found = await service.overview.lateness(span, destination=destination)
-        context: dict[str, Any] = {"spans": PAST_TITLES, "span": span, "destination": destination, "found": found}
-        context["drawing"] = _drawn_lateness(found) if isinstance(found, Lateness) else None
+        measured = await service.overview.lateness(span, destination=destination)
+        context: dict[str, Any] = {"spans": PAST_TITLES, "span": span, "destination": destination, "measured": measured}
+        context["drawing"] = _drawn_lateness(measured) if isinstance(measured, Lateness) else None
         return self._page(request, "lateness.html", "/lateness", service, **context)
 
     async def waiting(self, request: Request) -> Response:
@@ -179,14 +179,14 @@ class Pages:
         service = self._service(request)
         fields = _filters(request.query_params)
         after, offset = request.query_params.get("after", "")[:100], _offset(request)
-        found = await self._searched(
+        results = await self._searched(
             fields,
             lambda query: service.search.page(
                 query, limit=ROWS, after=parse_instant(after) if after else None, offset=offset
             ),
         )
         return self._page(
-            request, "waiting.html", "/waiting", service, found=found, fields=fields, after=after, longest=LONGEST
+            request, "waiting.html", "/waiting", service, results=results, fields=fields, after=after, longest=LONGEST
         )
 
     async def _searched(
@@ -200,64 +200,68 @@ class Pages:
     async def waiting_message(self, request: Request) -> Response:
         """Show a waiting message with headers and body."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await service.pending.message(message_id, form=_form(request))
-        return self._page(request, "waiting_message.html", "/waiting", service, found=found, id=message_id)
+        message = await service.pending.message(message_id, form=_form(request))
+        return self._page(request, "waiting_message.html", "/waiting", service, message=message, id=message_id)
 
     async def waiting_all(self, request: Request) -> Response:
         """Show how many messages match before an action on all of them."""
         service = self._service(request)
         fields = _filters(request.query_params)
-        found = await self._searched(fields, service.search.preview)
+        preview = await self._searched(fields, service.search.preview)
         return self._page(
-            request, "waiting_all.html", "/waiting", service, found=found, fields=fields, most=MOST_CHANGED
+            request, "waiting_all.html", "/waiting", service, preview=preview, fields=fields, most=MOST_CHANGED
         )
 
     async def errors(self, request: Request) -> Response:
         """Show the error queue in groups."""
         service = self._service(request)
-        found = await service.errors.groups()
-        return self._page(request, "errors.html", "/errors", service, found=found, sparks=_sparks(found))
+        grouped = await service.errors.groups()
+        return self._page(request, "errors.html", "/errors", service, grouped=grouped, sparks=_sparks(grouped))
 
     async def error_group(self, request: Request) -> Response:
         """Show the messages of a group."""
         service = self._service(request)
         group, offset = request.query_params.get("group", "")[:LONGEST], _offset(request)
-        found = await service.errors.page(group or None, limit=ROWS, offset=offset)
-        return self._page(request, "error_group.html", "/errors", service, found=found, group=group, offset=offset)
+        results = await service.errors.page(group or None, limit=ROWS, offset=offset)
+        return self._page(request, "error_group.html", "/errors", service, results=results, group=group, offset=offset)
 
     async def error_message(self, request: Request) -> Response:
         """Show a failed message with headers, body, and a form to edit a copy."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await service.errors.message(message_id, form=_form(request))
+        message = await service.errors.message(message_id, form=_form(request))
         return self._page(
-            request, "error_message.html", "/errors", service, found=found, id=message_id, **_failure(found)
+            request, "error_message.html", "/errors", service, message=message, id=message_id, **_failure(message)
         )
 
     async def edit_form(self, request: Request) -> Response:
         """Show a failed message as a form."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await service.errors.message(message_id, form="text")
-        return self._page(request, "error_edit.html", "/errors", service, found=found, id=message_id)
+        message = await service.errors.message(message_id, form="text")
+        return self._page(request, "error_edit.html", "/errors", service, message=message, id=message_id)
 
     async def life(self, request: Request) -> Response:
         """Show the recorded events of a message."""
         service, message_id = self._service(request), _id(request.query_params)
-        found = await service.life.of(message_id) if message_id else None
-        return self._page(request, "life.html", "/life", service, found=found, id=message_id, longest=MAXIMUM_ID_LENGTH)
+        message_life = await service.life.of(message_id) if message_id else None
+        return self._page(
+            request, "life.html", "/life", service, message_life=message_life, id=message_id, longest=MAXIMUM_ID_LENGTH
+        )
 
     async def jobs(self, request: Request) -> Response:
         """Show jobs and actions on many messages, with their progress."""
         service = self._service(request)
-        found = await service.jobs.all()
-        return self._page(request, "jobs.html", "/jobs", service, found=found, audit=service.actions.audit()[:ROWS])
+        all_jobs = await service.jobs.all()
+        return self._page(
+            request, "jobs.html", "/jobs", service, all_jobs=all_jobs, audit=service.actions.audit()[:ROWS]
+        )
 
     async def live_jobs(self, request: Request) -> Response:
         """Send the same again and again."""
         service = self._service(request)
 
         async def fragment() -> str:
-            found = await service.jobs.all()
-            return self._fragment(request, "jobs_list.html", found=found, endpoint=service.name)
+            all_jobs = await service.jobs.all()
+            return self._fragment(request, "jobs_list.html", all_jobs=all_jobs, endpoint=service.name)
 
         return self._stream(fragment)
 
@@ -304,8 +308,8 @@ class Pages:
         if form.get("confirm", "").strip() != (str(preview.number) if preview.exact else service.name):
             count = number(preview.number, about=not preview.exact, at_least=preview.at_least)
             typed = "another number" if preview.exact else "not the endpoint's name"
-            text = f"Not started: {count} match now, and {typed} was typed."
-            return self._redirect(request, "/waiting/all", Notice("bad", text), endpoint=service.name, **fields)
+            refusal = f"Not started: {count} match now, and {typed} was typed."
+            return self._redirect(request, "/waiting/all", Notice("bad", refusal), endpoint=service.name, **fields)
         actor = request.state.actor.name
         job = await service.pending.change_all(
             action, query, actor=actor, rate=rate, to=to, by=by, expected=preview.number
@@ -353,7 +357,7 @@ class Pages:
         self, request: Request, template: str, path: str, service: EndpointService | None, **context: object
     ) -> Response:
         notice = self._notices.pop(request.query_params.get("notice", ""), None)
-        text = self._fragment(
+        html = self._fragment(
             request,
             template,
             title=dict(PAGES)[path],
@@ -364,7 +368,7 @@ class Pages:
             notice=notice,
             **context,
         )
-        return HTMLResponse(text)
+        return HTMLResponse(html)
 
     def _fragment(self, request: Request, template: str, **context: object) -> str:
         state = request.state
@@ -378,8 +382,8 @@ class Pages:
         async def counted() -> AsyncIterator[str]:
             self._streams += 1
             try:
-                async for text in updates(fragment, self._clock):
-                    yield text
+                async for event in updates(fragment, self._clock):
+                    yield event
             finally:
                 self._streams -= 1
 
@@ -422,25 +426,29 @@ class Pages:
 
     def _wanted(self, form: Mapping[str, str]) -> tuple[OperatorAction, datetime | None, timedelta | None]:
         """Return the action of a form, with the due time or the delay that it needs."""
-        text = form.get("due", "")
+        due = form.get("due", "")
         match form.get("action"):
             case "cancel":
                 return OperatorAction.CANCEL, None, None
             case "send-now":
                 return OperatorAction.SEND_NOW, None, None
             case "reschedule":
-                return OperatorAction.RESCHEDULE, instant_of(text, self._clock.now()), None
+                return OperatorAction.RESCHEDULE, instant_of(due, self._clock.now()), None
             case "postpone":
-                return OperatorAction.RESCHEDULE, None, parse_delay(text)
+                return OperatorAction.RESCHEDULE, None, parse_delay(due)
         raise InvalidMessage("no action was chosen")
 
     def _outcome(
         self, request: Request, outcomes: Sequence[ActionOutcome], path: str, service: EndpointService
     ) -> Response:
-        done = sum(one.done for one in outcomes)
-        lines = [f"{one.id}: {one.text}".removeprefix(": ") for one in outcomes if not one.done or len(outcomes) == 1]
-        text = f"{done:,} of {len(outcomes):,} done." if len(outcomes) != 1 else "Done." if done else "Not done."
-        notice = Notice("good" if done == len(outcomes) else "bad", text, lines[:20])
+        done = sum(outcome.done for outcome in outcomes)
+        lines = [
+            f"{outcome.id}: {outcome.text}".removeprefix(": ")
+            for outcome in outcomes
+            if not outcome.done or len(outcomes) == 1
+        ]
+        summary = f"{done:,} of {len(outcomes):,} done." if len(outcomes) != 1 else "Done." if done else "Not done."
+        notice = Notice("good" if done == len(outcomes) else "bad", summary, lines[:20])
         return self._redirect(request, path, notice, endpoint=service.name)
 
     def _started(self, request: Request, job: ActionJob | Unavailable, service: EndpointService) -> Response:
@@ -469,8 +477,8 @@ def _form(request: Request) -> Form | None:
 
 
 def _offset(request: Request) -> int:
-    text = request.query_params.get("offset", "0")
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
+    offset = request.query_params.get("offset", "0")
+    return int(offset) if offset.isascii() and offset.isdigit() and len(offset) < 10 else 0
 
 
 def _id(values: Mapping[str, str]) -> str:
@@ -479,30 +487,30 @@ def _id(values: Mapping[str, str]) -> str:
 
 def _ids(form: ImmutableMultiDict[str, str]) -> list[str]:
     """Return the ids that are ticked. Raises InvalidMessage if none is."""
-    ids = list(dict.fromkeys(one for one in form.getlist("id") if one))
+    ids = list(dict.fromkeys(message_id for message_id in form.getlist("id") if message_id))
     if not ids:
         raise InvalidMessage("no message is ticked")
     return ids
 
 
-def _drawn_forecast(found: Forecast) -> dict[str, Any]:
+def _drawn_forecast(due_forecast: Forecast) -> dict[str, Any]:
     """Return the drawings of a forecast, with its columns as a table."""
-    named = list(found.destinations[: charts.MOST_SERIES])
+    named = list(due_forecast.destinations[: charts.MOST_SERIES])
     series = [*named, "others"]
-    columns = [_column(one, named, found.at) for one in found.bars]
+    columns = [_column(bucket, named, due_forecast.at) for bucket in due_forecast.bars]
     if not any(column.counts[-1] for column in columns):
         series.pop()
         columns = [replace(column, counts=column.counts[:-1]) for column in columns]
-    total = sum(one.total for one in columns)
-    exact, more = all(one.exact for one in columns), any(one.at_least for one in columns)
+    total = sum(bucket.total for bucket in columns)
+    exact, more = all(bucket.exact for bucket in columns), any(bucket.at_least for bucket in columns)
     return {
         "wide": Markup(charts.forecast(columns, series, width=WIDE, name="wide")),  # noqa: S704 - escaped there
         "narrow": Markup(charts.forecast(columns, series, width=NARROW, height=260, name="narrow")),  # noqa: S704
         "columns": columns,
         "series": series,
-        "cold": any(one.cold for one in columns),
+        "cold": any(bucket.cold for bucket in columns),
         "total": number(total, about=not exact, at_least=more),
-        "above": sum(one.exceeds for one in columns),
+        "above": sum(bucket.exceeds for bucket in columns),
     }
 
 
@@ -517,7 +525,7 @@ def _column(bar: ForecastBar, named: Sequence[str], now: datetime) -> charts.Col
     counts = [bar.destinations.get(name, 0) for name in named]
     known = sum(counts)
     if known > bar.hot and known:  # the numbers by destination may cover both tiers
-        counts = [round(one * bar.hot / known) for one in counts]
+        counts = [round(count * bar.hot / known) for count in counts]
         known = sum(counts)
     return charts.Column(
         label,
@@ -530,9 +538,9 @@ def _column(bar: ForecastBar, named: Sequence[str], now: datetime) -> charts.Col
     )
 
 
-def _failure(found: MessageDetails | Unavailable | None) -> dict[str, Any]:
+def _failure(message: MessageDetails | Unavailable | None) -> dict[str, Any]:
     """Return the facts about the failure in a failed message's headers."""
-    headers = {one.name: one.value for one in found.headers} if isinstance(found, MessageDetails) else {}
+    headers = {header.name: header.value for header in message.headers} if isinstance(message, MessageDetails) else {}
     names = (
         ("Failed in", Headers.FAILED_QUEUE),
         ("When", Headers.TIME_OF_FAILURE),
@@ -544,24 +552,24 @@ def _failure(found: MessageDetails | Unavailable | None) -> dict[str, Any]:
     return {"failure": failure, "trace": headers.get(Headers.EXCEPTION_STACK_TRACE)}
 
 
-def _sparks(found: ErrorGroups | Unavailable) -> dict[str, Markup]:
+def _sparks(grouped: ErrorGroups | Unavailable) -> dict[str, Markup]:
     """Return the trend of each group, by its key."""
-    if isinstance(found, Unavailable):
+    if isinstance(grouped, Unavailable):
         return {}
     drawn = {}
-    for group in found.groups:
-        values = [group.by_day.get(day, 0) for day in found.days]
-        title = ", ".join(f"{day}: {value}" for day, value in zip(found.days, values, strict=True) if value)
+    for group in grouped.groups:
+        values = [group.by_day.get(day, 0) for day in grouped.days]
+        title = ", ".join(f"{day}: {value}" for day, value in zip(grouped.days, values, strict=True) if value)
         drawn[group.key] = Markup(charts.sparkline(values, title or "no failure in these days"))  # noqa: S704
     return drawn
 
 
-def _drawn_lateness(found: Lateness) -> dict[str, Any]:
+def _drawn_lateness(measured: Lateness) -> dict[str, Any]:
     """Return the drawings of a heat map, with the sums of its rows as a table."""
-    form = "%H:%M" if found.step * len(found.counts) <= timedelta(days=1) else "%d %b %H:%M"
-    times = [f"{found.start + found.step * place:{form}}" for place in range(len(found.counts))]
-    data = charts.HeatMap(times, found.bounds, found.counts, found.p50, found.p99)
-    sums = [sum(column[place] for column in found.counts) for place in range(len(found.bounds) + 1)]
+    form = "%H:%M" if measured.step * len(measured.counts) <= timedelta(days=1) else "%d %b %H:%M"
+    times = [f"{measured.start + measured.step * position:{form}}" for position in range(len(measured.counts))]
+    data = charts.HeatMap(times, measured.bounds, measured.counts, measured.p50, measured.p99)
+    sums = [sum(column[position] for column in measured.counts) for position in range(len(measured.bounds) + 1)]
     return {
         "wide": Markup(charts.heat_map(data, width=WIDE)),  # noqa: S704 - escaped there
         "narrow": Markup(charts.heat_map(data, width=NARROW, height=280)),  # noqa: S704

@@ -70,12 +70,12 @@ class PendingSearch(PageQueries):
         start, skipped = after or query.due_from, offset
         async with contextlib.aclosing(self._pages(query, after, offset, at_once)) as pages:
             async for page in pages:
-                for found in page:
+                for candidate in page:
                     looked_at += 1
-                    due = found.message.due
+                    due = candidate.message.due
                     start, skipped = due, skipped + 1 if due == start else 1
-                    if matches(query, found):
-                        rows.append(row_of(found))
+                    if matches(query, candidate):
+                        rows.append(row_of(candidate))
                         if len(rows) == limit:
                             return PendingPage(rows, looked_at, False, skipped, start)
                 if len(page) == at_once and is_over():
@@ -126,9 +126,9 @@ class PendingSearch(PageQueries):
         number = 0
         async with contextlib.aclosing(self._pages(query, None, 0, READ_AT_ONCE)) as pages:
             async for page in pages:
-                for found in page:
-                    if matches(query, found):
-                        yield found
+                for candidate in page:
+                    if matches(query, candidate):
+                        yield candidate
                         number += 1
                         if number >= most:
                             return

@@ -165,8 +165,8 @@ class Guard:
             await app(request.scope, receive, sending)
         except HTTPException as error:
             missing = error.status_code == 404
-            title, text = ("Not found", "There is no such page.") if missing else ("Refused", error.detail)
-            await plain_page(request, title, text, status=error.status_code)(request.scope, receive, send)
+            title, sentence = ("Not found", "There is no such page.") if missing else ("Refused", error.detail)
+            await plain_page(request, title, sentence, status=error.status_code)(request.scope, receive, send)
         except Exception as error:
             reference = secrets.token_hex(4)
             emit(
@@ -181,8 +181,8 @@ class Guard:
             )
             if started:
                 raise
-            text = f"The dashboard failed to answer. Its log has the reason beside the reference {reference}."
-            await plain_page(request, "Something went wrong", text, status=500)(request.scope, receive, send)
+            sentence = f"The dashboard failed to answer. Its log has the reason beside the reference {reference}."
+            await plain_page(request, "Something went wrong", sentence, status=500)(request.scope, receive, send)
 
     async def _check(self, request: Request, new_cookie: list[str]) -> Response | None:
         """Return a response that authorization gave instead of an actor. Raises Refused."""
@@ -225,8 +225,8 @@ class Guard:
     async def _actor(self, request: Request) -> Actor | Response:
         if self._authorize is None:
             return Actor("anonymous", may_act=False)
-        found = self._authorize(request)
-        actor = await found if inspect.isawaitable(found) else found
+        answer = self._authorize(request)
+        actor = await answer if inspect.isawaitable(answer) else answer
         if actor is None:
             raise Refused(403, "you may not open this dashboard")
         return actor
@@ -295,15 +295,15 @@ def _with_headers(request: Request, send: Send, new_cookie: list[str]) -> Send:
 def set_cookie(request: Request, name: str, value: str, seconds: int | None) -> str:
     """Return a Set-Cookie header that scripts and other sites cannot use."""
     cookie = SimpleCookie({name: value})
-    one = cookie[name]
-    one["path"] = request.scope["root_path"] or "/"
-    one["httponly"] = True
-    one["samesite"] = "Strict"
+    morsel = cookie[name]
+    morsel["path"] = request.scope["root_path"] or "/"
+    morsel["httponly"] = True
+    morsel["samesite"] = "Strict"
     if request.url.scheme == "https":
-        one["secure"] = True
+        morsel["secure"] = True
     if seconds is not None:
-        one["max-age"] = seconds
-    return one.OutputString()
+        morsel["max-age"] = seconds
+    return morsel.OutputString()
 
 
 class Credentials:

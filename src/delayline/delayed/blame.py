@@ -224,7 +224,7 @@ class Blame:
         return everywhere
 
     def _alike(self, failed: _Failed) -> bool:
-        return any(other is not failed and other.is_like(failed) for other in self._failed.values())
+        return any(fault is not failed and fault.is_like(failed) for fault in self._failed.values())
 
     def _show(self, failed: _Failed) -> None:
         """Take a message out of doubt: if it fails again the fault is its own."""

@@ -478,8 +478,10 @@ class Mover:
             emit(logger, logging.DEBUG, Event.FETCH_FAILED, "Failed to look for other messages: %s", error)
             return False
         return any(
-            other.destination == message.destination and other.id != message.id and not self.blame.has_failed(other.id)
-            for other in due
+            candidate.destination == message.destination
+            and candidate.id != message.id
+            and not self.blame.has_failed(candidate.id)
+            for candidate in due
         )
 
     async def _finish(self, batch: Batch, failures: Failures, transaction: Transaction | None) -> None:

@@ -550,11 +550,11 @@ def checked_edges(edges: Sequence[datetime]) -> list[datetime]:
     """Return the edges of a forecast in UTC. Raises ConfigurationError."""
     if not 1 <= len(edges) <= MOST_EDGES:
         raise ConfigurationError(f"edges must be 1 to {MOST_EDGES} times, not {len(edges)}")
-    found = [in_utc(edge) for edge in edges]
-    for before, after in pairwise(found):
+    ascending = [in_utc(edge) for edge in edges]
+    for before, after in pairwise(ascending):
         if before >= after:
             raise ConfigurationError(f"edges must rise, but {before.isoformat()} is before {after.isoformat()}")
-    return found
+    return ascending
 
 
 def spans_of(edges: Sequence[datetime]) -> list[tuple[datetime | None, datetime | None]]:

@@ -197,8 +197,8 @@ def slices_of(
 def _places(rows: int) -> Iterator[int]:
     """Yield the number of rows before the end of each slice but the last."""
     largest = max(SLICE_ROWS, -(-rows // MOST_SLICES))
-    size = place = min(FIRST_ROWS, largest)
-    while place < rows:
-        yield place
+    size = end = min(FIRST_ROWS, largest)
+    while end < rows:
+        yield end
         size = min(GROWTH * size, largest)
-        place += size
+        end += size

@@ -279,8 +279,8 @@ def _counted(connection: Connection, plan: Plan, partition: SourcePartition) -> 
     source.dialect.bulk.begin_scan(connection)
     source.dialect.bulk.plan_for_scans(connection)
     groups = connection.execute(query.select_from(table).where(source.owned(partition)).group_by(*grouped)).fetchall()
-    mine, everything, rows, overdue, too_far = (sum(int(row[place]) for row in groups) for place in range(1, 6))
-    first, last = ([source.read_due(row[place]) for row in groups if row[place] is not None] for place in (6, 7))
+    mine, everything, rows, overdue, too_far = (sum(int(row[column]) for row in groups) for column in range(1, 6))
+    first, last = ([source.read_due(row[column]) for row in groups if row[column] is not None] for column in (6, 7))
     destinations = sorted(((row[0], int(row[3])) for row in groups if row[3] and grouped), key=lambda pair: -pair[1])
     shown = EndpointPreview(
         partition.endpoint,

@@ -228,8 +228,8 @@ def exponential(
 
 def _count(headers: Mapping[str, str], name: str) -> int:
     """Return the number in a header; 0 for none, and for a header that is not a number."""
-    text = headers.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() and len(text) <= LONGEST_COUNT else 0
+    written = headers.get(name, "")
+    return int(written) if written.isascii() and written.isdigit() and len(written) <= LONGEST_COUNT else 0
 
 
 def _too_old(headers: Mapping[str, str], now: datetime) -> bool:

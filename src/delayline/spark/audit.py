@@ -286,10 +286,10 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
         return F.col("event").isin(*events)
 
     planned = happened(JournalEvent.SCHEDULED.value, JournalEvent.RESCHEDULED.value)
-    gone, place = happened(leaving), F.xxhash64("destination")
+    gone, hashed = happened(leaving), F.xxhash64("destination")
     counts = [F.count_if(happened(event.value)).alias(event.value) for event in JournalEvent if event.value != leaving]
     grouped = entries.groupBy("store", "id").agg(
-        F.max_by(place, F.when(F.col("destination").isNotNull(), F.col("seq"))).alias("place"),
+        F.max_by(hashed, F.when(F.col("destination").isNotNull(), F.col("seq"))).alias("place"),
         F.coalesce(F.max_by("due", F.when(planned, F.col("seq"))), F.max_by("due", "seq")).alias("due"),
         F.max(F.when(planned, F.col("at"))).alias("planned"),
         F.max(F.when(gone, F.col("at"))).alias("left"),
@@ -300,7 +300,7 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
     # Aggregates of texts make Spark sort all entries; hashes of the destinations avoid that.
     places = entries.select("destination").where("destination IS NOT NULL").distinct()
     first = F.array_min(F.collect_list("destination")).alias("destination")
-    named = grouped.join(F.broadcast(places.groupBy(place.alias("place")).agg(first)), "place", "left").drop("place")
+    named = grouped.join(F.broadcast(places.groupBy(hashed.alias("place")).agg(first)), "place", "left").drop("place")
     renamed = named.withColumnsRenamed({JournalEvent.RETRIED.value: "retries"})
     return renamed.withColumn("by_receivers", F.lit(leaving == DELIVERED))
 
@@ -342,5 +342,5 @@ def _judged(messages: DataFrame, until: datetime | None, patience: timedelta) ->
 def _lateness() -> Sequence[Column]:
     points: Any = F.array(*(F.lit(point) for point in PERCENTILES.values()))
     together = F.percentile_approx("late", points, ACCURACY)
-    each = [together[place].alias(name) for place, name in enumerate(PERCENTILES)]
+    each = [together[position].alias(name) for position, name in enumerate(PERCENTILES)]
     return [F.count("late").alias("messages"), *each, F.max("late").alias("longest")]

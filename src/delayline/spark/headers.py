@@ -68,7 +68,7 @@ class SendHeaders:
             return batch
         given = pc.fill_null(batch.column("headers"), "").dictionary_encode()
         sent = self.sent or SystemClock().now()
-        templates = [_template(text, self.endpoint, self.content_type, sent) for text in given.dictionary.to_pylist()]
+        templates = [_template(own, self.endpoint, self.content_type, sent) for own in given.dictionary.to_pylist()]
         id_text = _quoted(batch.column("id"))
         values = {Headers.DELIVER_AT: _wire_times(batch.column("due"))}
         parts = [f'{{"{Headers.MESSAGE_ID}":', id_text]
@@ -150,7 +150,7 @@ class Validator:
             for name, refused in (("destination", self.destinations), ("id", self.ids)):
                 if refused:
                     texts = batch.column(name).dictionary_encode()
-                    broker = pa.array([refused.get(text) for text in texts.dictionary.to_pylist()], pa.string())
+                    broker = pa.array([refused.get(value) for value in texts.dictionary.to_pylist()], pa.string())
                     refusals = pc.if_else(near, broker.take(texts.indices), pa.scalar(None, pa.string()))
                     reasons = pc.coalesce(reasons, refusals)
         return reasons
@@ -212,7 +212,7 @@ def _header_faults(headers: pa.Array) -> pa.Array:
     )
     others = pc.invert(pc.fill_null(looks_right, True))
     encoded = headers.filter(others).dictionary_encode()
-    reasons = pa.array([_header_fault(text) for text in encoded.dictionary.to_pylist()], pa.string())
+    reasons = pa.array([_header_fault(distinct) for distinct in encoded.dictionary.to_pylist()], pa.string())
     return pc.replace_with_mask(pa.nulls(len(headers), pa.string()), others, reasons.take(encoded.indices))
 
 
@@ -236,5 +236,5 @@ def _length(column: pa.Array) -> pa.Array:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}..."
+    shown = repr(value)
+    return shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."

@@ -121,14 +121,14 @@ def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | N
     Returns:
         The columns seq, store, event, id, destination, due, at and retries.
     """
-    store, place = StoreOptions.of(target.options), _checked(path)
+    store, folder = StoreOptions.of(target.options), _checked(path)
     journal, before = JournalExport(store.address, schema=store.schema), str(path).rstrip("/")
     # An older delayline has recorded a relative path as it was given, from wherever.
-    relative = [] if before == place else [name for name in journal.directories(before) if Path(place, name).is_dir()]
-    directories = relative + journal.directories(place)
+    relative = [] if before == folder else [name for name in journal.directories(before) if Path(folder, name).is_dir()]
+    directories = relative + journal.directories(folder)
     spark = spark or spark_session()
     with translated_errors():
-        places = [f"{place}/{directory}" for directory in directories]
+        places = [f"{folder}/{directory}" for directory in directories]
         return spark.read.schema(ENTRIES).parquet(*places) if places else spark.createDataFrame([], ENTRIES)
 
 
@@ -199,12 +199,12 @@ def _shares(runs: Sequence[EntryRange], partitions: int) -> list[list[EntryRange
 
 def _checked(path: str | Path) -> str:
     """Return the path as it is recorded: absolute, or a URI. Raises ConfigurationError."""
-    text = str(path)
-    if text.lower().startswith("file:"):
-        text = unquote(urlsplit(text).path)
-    if text and URI.match(text) is None:
-        text = str(Path(text).resolve())
-    text = text.rstrip("/")
-    if not text or len(text) > LONGEST_PATH:
-        raise ConfigurationError(f"path={text!r} must be a path of at most {LONGEST_PATH} characters")
-    return text
+    recorded = str(path)
+    if recorded.lower().startswith("file:"):
+        recorded = unquote(urlsplit(recorded).path)
+    if recorded and URI.match(recorded) is None:
+        recorded = str(Path(recorded).resolve())
+    recorded = recorded.rstrip("/")
+    if not recorded or len(recorded) > LONGEST_PATH:
+        raise ConfigurationError(f"path={recorded!r} must be a path of at most {LONGEST_PATH} characters")
+    return recorded

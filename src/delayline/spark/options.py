@@ -136,7 +136,9 @@ def check_columns(schema: StructType) -> None:
         if not isinstance(kind, type(wanted[name])):
             use = CASTS[name]
             if name == "due":
-                use = next((text for type_, text in INSTANT_EXPRESSIONS.items() if isinstance(kind, type_)), use)
+                use = next(
+                    (expression for type_, expression in INSTANT_EXPRESSIONS.items() if isinstance(kind, type_)), use
+                )
             raise ConfigurationError(
                 f"column {name!r} is {kind.simpleString()}, not {wanted[name].simpleString()}: use {use}"
             )

@@ -290,8 +290,8 @@ class _Job:
         messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
         take = partial(_fingerprints, since=self._due_since(parameters))
         parts, total = messages.mapInArrow(take, FINGERPRINT).toArrow(), Fingerprint()
-        for text in parts.column(0).to_pylist():
-            total = total.plus(Fingerprint.parse(text))
+        for part in parts.column(0).to_pylist():
+            total = total.plus(Fingerprint.parse(part))
         return total
 
     def _due_since(self, parameters: JobParameters) -> int:
@@ -384,8 +384,8 @@ class _Job:
     def _of_tasks(results: Sequence[_TaskResult], parameters: JobParameters) -> Fingerprint:
         """Return the fingerprint of the input: taken by the tasks, or before them."""
         total = Fingerprint() if parameters.fingerprint is None else Fingerprint.parse(parameters.fingerprint)
-        for text in [result.fingerprint for result in results if result.fingerprint is not None]:
-            total = total.plus(Fingerprint.parse(text))
+        for fingerprint in [result.fingerprint for result in results if result.fingerprint is not None]:
+            total = total.plus(Fingerprint.parse(fingerprint))
         return total
 
     def _register(
@@ -501,7 +501,7 @@ class _TaskResult(NamedTuple):
 def _results(rows: DataFrame, task: _Task) -> list[_TaskResult]:
     """Run the tasks. Only the results of attempts that Spark counts as finished come back."""
     texts = rows.mapInArrow(task.run, RESULT).toArrow().column(0).to_pylist()
-    return [_TaskResult.from_json(text) for text in texts]
+    return [_TaskResult.from_json(encoded) for encoded in texts]
 
 
 def _fingerprints(batches: Iterator[pa.RecordBatch], *, since: int) -> Iterator[pa.RecordBatch]:

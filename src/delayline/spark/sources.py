@@ -293,10 +293,10 @@ def _with_reasons(batches: Iterator[pa.RecordBatch], *, validator: Validator) ->
         reasons = pc.if_else(pc.and_(unread, pc.is_valid(reasons)), batch.column(UNREADABLE_COLUMN), reasons)
         names = ["id", FILE, LINE, KEPT_COLUMN]
         identity, file, line, kept = (batch.column(name) for name in names)
-        found = pa.RecordBatch.from_arrays(
+        rejects = pa.RecordBatch.from_arrays(
             [identity, reasons.cast(pa.string()), file, line, kept], names=["id", "reason", "file", "line", "row"]
         )
-        yield found.filter(pc.is_valid(reasons))
+        yield rejects.filter(pc.is_valid(reasons))
 
 
 def _made(rows: DataFrame, columns: Columns, now: datetime) -> dict[str, Column]:

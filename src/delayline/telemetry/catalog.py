@@ -96,7 +96,10 @@ def _consumed(reading: Reading) -> Values:
 
 def _operations(reading: Reading) -> Values:
     seconds = reading.snapshot.send_seconds
-    return (((operation, "send", place, error), histogram) for (operation, place, error), histogram in seconds.items())
+    return (
+        ((operation, "send", destination, error), histogram)
+        for (operation, destination, error), histogram in seconds.items()
+    )
 
 
 def _processed(reading: Reading) -> Values:

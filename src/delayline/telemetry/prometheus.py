@@ -127,8 +127,8 @@ def _family(metric: Metric, readings: Sequence[Reading]) -> Family:
                 family.add_metric(values, _buckets(value), value.total)
             else:
                 family.add_metric(values, value)
-    found: Family = family
-    return found
+    typed: Family = family
+    return typed
 
 
 def _buckets(histogram: Histogram) -> list[tuple[str, float]]:

@@ -46,7 +46,7 @@ class ManualClock:
         try:
             await sleeper[2].wait()
         except asyncio.CancelledError:
-            self._sleepers = [other for other in self._sleepers if other is not sleeper]
+            self._sleepers = [waiting for waiting in self._sleepers if waiting is not sleeper]
             heapq.heapify(self._sleepers)
             raise
 

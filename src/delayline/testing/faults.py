@@ -196,17 +196,17 @@ class Faults:
     def _faults_of(self, method: str, arguments: tuple[object, ...]) -> tuple[list[Fault], BaseException | None, bool]:
         """Record the call; return its faults, the error to raise and whether the call takes effect before it."""
         self._calls.append(Call(method, _message_ids(arguments)))
-        found = []
+        failing = []
         for fault, number in self._faults:
             if fault.concerns(method, arguments):
                 number.update(["calls"])
                 if fault.fails(number["calls"]):
-                    found.append(fault)
-        for fault in found:
+                    failing.append(fault)
+        for fault in failing:
             error = fault.error(*arguments) if callable(fault.error) else fault.error
             if error is not None:
-                return found, error, fault.takes_effect
-        return found, None, False
+                return failing, error, fault.takes_effect
+        return failing, None, False
 
 
 class Faulty:

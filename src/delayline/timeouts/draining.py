@@ -93,7 +93,9 @@ async def remaining_timeouts(
         return RemainingTimeouts(None, queued, queues, table)
     await persister.open(endpoint_name)
     try:
-        found = await persister.without_time(limit=MOST_NAMED)
-        return RemainingTimeouts(await persister.count(), queued, queues, table, [message.id for message in found])
+        without_time = await persister.without_time(limit=MOST_NAMED)
+        return RemainingTimeouts(
+            await persister.count(), queued, queues, table, [message.id for message in without_time]
+        )
     finally:
         await persister.close()

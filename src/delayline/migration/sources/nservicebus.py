@@ -76,7 +76,7 @@ class NServiceBusSql(TableSource):
         times = TimeoutTimes(self.dialect)
         if not times.is_exact:
             dues = tuple(
-                None if due is None else times.exact(due, text) for due, text in zip(dues, headers, strict=True)
+                None if due is None else times.exact(due, given) for due, given in zip(dues, headers, strict=True)
             )
         elif not all(
             isinstance(due, datetime) for due in dues

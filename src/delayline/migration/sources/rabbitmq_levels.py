@@ -128,8 +128,8 @@ class RabbitmqLevelsSource(CollectedSource):
         left = 1 << level if parsed is None else remaining(parsed[0], level)
         due = now + timedelta(seconds=left)
         try:
-            found = waiting(routing_key, delivered.properties.headers, level, now)
-            destination, due = found.destination, found.due
+            sent = waiting(routing_key, delivered.properties.headers, level, now)
+            destination, due = sent.destination, sent.due
         except Unmovable as error:
             why = str(error)
         name, headers, broken = _content(delivered)

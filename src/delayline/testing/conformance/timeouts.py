@@ -243,8 +243,8 @@ class TimeoutPersisterConformance:
             batches = await asyncio.gather(*(taken(taker, AT, 5) for taker in [persister, *others]))
             taken_ids += [timeout_id for batch in batches for timeout_id in batch]
         assert sorted(taken_ids) == sorted(a_timeout(number).id for number in range(60))
-        for other in others:
-            await closed(other)
+        for taker in others:
+            await closed(taker)
 
     async def test_a_removal_takes_its_hold_along(self, persister: TimeoutPersister) -> None:
         """No wake-up for removed timeouts."""
@@ -394,7 +394,7 @@ class TimeoutPersisterConformance:
         others = [await opened(await self.make_persister(tmp_path)) for _ in range(3)] if self.durable else []
         for _ in range(12):
             await asyncio.gather(*(send(cast("LockingTimeouts", sender)) for sender in [locking, *others]))
-        for other in others:
-            await closed(other)
+        for taker in others:
+            await closed(taker)
         assert sorted(sent_ids) == sorted(a_timeout(number).id for number in range(60))
         assert (await locking.next_chunk(AT, 0, lease_until=AT)).next_due is None
