@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.bulk.cold_catalog import MICROS_A_HOUR, ColdFile, hour_of
+from delayline.delayed.columns import BULK_NAMES
 from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
 from delayline.masking import masked
-from delayline.sql.schema import MESSAGE_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -104,7 +104,7 @@ class ColdFolder:
                     os.close(descriptor)
 
     def batches(
-        self, file: ColdFile, dead: Sequence[str] = (), *, columns: Sequence[str] = MESSAGE_COLUMNS
+        self, file: ColdFile, dead: Sequence[str] = (), *, columns: Sequence[str] = BULK_NAMES
     ) -> Iterator[pa.RecordBatch]:
         """Yield a file's rows, without rows of dead ids, earliest due first."""
         import pyarrow as pa
@@ -149,7 +149,7 @@ class ColdFolder:
         open_them = partial(ds.dataset, schema=schema(), format="parquet", filesystem=system)
         with self._plainly(f"look through {self.path}"):
             names = open_them(list(by_address)).to_table(columns=["__filename"], filter=asked).column(0)
-            columns = list(MESSAGE_COLUMNS)
+            columns = list(BULK_NAMES)
             return {
                 by_address[address].name: _as_rows(open_them([address]).to_table(columns, filter=asked))[0]
                 for address in names.unique().to_pylist()
@@ -233,7 +233,7 @@ class HourWriter:
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Write the rows: columns id, destination, due, headers, body."""
-        batch = batch.select(list(MESSAGE_COLUMNS)).cast(schema())
+        batch = batch.select(list(BULK_NAMES)).cast(schema())
         hours = _due(batch) // MICROS_A_HOUR
         changes = (hours[1:] != hours[:-1]).nonzero()[0] + 1
         for start, end in pairwise([0, *changes.tolist(), batch.num_rows]):
@@ -288,7 +288,7 @@ def schema() -> pa.Schema:
     import pyarrow as pa
 
     kinds = (pa.string(), pa.string(), pa.timestamp("us", "UTC"), pa.string(), pa.binary())
-    return pa.schema(list(zip(MESSAGE_COLUMNS, kinds, strict=True)))
+    return pa.schema(list(zip(BULK_NAMES, kinds, strict=True)))
 
 
 def _due(batch: pa.RecordBatch) -> Any:  # noqa: ANN401 - NumPy's array

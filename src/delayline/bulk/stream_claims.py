@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import BigInteger, Column, MetaData, Table, delete, func, insert, select, update
 
 from delayline.bulk.scan import readings
+from delayline.delayed.columns import BULK_NAMES, StoredRow, bulk_values
 from delayline.errors import BackendUnavailable
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import MESSAGE_COLUMNS, TableGroup, message_columns, register, text
+from delayline.sql.schema import TableGroup, message_columns, register, text
 from delayline.sql.setup import RequiredTables
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 KEY_LENGTH: Final = 64
 CLAIMS_AT_ONCE: Final = 1000
 BYTES_AT_ONCE: Final = 64 * 1024 * 1024
-CLAIM_COLUMNS: Final = ("reader", "claim", *MESSAGE_COLUMNS)
+CLAIM_COLUMNS: Final = ("reader", "claim", *BULK_NAMES)
 
 
 @lru_cache(maxsize=64)
@@ -165,16 +166,9 @@ class StreamClaims:
 
     async def _move(self, messages: Sequence[DelayedMessage], last: int, transaction: SqlTransaction) -> None:
         dialect = self._database.dialect
+        to_due, headers_of = dialect.values.to_due, dialect.values.headers_of
         rows = [
-            (
-                self._reader,
-                number,
-                message.id,
-                message.destination,
-                dialect.values.to_due(message.due),
-                dialect.values.headers_of(message.message),
-                message.message.body,
-            )
+            (self._reader, number, *bulk_values(StoredRow.of(message, to_due, headers_of)))
             for number, message in enumerate(messages, last + 1)
         ]
         statement = Prepared(insert(self._claimed), dialect.sql, CLAIM_COLUMNS)

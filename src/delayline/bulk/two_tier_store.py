@@ -242,8 +242,7 @@ class TwoTierStore(SqlDelayedMessageStore):
             if buried:
                 message, journal = _message_of(next(iter(rows.values()))), self._kept_journal
                 if due is None:
-                    cancelled = (message.id, message.destination, message.due)
-                    note = partial(journal.note_one, event=JournalEvent.CANCELLED, message=cancelled)
+                    note = partial(journal.note_one, event=JournalEvent.CANCELLED, message=message)
                     await self._noted(note, transaction)
                 else:
                     since = await self._noted(journal.last, transaction) or 0

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 from sqlalchemy import Table, select
 
 from delayline.bulk.ledger import CLOSED, Committed, JobLedger, RunKey, RunKind, Sink, check_run
+from delayline.delayed.columns import JOURNALED_NAMES
 from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql.database import Database
@@ -356,7 +357,7 @@ class BulkWriter:
         journal.look(connection)
         if journal_only and journal.kept:
             numbers = self._gathered(connection, journal_only)
-            noted = select(staged.c.id, staged.c.destination, staged.c.due).where(staged.c.attempt.in_(numbers))
+            noted = select(*(staged.c[name] for name in JOURNALED_NAMES)).where(staged.c.attempt.in_(numbers))
             journal.note(connection, JournalEvent.SCHEDULED, noted)
         numbers = self._gathered(connection, attempts)
         if pre_commit is not None:

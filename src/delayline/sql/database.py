@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Executable, Table
 
     from delayline.clock import Clock
+    from delayline.delayed.columns import StoredRow
     from delayline.external import ExternalTransaction
     from delayline.sql.claims import Claims
     from delayline.sql.dialect import Dialect, TableIdentity
     from delayline.sql.notifications import Notifications
     from delayline.sql.prepared import Prepared, StatementResult
-    from delayline.sql.schema import StoredRow
     from delayline.sql.transactions import Checkout
     from delayline.transaction import Transaction
 

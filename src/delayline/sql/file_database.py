@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 from sqlalchemy import bindparam, select
 
 from delayline.clock import SystemClock
+from delayline.delayed.columns import StoredRow
 from delayline.delayed.store import Outcome
 from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.database import Database
 from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import StoredRow, in_order
+from delayline.sql.schema import in_order
 from delayline.sql.sqlite.commit_watch import CommitWatch
 from delayline.sql.sqlite.dialect import Sqlite
 from delayline.sql.sqlite.moves import FileForwarding

@@ -32,8 +32,9 @@ from sqlalchemy import (
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import ExecutableDDLElement
 
+from delayline.delayed.columns import JOURNALED_COLUMNS, JOURNALED_NAMES, StoredRow
 from delayline.errors import ConfigurationError
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
+from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.sql import schema
 from delayline.sql.prepared import Prepared
 
@@ -79,9 +80,7 @@ class JournalTables:
             Column("seq", schema.SEQUENCE, Identity(), primary_key=True, autoincrement=True),
             Column("store", schema.text(schema.MAXIMUM_TABLE_NAME_LENGTH), nullable=False),
             Column("event", schema.text(max(map(len, JournalEvent))), nullable=False),
-            Column("id", schema.text(MAXIMUM_ID_LENGTH), nullable=False),
-            Column("destination", schema.text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
-            Column("due", schema.DUE, nullable=False),
+            *schema.message_columns(JOURNALED_COLUMNS),
             Column("at", schema.DUE, nullable=False),
             Column("retries", Integer, nullable=False),
             sqlite_autoincrement=True,  # a number that was exported once is never given to another entry
@@ -204,19 +203,20 @@ class Journal:
         connection.execute(change.values(event=event.value))
 
     def note(self, connection: Connection, event: JournalEvent, messages: Select[Any]) -> None:
-        """Record an event of messages that are not in the store; the query selects id, destination and due."""
+        """Record an event of messages that are not in the store; the query selects the journaled columns."""
         columns = messages.subquery().c
         now = self._dialect.values.in_seconds(0)
         rows = select(literal(self._store.name), literal(event.value), *columns, now, literal(0))
-        names = ["store", "event", "id", "destination", "due", "at", "retries"]
+        names = ["store", "event", *JOURNALED_NAMES, "at", "retries"]
         connection.execute(insert(self._tables.entries).from_select(names, rows))
 
-    def note_one(self, connection: Connection, event: JournalEvent, message: tuple[str, str, datetime]) -> None:
-        """Record an event of messages that are not in the store, given as id, destination and due."""
-        message_id, destination, due = message
-        row = {"store": self._store.name, "event": event.value, "id": message_id, "destination": destination}
-        times = {"due": self._dialect.values.to_due(due), "at": self._dialect.values.in_seconds(0)}
-        connection.execute(insert(self._tables.entries).values(**row, **times, retries=0))
+    def note_one(self, connection: Connection, event: JournalEvent, message: DelayedMessage) -> None:
+        """Record an event of a message that is not in the store."""
+        values = self._dialect.values
+        row = StoredRow.of(message, values.to_due, values.headers_of)
+        entry = {name: getattr(row, name) for name in JOURNALED_NAMES}
+        entry |= {"store": self._store.name, "event": event.value, "at": values.in_seconds(0), "retries": 0}
+        connection.execute(insert(self._tables.entries).values(entry))
 
     def mark_failed(self, connection: Connection, ids: Sequence[str]) -> None:
         """Mark rows as failed, in the transaction that removes them next."""

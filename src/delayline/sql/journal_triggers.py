@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
+from delayline.delayed.columns import JOURNALED_NAMES
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -27,7 +29,11 @@ class JournalTriggers:
     """Whether triggers run with the rights of the user that changes a row, not with their owner's."""
 
 
-COLUMNS: Final = "(store, event, id, destination, due, at, retries)"
+#: What an entry has of a message, of the row before a change and of the one after it.
+MESSAGE: Final = ", ".join(JOURNALED_NAMES)
+OLD: Final = ", ".join(f"OLD.{name}" for name in JOURNALED_NAMES)
+NEW: Final = ", ".join(f"NEW.{name}" for name in JOURNALED_NAMES)
+COLUMNS: Final = f"(store, event, {MESSAGE}, at, retries)"
 GONE: Final = "CASE {old}retry_count WHEN -1 THEN 'cancelled' WHEN -2 THEN 'failed' ELSE 'dispatched' END"
 CHANGED: Final = "CASE WHEN NEW.retry_count > OLD.retry_count THEN 'retried' ELSE 'rescheduled' END"
 IS_CHANGE: Final = "NEW.retry_count >= 0 AND (NEW.due <> OLD.due OR NEW.retry_count <> OLD.retry_count)"
@@ -40,14 +46,14 @@ CREATE OR REPLACE FUNCTION {{function}}() RETURNS trigger LANGUAGE plpgsql SET s
 BEGIN
   IF TG_OP = 'INSERT' THEN
     INSERT INTO {{journal}} {COLUMNS}
-    SELECT TG_ARGV[0], 'scheduled', id, destination, due, clock_timestamp(), retry_count FROM stored;
+    SELECT TG_ARGV[0], 'scheduled', {MESSAGE}, clock_timestamp(), retry_count FROM stored;
   ELSIF TG_OP = 'DELETE' THEN
     INSERT INTO {{journal}} {COLUMNS}
-    SELECT TG_ARGV[0], {GONE.format(old="")}, id, destination, due, clock_timestamp(), greatest(retry_count, 0)
+    SELECT TG_ARGV[0], {GONE.format(old="")}, {MESSAGE}, clock_timestamp(), greatest(retry_count, 0)
     FROM gone;
   ELSE
     INSERT INTO {{journal}} {COLUMNS}
-    VALUES (TG_ARGV[0], {CHANGED}, NEW.id, NEW.destination, NEW.due, clock_timestamp(), NEW.retry_count);
+    VALUES (TG_ARGV[0], {CHANGED}, {NEW}, clock_timestamp(), NEW.retry_count);
   END IF;
   RETURN NULL;
 END $$
@@ -69,18 +75,18 @@ ON_ROWS: Final = {
     "stored": """
 CREATE TRIGGER {trigger} AFTER INSERT ON {{table}} FOR EACH ROW {begin}
 INSERT INTO {{journal}} {columns}
-VALUES ({{store}}, 'scheduled', NEW.id, NEW.destination, NEW.due, {now}, NEW.retry_count){end}
+VALUES ({{store}}, 'scheduled', {new}, {now}, NEW.retry_count){end}
 """,
     "gone": """
 CREATE TRIGGER {trigger} AFTER DELETE ON {{table}} FOR EACH ROW {begin}
 INSERT INTO {{journal}} {columns}
-VALUES ({{store}}, {gone}, OLD.id, OLD.destination, OLD.due, {now},
+VALUES ({{store}}, {gone}, {old}, {now},
 CASE WHEN OLD.retry_count < 0 THEN 0 ELSE OLD.retry_count END){end}
 """,
     "changed": """
 CREATE TRIGGER {trigger} AFTER UPDATE ON {{table}} FOR EACH ROW {begin}
 INSERT INTO {{journal}} {columns}
-SELECT {{store}}, {changed}, NEW.id, NEW.destination, NEW.due, {now}, NEW.retry_count {nowhere}WHERE {is_change}{end}
+SELECT {{store}}, {changed}, {new}, {now}, NEW.retry_count {nowhere}WHERE {is_change}{end}
 """,
 }
 
@@ -89,6 +95,8 @@ def _on_rows(**words: str) -> dict[str, str]:
     filled = {
         **words,
         "columns": COLUMNS,
+        "old": OLD,
+        "new": NEW,
         "gone": GONE.format(old="OLD."),
         "changed": CHANGED,
         "is_change": IS_CHANGE,

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from sqlalchemy import (
     BigInteger,
@@ -25,14 +25,17 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
+from delayline.delayed.columns import BULK_COLUMNS, STORED_COLUMNS, ColumnKind
 from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from sqlalchemy import Executable
     from sqlalchemy.types import TypeEngine
+
+    from delayline.delayed.columns import StoredColumn
 
 
 untyped: Final[Any] = mssql  # some of its types have constructors without annotations
@@ -238,39 +241,24 @@ CRASHES: Final = register(
 DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tables(schema).decisions]))
 
 
-class StoredRow(NamedTuple):
-    """A stored message as the row of its store's table: the names and the order of its columns everywhere."""
-
-    id: str
-    destination: str
-    due: Any
-    """As the column keeps it."""
-    headers: bytes
-    body: bytes
-    retry_count: int
-
-    @property
-    def size(self) -> int:
-        """How many bytes its headers and its body have."""
-        return len(self.headers) + len(self.body or b"")
-
-
-#: The columns of a message itself, without what its store notes of it.
-MESSAGE_COLUMNS: Final = StoredRow._fields[:-1]
-
-
-def message_columns(*, unique: bool = False) -> list[Column[Any]]:
-    """Return the columns of a delayed message, in the order of its fields; unique: no two rows have the same id."""
-    types: dict[str, TypeEngine[Any]] = {
-        "id": text(MAXIMUM_ID_LENGTH),
-        "destination": text(MAXIMUM_DESTINATION_LENGTH),
-        "due": DUE,
-        "headers": CONTENT,
-        "body": CONTENT,
-    }
+def message_columns(columns: Iterable[StoredColumn] = BULK_COLUMNS, *, unique: bool = False) -> list[Column[Any]]:
+    """Return columns of a delayed message, by default those of jobs; unique: no two rows have the same id."""
     return [
-        Column(name, types[name], nullable=False, unique=(unique and name == "id") or None) for name in MESSAGE_COLUMNS
+        Column(column.name, _type_of(column), nullable=column.nullable, unique=(unique and column.name == "id") or None)
+        for column in columns
     ]
+
+
+def _type_of(column: StoredColumn) -> TypeEngine[Any]:
+    match column.kind:
+        case ColumnKind.NAME:
+            return text(column.length)
+        case ColumnKind.INSTANT:
+            return DUE
+        case ColumnKind.COUNT:
+            return Integer()
+        case ColumnKind.HEADERS | ColumnKind.BYTES:
+            return CONTENT
 
 
 @lru_cache(maxsize=64)
@@ -286,8 +274,7 @@ def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False
         name,
         MetaData(schema=schema),
         _sequence(primary_key=True),
-        *message_columns(unique=True),
-        Column("retry_count", Integer, nullable=False, default=0),
+        *message_columns(STORED_COLUMNS, unique=True),
         *([Column("leased_until", DUE)] if leases else []),
         Index(_index_name(name), "due", "seq"),
         sqlite_autoincrement=True,

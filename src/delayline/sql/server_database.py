@@ -54,11 +54,11 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.delayed.columns import StoredRow
     from delayline.sql.claims import ServerClaims
     from delayline.sql.database import RowsOf
     from delayline.sql.notifications import ServerNotifications
     from delayline.sql.prepared import StatementResult
-    from delayline.sql.schema import StoredRow
     from delayline.sql.server import Server
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction

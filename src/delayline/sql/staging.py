@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from sqlalchemy import BigInteger, Column, MetaData, Table, func, select
 
+from delayline.delayed.columns import BULK_NAMES
 from delayline.errors import MissingExtra
-from delayline.sql.schema import MESSAGE_COLUMNS, message_columns
+from delayline.sql.schema import message_columns
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -19,11 +20,13 @@ if TYPE_CHECKING:
     from delayline.delayed.store import OnConflict
 
 
-COLUMNS: Final = ", ".join(MESSAGE_COLUMNS)
+COLUMNS: Final = ", ".join(BULK_NAMES)
+#: What a row with an id that is stored may replace.
+REPLACEABLE: Final = tuple(name for name in BULK_NAMES if name != "id")
 #: What replaces a stored message of the same id, where the new row is called `excluded`.
-REPLACED: Final = ", ".join(f"{name} = excluded.{name}" for name in MESSAGE_COLUMNS[1:])
+REPLACED: Final = ", ".join(f"{name} = excluded.{name}" for name in REPLACEABLE)
 #: Of rows with the same id the first in this order is kept: the earliest due, whatever task has staged it.
-KEPT_FIRST: Final = "PARTITION BY id ORDER BY due, destination, headers, body"
+KEPT_FIRST: Final = f"PARTITION BY id ORDER BY {', '.join(sorted(REPLACEABLE, key=lambda name: name != 'due'))}"
 PREFIX: Final = "delayline_stage_"
 
 

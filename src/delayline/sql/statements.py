@@ -19,16 +19,18 @@ from sqlalchemy import (
     update,
 )
 
+from delayline.delayed.columns import StoredRow, message_of
 from delayline.errors import InvalidMessage, QueueNotFound
-from delayline.message import DelayedMessage, Headers, Message
+from delayline.message import Headers
 from delayline.sql.prepared import LONGEST_LIST, Prepared
-from delayline.sql.schema import StoredRow, in_order
+from delayline.sql.schema import in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from sqlalchemy import Connection, Select, Table
 
+    from delayline.message import DelayedMessage, Message
     from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
 
@@ -104,16 +106,12 @@ class StoreStatements:
 
     def row_of(self, message: DelayedMessage) -> StoredRow:
         """Return the parameters of the insert statement."""
-        kept = message.message
-        due = self._dialect.values.to_due(message.due)
-        headers = self._dialect.values.headers_of(kept)
-        return StoredRow(kept.id, message.destination, due, headers, kept.body, message.number_of_retries)
+        values = self._dialect.values
+        return StoredRow.of(message, values.to_due, values.headers_of)
 
     def message_of(self, row: Sequence[Any]) -> DelayedMessage:
         """Return the message of a row of `waiting`."""
-        message_id, destination, due, headers, body, retry_count = row
-        kept = Message.from_encoded(message_id, headers, body or b"")
-        return DelayedMessage(kept, destination or "", self._dialect.values.from_due(due), retry_count)
+        return message_of(row, self._dialect.values.from_due)
 
     def bounded(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> list[DelayedMessage]:
         """Read due messages row by row until their bytes are too many; at least one when any is due."""

@@ -406,7 +406,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         query = statements.found(body_limit).where(dialect.words.one_of(statements.table.c.id, "keys"))
         prepared = Prepared(query, dialect.sql, ["keys"])
         rows = await self._database.read(lambda connection: prepared.rows(connection, [message_id]))
-        return next((self._found(row) for row in rows if row[0] == message_id), None)  # not a row that collates alike
+        alike = map(self._found, rows)  # for the column's collation
+        return next((waiting for waiting in alike if waiting.message.id == message_id), None)
 
     async def due_between(
         self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0

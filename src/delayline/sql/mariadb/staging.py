@@ -9,12 +9,12 @@ import pyarrow.compute as pc
 from sqlalchemy import insert
 
 from delayline.clock import from_microseconds
+from delayline.delayed.columns import BULK_COLUMNS
 from delayline.delayed.store import OnConflict
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import MESSAGE_COLUMNS
 from delayline.sql.server import run
 from delayline.sql.staged_table import StagedTable
-from delayline.sql.staging import COLUMNS, KEPT_FIRST
+from delayline.sql.staging import COLUMNS, KEPT_FIRST, REPLACEABLE
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -28,18 +28,19 @@ MOVE: Final = (
 #: The server sorts by the first kilobyte of a BLOB; what is the same so far is sorted by its hash.
 KEEP_ONE_EACH: Final = (
     "DELETE staged FROM {stage} AS staged JOIN (SELECT attempt, number, "
-    "row_number() OVER ({kept_first}, SHA2(headers, 256), SHA2(body, 256)) AS nth "
+    "row_number() OVER ({kept_first}, {hashes}) AS nth "
     "FROM {stage} WHERE attempt IN ({attempts}) AND id IN "
     "(SELECT id FROM {stage} WHERE attempt IN ({attempts}) GROUP BY id HAVING count(*) > 1)) AS ranked "
     "ON ranked.attempt = staged.attempt AND ranked.number = staged.number WHERE ranked.nth > 1"
 )
+HASHES: Final = ", ".join(f"SHA2({column.name}, 256)" for column in BULK_COLUMNS if column.is_content)
 #: The statement counts inserted and updated rows itself: the server's count does not distinguish them.
 COUNT: Final = "@delayline_left := @delayline_left + 1"
 IGNORE: Final = f" ON DUPLICATE KEY UPDATE {{store}}.id = IF({COUNT}, {{store}}.id, {{store}}.id)"
 FREE: Final = "({store}.leased_until IS NULL OR {store}.leased_until < UTC_TIMESTAMP(6))"
 REPLACE: Final = (
     f" ON DUPLICATE KEY UPDATE {{store}}.id = IF({FREE}, {{store}}.id, IF({COUNT}, {{store}}.id, {{store}}.id)), "
-    + ", ".join(f"{{store}}.{name} = IF({FREE}, VALUES({name}), {{store}}.{name})" for name in MESSAGE_COLUMNS[1:])
+    + ", ".join(f"{{store}}.{name} = IF({FREE}, VALUES({name}), {{store}}.{name})" for name in REPLACEABLE)
     + f", {{store}}.retry_count = IF({FREE}, 0, {{store}}.retry_count)"
 )
 
@@ -90,7 +91,10 @@ class MariadbStage(StagedTable):
         conflict = {"raise": "", "keep": IGNORE, "replace": REPLACE}[on_conflict]
         if attempts and on_conflict != "raise":
             run(
-                connection, KEEP_ONE_EACH.format(kept_first=KEPT_FIRST, attempts=", ".join(map(str, attempts)), **names)
+                connection,
+                KEEP_ONE_EACH.format(
+                    kept_first=KEPT_FIRST, hashes=HASHES, attempts=", ".join(map(str, attempts)), **names
+                ),
             )
         run(connection, "SET @delayline_left = 0")
         rows = self.gather(connection, attempts)

@@ -30,6 +30,7 @@ from psycopg.pq import ExecStatus, Format
 from psycopg.types.array import ListBinaryDumper
 
 from delayline.clock import to_microseconds
+from delayline.delayed.columns import STORED_COLUMNS, ColumnKind
 from delayline.errors import NotStarted, TransactionConflict
 from delayline.sql.prepared import StatementResult
 from delayline.sql.workers import WorkResult
@@ -103,16 +104,15 @@ class BinaryCursor(Cursor[Any]):
 
 
 LEAST: Final = 100  # rows; fewer are inserted as fast in the time that its round trips take
-#: The columns of messages that are copied, and their types.
-COPIED: Final = {
-    "id": "varchar",
-    "queue": "varchar",
-    "destination": "varchar",
-    "due": "timestamptz",
-    "headers": "bytea",
-    "body": "bytea",
-    "retry_count": "int4",
+COPY_TYPES: Final = {
+    ColumnKind.NAME: "varchar",
+    ColumnKind.INSTANT: "timestamptz",
+    ColumnKind.HEADERS: "bytea",
+    ColumnKind.BYTES: "bytea",
+    ColumnKind.COUNT: "int4",
 }
+#: The columns of messages that are copied, and their types.
+COPIED: Final = {"queue": "varchar"} | {column.name: COPY_TYPES[column.kind] for column in STORED_COLUMNS}
 ARRAY: Final = struct.Struct(">iiiii")
 BIGINT: Final = struct.Struct(">iq")
 #: Number of batches written by INSERT after a batch that repeated an id: a sender that repeats an id often repeats

@@ -11,10 +11,10 @@ import pyarrow.compute as pc
 from sqlalchemy import insert, select
 from sqlalchemy.schema import CreateTable, DropTable
 
+from delayline.delayed.columns import BULK_NAMES
 from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnusable
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import MESSAGE_COLUMNS
 from delayline.sql.staging import COLUMNS, KEPT_FIRST, PREFIX, REPLACED, stage_table
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class SqliteStage:
 
     def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
         """Insert rows into the store; raises the driver's IntegrityError for ids that are there."""
-        names = ["retry_count", *MESSAGE_COLUMNS]
+        names = ["retry_count", *BULK_NAMES]
         Prepared(insert(self.store), self.dialect.sql, names).change_many(connection, _rows(0, batch))
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:

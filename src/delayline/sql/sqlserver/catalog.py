@@ -13,8 +13,8 @@ from sqlalchemy.dialects import mssql
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.sql import quoted_name
 
+from delayline.delayed.columns import STORED_COLUMNS, ColumnKind, PublishedColumn
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
-from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.dialect import Catalog
 from delayline.sql.schema import CONTENT, HOLDS_MESSAGES, must_fit
 from delayline.sql.server import run
@@ -25,7 +25,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from sqlalchemy import Connection, Executable
+    from sqlalchemy.types import TypeEngine
 
+    from delayline.delayed.columns import StoredColumn
     from delayline.sql.dialect import Finding
     from delayline.sql.schema import QueueTables
     from delayline.sql.sqlserver.dialect import SqlServer
@@ -118,12 +120,7 @@ class SqlServerCatalog(Catalog):
         return Table(
             quoted_name(name, quote=True),
             MetaData(schema=self.schema_of(schema)),
-            Column("Id", mssql.NVARCHAR(MAXIMUM_ID_LENGTH), key="id", primary_key=True),
-            Column("Destination", mssql.NVARCHAR(MAXIMUM_DESTINATION_LENGTH), key="destination"),
-            Column("State", CONTENT, key="body"),
-            Column("Time", DueTime(), key="due"),
-            Column("Headers", CONTENT, key="headers", nullable=False),
-            Column("RetryCount", Integer, key="retry_count", nullable=False, server_default=text_of_sql("(0)")),
+            *map(_published, sorted(STORED_COLUMNS, key=_position)),
             Index("Index_Time", "due"),
             info={HOLDS_MESSAGES: True},
         )
@@ -146,6 +143,32 @@ class SqlServerCatalog(Catalog):
         except DBAPIError as error:
             if number_of(error) not in ALREADY_THERE:
                 raise
+
+
+def _position(column: StoredColumn) -> int:
+    """Return where the column stands in the document's table: our own stand behind."""
+    return len(STORED_COLUMNS) if column.published is None else column.published.position
+
+
+def _published(column: StoredColumn) -> Column[Any]:
+    """Return the column as the document has it, our own with names like those there."""
+    published = column.published or PublishedColumn(0, column.name.title().replace("_", ""))
+    types: Mapping[ColumnKind, TypeEngine[Any]] = {
+        ColumnKind.NAME: mssql.NVARCHAR(column.length),
+        ColumnKind.INSTANT: DueTime(),
+        ColumnKind.HEADERS: CONTENT,
+        ColumnKind.BYTES: CONTENT,
+        ColumnKind.COUNT: Integer(),
+    }
+    counts = column.kind is ColumnKind.COUNT and not published.nullable
+    return Column(
+        published.name,
+        types[column.kind],
+        key=column.name,
+        primary_key=column.name == "id",
+        nullable=published.nullable,
+        server_default=text_of_sql("(0)") if counts else None,
+    )
 
 
 def _units(name: str) -> int:
