@@ -15,6 +15,7 @@ from tests.integration.test_rabbitmq_infrastructure import a_channel
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.message import Headers, Message, from_wire_time, to_wire_time
+from delayline.rabbitmq import RabbitMQTransport, browsing
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import move
 from delayline.rabbitmq.admin.move import Levels, Move, Report
@@ -255,6 +256,32 @@ async def test_a_dry_run_reports_the_same_and_moves_nothing(channel: Channel, ra
     assert report.destinations == {"sales": 3}
     assert await waiting_in(channel, V2) == {}
     assert len(await waiting_in(channel, V1)) == 4
+
+
+async def test_messages_are_moved_although_the_leader_of_their_level_answers_late(
+    rabbitmq: RabbitmqServer, channel: Channel, rabbitmq_url: str
+) -> None:
+    """Given a leader that does not answer the broker, which then says that the level is empty, then it is not."""
+    await conventional(channel, "sales")
+    for number in range(3):
+        await put(channel, 64 + number, levels=V2)
+    await asyncio.to_thread(rabbitmq.halt_leader, rabbitmq_url, V2.level(6), 3)
+    address = BrokerAddress.parse(rabbitmq_url)
+    report = await Move(Levels(address, V2), Levels(address, V1), name="migrate", clock=ManualClock(NOW)).run()
+    assert report.moved == 3
+
+
+async def test_a_number_that_the_broker_does_not_know_is_not_zero(
+    rabbitmq: RabbitmqServer, channel: Channel, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await put(channel, 64, levels=V2)
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.start()
+    monkeypatch.setattr(browsing, "COUNT_TRIES", 2)
+    await asyncio.to_thread(rabbitmq.halt_leader, rabbitmq_url, V2.level(6), 20)
+    with pytest.raises(BackendUnavailable, match=r"unknown how many messages 'nsb\.v2\.delay-level-06' has"):
+        await transport.count(V2.level(6))
+    await transport.stop()
 
 
 async def test_progress_is_reported_level_by_level(channel: Channel, rabbitmq_url: str) -> None:

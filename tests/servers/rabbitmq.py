@@ -153,6 +153,15 @@ class RabbitmqServer(OwnProcess):
         """End the memory alarm."""
         self.control("set_vm_memory_high_watermark", "absolute", "2GB")
 
+    def halt_leader(self, url: str, queue: str, seconds: float) -> None:
+        """Have the leader of a quorum queue answer nobody for so long."""
+        name = f'rabbit_misc:r(<<"{url.rsplit("/", 1)[1]}">>, queue, <<"{queue}">>)'
+        self.control(
+            "eval",
+            f"{{ok, Queue}} = rabbit_amqqueue:lookup({name}), {{Leader, _}} = amqqueue:get_pid(Queue), "
+            f"timer:apply_after({round(1000 * seconds)}, sys, resume, [Leader]), sys:suspend(Leader).",
+        )
+
     def control(self, *arguments: str) -> str:
         """Run `rabbitmqctl` (a second or two) and return its output."""
         return self._run("rabbitmqctl", "--quiet", "--node", self._node, *arguments)

@@ -6,11 +6,12 @@ may return in another order. RabbitMQ 4.3 and later do not count a nack, so ther
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Final, Self
 
 from pamqp import commands
 
-from delayline.errors import BackendUnusable, InvalidMessage, QueueNotFound
+from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage, QueueNotFound
 from delayline.message import Message
 from delayline.rabbitmq.amqp.methods import QueueDeclare, QueuePurge
 from delayline.rabbitmq.decoding import crashes_of, message_from
@@ -22,14 +23,39 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.rabbitmq.delivery_limits import DeliveryLimit
 
+LEADER_PATIENCE: Final = 0.25
+"""Seconds after which a broker answers for the leader of a quorum queue, that it has no messages."""
+COUNT_TRIES: Final = 20
+"""How often a queue is counted whose leader does not answer, before its number is said to be unknown."""
 RETURNS_UNSEEN: Final = 10
 """How often a queue takes a message back whose limit cannot be seen: half of version 4's default."""
 
 
-async def count(channel: Channel, queue: str) -> int:
-    """Return the number of messages that no consumer has."""
+async def must_exist(channel: Channel, queue: str) -> int:
+    """Return how many messages the broker says the queue has, 0 also where it cannot say. Raises NotFound for none."""
     answer = await channel.call(QueueDeclare(queue=queue, passive=True))
     return answer.message_count if isinstance(answer, commands.Queue.DeclareOk) and answer.message_count else 0
+
+
+async def count(channel: Channel, queue: str) -> int:
+    """Return the number of messages that no consumer has.
+
+    Raises BackendUnavailable where it is unknown: of a quorum queue whose leader has not answered in time a broker says
+    that it has none.
+    """
+    time = asyncio.get_running_loop().time
+    for _ in range(COUNT_TRIES):
+        asked = time()
+        number = await must_exist(channel, queue)
+        answered = time()
+        if number or answered - asked < LEADER_PATIENCE:
+            return number
+        await channel.call(commands.Channel.Flow(active=True))
+        if 2 * answered - asked - time() < LEADER_PATIENCE / 2:  # it was the network that took so long
+            return 0
+    raise BackendUnavailable(
+        f"it is unknown how many messages {queue!r} has: its leader has not answered RabbitMQ. Try again later"
+    )
 
 
 class QueuePass:
@@ -57,7 +83,7 @@ class QueuePass:
         self._queue = queue
         self._limit_of = limit_of
         self._copy = copy
-        self._counted = False
+        self._exists = False
         self._last: Delivery | None = None
         self._gone: set[str] = set()
 
@@ -70,9 +96,9 @@ class QueuePass:
         The end is a message that left during this pass and has come back: as a copy, or from where it was sent to.
         """
         await self.let_go()
-        if not self._counted:
-            await count(self._channel, self._queue)  # a missing queue is an error, as for every other look
-            self._counted = True
+        if not self._exists:
+            await must_exist(self._channel, self._queue)  # a missing one is an error, as for every other look
+            self._exists = True
         delivered = await self._channel.get(self._queue)
         if delivered is None:
             raise StopAsyncIteration

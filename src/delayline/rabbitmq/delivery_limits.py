@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, QueueNotFound
 from delayline.events import Event, emit
-from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.browsing import must_exist
 from delayline.rabbitmq.infrastructure import difference_in
 from delayline.rabbitmq.refusals import NotFound, PreconditionFailed
 from delayline.rabbitmq.topology import can_be_compared, queue_declaration
@@ -247,7 +247,7 @@ async def read(
     found = {}
     for queue in queues:
         try:
-            await connection.run(partial(count, queue=queue))
+            await connection.run(partial(must_exist, queue=queue))
             may_ask = can_be_compared(queue, address.vhost)
             found[queue] = (await _probed(connection, queue) if may_ask else None) or unseen[queue]
         except NotFound:

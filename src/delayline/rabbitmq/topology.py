@@ -17,7 +17,7 @@ from delayline.rabbitmq.amqp.methods import (
     QueueDeclare,
     QueueUnbind,
 )
-from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.browsing import must_exist
 from delayline.rabbitmq.refusals import NotFound
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Routability:
         if self._only_look:
             return (
                 lambda channel: CONVENTIONAL.check(channel, destination),
-                lambda channel: count(channel, destination),
+                lambda channel: must_exist(channel, destination),
             )
         return (
             lambda channel: CONVENTIONAL.bind_delivery(channel, destination, self._delivery),

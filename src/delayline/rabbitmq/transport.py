@@ -218,7 +218,7 @@ class RabbitMQTransport:
 
     async def receiver(self, queue: str) -> RabbitMQReceiver:
         """Return a receiver on the queue."""
-        await self.count(queue)
+        await self._look(queue, browsing.must_exist)
         self.limits.look_later(queue, self._error_queue)
         receiver = RabbitMQReceiver(
             self.connection,
@@ -240,7 +240,7 @@ class RabbitMQTransport:
             if exchange:
                 await self.connection.run(partial(self.topology.check, destination=exchange))
             else:
-                await self.count(queue)
+                await self._look(queue, browsing.must_exist)
         except (NotFound, QueueNotFound):
             return False
         return True
@@ -331,7 +331,7 @@ class RabbitMQTransport:
     async def difference(self, queue: str) -> str:
         """Return in which way a queue is not as this transport would create it; empty if it is."""
         try:
-            await self._look(queue, browsing.count)
+            await self._look(queue, browsing.must_exist)
             if not can_be_compared(queue, self.address.vhost):
                 return ""
             await self.connection.run(lambda channel: channel.call(queue_declaration(queue, self.address.queue_type)))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.message import Headers, from_wire_time
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
-from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.browsing import count, must_exist
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.levels import DELAY_HEADER, MAXIMUM_DELAY, check_destination, parse, remaining
 from delayline.rabbitmq.refusals import NotFound
@@ -40,7 +40,7 @@ async def must_have_levels(
     async def look(channel: Channel) -> None:
         await channel.call(ExchangeDeclare(exchange=levels.delivery, passive=True))
         for queue in levels.queues:
-            await count(channel, queue.name)
+            await must_exist(channel, queue.name)
 
     try:
         await connection.run(look)
@@ -63,6 +63,17 @@ async def channel_of(connection: BrokerConnection) -> AsyncIterator[Channel]:
             await channel.close()
 
 
+async def number_in(channel: Channel, queue: str) -> int:
+    """Return how many messages the queue has; that it has none is its leader's word, as nothing could be taken.
+
+    A count says so too where the broker does not reach the leader. What was taken returns with the channel's end.
+    """
+    number = await count(channel, queue)
+    if number or await channel.get(queue) is None:
+        return number
+    return 1 + await count(channel, queue)
+
+
 async def batches(channel: Channel, queue: str, wanted: int, *, size: int, ahead: int) -> AsyncIterator[list[Delivery]]:
     """Yield that many messages of the queue, in batches of `size` at most; fewer where the rest has left it.
 
@@ -81,7 +92,10 @@ async def batches(channel: Channel, queue: str, wanted: int, *, size: int, ahead
         if not batch:
             silences += 1
             if not await count(channel, queue):
-                return
+                last = await channel.get(queue)
+                if last is None:
+                    return
+                inbox.put_nowait(last)
             continue
         silences = 0
         yield batch

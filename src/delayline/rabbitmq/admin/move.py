@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.clock import SystemClock
 from delayline.errors import BackendUnusable, ConfigurationError, InvalidMessage
-from delayline.rabbitmq.admin.drain import LevelMessage, Unmovable, batches, channel_of, must_have_levels, waiting
+from delayline.rabbitmq.admin.drain import (
+    LevelMessage,
+    Unmovable,
+    batches,
+    channel_of,
+    must_have_levels,
+    number_in,
+    waiting,
+)
 from delayline.rabbitmq.admin.limits import limit_of_levels
 from delayline.rabbitmq.admin.operations import BlockedMessages, overdue
 from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried, content
@@ -169,7 +177,8 @@ class Move:
     async def _drain(self, level: int) -> None:
         """Move the messages of the level, including messages that arrive meanwhile."""
         queue = self._from.level(level)
-        found = await self._source.run(lambda channel: count(channel, queue))
+        async with channel_of(self._source) as channel:
+            found = await number_in(channel, queue)
         report = LevelReport(level, found)
         self.report.levels.append(report)
         self._progress(level, 0, found)

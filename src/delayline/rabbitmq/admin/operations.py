@@ -22,7 +22,7 @@ from delayline.rabbitmq.admin.verification import (
     refusals,
 )
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare, QueueBind, QueueDeclare
-from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.browsing import count, must_exist
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import LIMITED_FROM, reason
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
@@ -194,7 +194,7 @@ async def subscribe(address: BrokerAddress, endpoint: str, event_type: str, *, u
     topology, connection = TOPOLOGIES[address.topology], BrokerConnection(address, "delayline subscribe")
     work = topology.unsubscribe if undo else topology.subscribe
     try:
-        await connection.run(partial(count, queue=endpoint))
+        await connection.run(partial(must_exist, queue=endpoint))
         await connection.run(partial(work, queue=endpoint, event_type=event_type))
     except NotFound as error:
         raise QueueNotFound(endpoint) from error

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.message import Message, from_wire_time, to_wire_time
 from delayline.rabbitmq.admin.drain import LevelMessage
-from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.browsing import count, must_exist
 from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.forwarding import sent_on
 from delayline.rabbitmq.levels import parse
@@ -50,7 +50,7 @@ class PoisonQueue:
     async def open(self) -> None:
         """Create the queue where it is missing. Raises BackendUnavailable or BackendUnusable."""
         try:
-            await self._connection.run(lambda channel: count(channel, self.queue))
+            await self._connection.run(lambda channel: must_exist(channel, self.queue))
         except NotFound:
             await self._connection.run(lambda channel: channel.call(queue_declaration(self.queue, "classic")))
         await self._publisher.open()
