@@ -27,6 +27,13 @@ LEADER_PATIENCE: Final = 0.25
 """Seconds after which a broker answers for the leader of a quorum queue, that it has no messages."""
 COUNT_TRIES: Final = 20
 """How often a queue is counted whose leader does not answer, before its number is said to be unknown."""
+RETURN_LOOKS: Final = 40
+"""How often a queue is counted that gets no more messages back, before they are believed to be elsewhere."""
+RETURN_INTERVAL: Final = 0.05
+"""Seconds between these."""
+RETURNED_AT_ONCE: Final = 32
+"""Nacks that a broker passes on at once to a quorum queue. It forgets those behind them when the channel is closed just
+then, and the queue counts the return of their messages as a failure."""
 RETURNS_UNSEEN: Final = 10
 """How often a queue takes a message back whose limit cannot be seen: half of version 4's default."""
 
@@ -58,6 +65,17 @@ async def count(channel: Channel, queue: str) -> int:
     )
 
 
+async def await_returned(channel: Channel, queue: str, number: int) -> None:
+    """Wait until the queue has so many messages again, or gets no more back: others may have taken some."""
+    most = unchanged = 0
+    while unchanged < RETURN_LOOKS and most < number:
+        counted = await must_exist(channel, queue)
+        unchanged = unchanged + 1 if counted <= most else 0
+        most = max(most, counted)
+        if counted < number:
+            await asyncio.sleep(RETURN_INTERVAL)
+
+
 class QueuePass:
     """A look through a queue: each message is taken once, and all but the removed ones return at the end.
 
@@ -85,6 +103,7 @@ class QueuePass:
         self._copy = copy
         self._exists = False
         self._last: Delivery | None = None
+        self._held = 0
         self._gone: set[str] = set()
 
     def __aiter__(self) -> Self:
@@ -102,6 +121,7 @@ class QueuePass:
         delivered = await self._channel.get(self._queue)
         if delivered is None:
             raise StopAsyncIteration
+        self._held += 1
         message = _shown(delivered)
         if message.id in self._gone and not delivered.redelivered:
             raise StopAsyncIteration
@@ -135,8 +155,17 @@ class QueuePass:
             ) from error
         self._leave(delivered)
 
+    async def give_back(self) -> None:
+        """Return what was taken by a nack, before the channel is closed."""
+        await self.let_go()
+        ready = await must_exist(self._channel, self._queue) if self._held > RETURNED_AT_ONCE else 0
+        await self._channel.requeue_all()
+        if self._held > RETURNED_AT_ONCE:
+            await await_returned(self._channel, self._queue, ready + self._held)
+
     def _leave(self, delivered: Delivery) -> None:
         self._channel.acknowledge(delivered.tag)
+        self._held -= 1
         if message_id := _shown(delivered).id:
             self._gone.add(message_id)
 

@@ -267,9 +267,8 @@ class RabbitMQTransport:
                 yield messages
             finally:
                 if channel.closed is None:
-                    await messages.let_go()
-                    if await self.connection.version() >= NACK_IS_NOT_COUNTED:
-                        channel.requeue_all()
+                    counts_nacks = await self.connection.version() < NACK_IS_NOT_COUNTED
+                    await (messages.let_go() if counts_nacks else messages.give_back())
         except NotFound as error:
             raise QueueNotFound(queue) from error
         finally:

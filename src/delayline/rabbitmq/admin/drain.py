@@ -59,7 +59,7 @@ async def channel_of(connection: BrokerConnection) -> AsyncIterator[Channel]:
     finally:
         with contextlib.suppress(BackendUnavailable):
             if channel.closed is None and await connection.version() >= NACK_IS_NOT_COUNTED:
-                channel.requeue_all()
+                await channel.requeue_all()
             await channel.close()
 
 

@@ -7,7 +7,6 @@ Messages that cannot be moved go to a poison queue beside the levels, with the r
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -26,7 +25,7 @@ from delayline.rabbitmq.admin.drain import (
 from delayline.rabbitmq.admin.limits import limit_of_levels
 from delayline.rabbitmq.admin.operations import BlockedMessages, overdue
 from delayline.rabbitmq.admin.poison import PoisonMessage, PoisonQueue, carried, content
-from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.browsing import await_returned
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.encoding import Publication
@@ -47,10 +46,6 @@ BATCH: Final = 200
 """Messages that are moved at once, and may arrive twice when a move is cut off."""
 SAMPLE: Final = 1000
 """Messages of each level that a dry run looks at."""
-RETURN_LOOKS: Final = 40
-"""How often a dry run looks for the messages that it gave back, before it goes on."""
-RETURN_INTERVAL: Final = 0.05
-"""Seconds between these."""
 Going = tuple["Delivery", LevelMessage]
 
 
@@ -186,18 +181,8 @@ class Move:
             return
         async with channel_of(self._source) as channel:
             await self._consume(channel, queue, report)
-        if self._dry_run:
-            await self._returned(queue, found)
-
-    async def _returned(self, queue: str, number: int) -> None:
-        """Wait until the queue has its messages again, of which it learns a moment after the channel's close.
-
-        Else what comes next, a move perhaps, would find it empty. Messages that came due meanwhile do not return.
-        """
-        for _ in range(RETURN_LOOKS):
-            if await self._source.run(lambda channel: count(channel, queue)) >= number:
-                return
-            await asyncio.sleep(RETURN_INTERVAL)
+        if self._dry_run:  # else what comes next, a move perhaps, would find the queue empty
+            await self._source.run(lambda channel: await_returned(channel, queue, found))
 
     async def _consume(self, channel: Channel, queue: str, report: LevelReport) -> None:
         wanted = min(report.found, SAMPLE) if self._dry_run else report.found

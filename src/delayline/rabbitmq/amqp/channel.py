@@ -151,8 +151,10 @@ class Channel:
         self._must_be_open()
         self._connection.write(frame.marshal(commands.Basic.Nack(tag, requeue=True), self.number))
 
-    def requeue_all(self) -> None:
-        """Return every unacknowledged message to its queue."""
+    async def requeue_all(self) -> None:
+        """End the consumers, which would get the messages again, and return every unacknowledged one to its queue."""
+        for consumer in tuple(self._consumers):
+            await self.cancel(consumer)
         self._must_be_open()
         self._connection.write(frame.marshal(commands.Basic.Nack(0, multiple=True, requeue=True), self.number))
 
