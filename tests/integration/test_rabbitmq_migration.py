@@ -365,12 +365,12 @@ async def test_messages_go_from_one_broker_to_another(rabbitmq_url: str, second_
 
 @pytest.mark.slow
 async def test_a_message_that_passed_levels_arrives_once_and_not_early(channel: Channel, rabbitmq_url: str) -> None:
-    # Given a message of 5 s that has passed level 2 on the broker, which leaves its marks on it
+    # Given a message of 12 s that has passed level 3 on the broker, which leaves its marks on it
     await conventional(channel, "sales")
     sent = datetime.now(UTC)
-    await put(channel, 5, TimeSent=to_wire_time(sent))
+    await put(channel, 12, TimeSent=to_wire_time(sent))
     for _ in range(1500):
-        if await count(channel, V1.level(0)):
+        if await count(channel, V1.level(2)):
             break
         await asyncio.sleep(0.02)
 
@@ -381,11 +381,11 @@ async def test_a_message_that_passed_levels_arrives_once_and_not_early(channel: 
     # Then it arrives once, when it is due
     assert (report.moved, report.stale) == (1, 0)
     [found] = await arrived(channel, "sales", 1)
-    assert datetime.now(UTC) - sent >= timedelta(seconds=5)
-    assert found.header.properties.headers[DELAY_HEADER] == 5
+    assert datetime.now(UTC) - sent >= timedelta(seconds=12)
+    assert found.header.properties.headers[DELAY_HEADER] == 12
     assert from_wire_time(found.header.properties.headers[Headers.TIME_SENT]) == from_wire_time(to_wire_time(sent))
     deaths = found.header.properties.headers["x-death"]
-    assert {death["queue"] for death in deaths} <= {V2.level(0), V2.level(1)}
+    assert {death["queue"] for death in deaths} <= {V2.level(number) for number in range(3)}
 
 
 async def test_the_same_levels_are_refused(rabbitmq_url: str) -> None:

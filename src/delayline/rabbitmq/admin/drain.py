@@ -66,12 +66,15 @@ async def channel_of(connection: BrokerConnection) -> AsyncIterator[Channel]:
 async def number_in(channel: Channel, queue: str) -> int:
     """Return how many messages the queue has; that it has none is its leader's word, as nothing could be taken.
 
-    A count says so too where the broker does not reach the leader. What was taken returns with the channel's end.
+    A count says so too where the broker does not reach the leader.
     """
-    number = await count(channel, queue)
-    if number or await channel.get(queue) is None:
+    if number := await count(channel, queue):
         return number
-    return 1 + await count(channel, queue)
+    taken = await channel.get(queue)
+    if taken is None:
+        return 0
+    channel.requeue(taken.tag)
+    return max(1, await count(channel, queue))
 
 
 async def batches(channel: Channel, queue: str, wanted: int, *, size: int, ahead: int) -> AsyncIterator[list[Delivery]]:

@@ -142,8 +142,9 @@ class Move:
                 await self._must_only_look()
             else:
                 await self._move_recoverable()
-            for level in reversed(range(LEVELS)):
-                await self._drain(level)
+            async with channel_of(self._source) as counting:
+                for level in reversed(range(LEVELS)):
+                    await self._drain(level, counting)
         finally:
             for part in (self._publisher, self._poison, self._target, self._source):
                 await part.close()
@@ -169,11 +170,10 @@ class Move:
                 f"early. {limit.remedy}"
             )
 
-    async def _drain(self, level: int) -> None:
+    async def _drain(self, level: int, counting: Channel) -> None:
         """Move the messages of the level, including messages that arrive meanwhile."""
         queue = self._from.level(level)
-        async with channel_of(self._source) as channel:
-            found = await number_in(channel, queue)
+        found = await number_in(counting, queue)
         report = LevelReport(level, found)
         self.report.levels.append(report)
         self._progress(level, 0, found)
@@ -182,7 +182,7 @@ class Move:
         async with channel_of(self._source) as channel:
             await self._consume(channel, queue, report)
         if self._dry_run:  # else what comes next, a move perhaps, would find the queue empty
-            await self._source.run(lambda channel: await_returned(channel, queue, found))
+            await await_returned(counting, queue, found)
 
     async def _consume(self, channel: Channel, queue: str, report: LevelReport) -> None:
         wanted = min(report.found, SAMPLE) if self._dry_run else report.found
