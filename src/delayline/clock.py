@@ -10,6 +10,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+ONE_MICROSECOND = timedelta(microseconds=1)
+ONE_SECOND = timedelta(seconds=1)
+ONE_MINUTE = timedelta(minutes=1)
+ONE_HOUR = timedelta(hours=1)
+ONE_DAY = timedelta(days=1)
 LATEST_TIME = datetime.max.replace(tzinfo=UTC)
 
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.backends import backend_of
+from delayline.clock import ONE_SECOND
 from delayline.composition import (
     delays_url,
     delivery_from,
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
 #: A message overdue for longer means that no poller dispatches.
 STALE_AFTER: Final = timedelta(seconds=10)
 LONGEST_SPAN: Final = timedelta(days=365_000)
-ONE_SECOND: Final = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, slots=True)

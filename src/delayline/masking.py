@@ -12,9 +12,9 @@ BEGINNING: Final = re.compile(r"(?:^|(?<=[\s\"'(\[<,]))(?=[A-Za-z][\w+.-]*://)|(
 SCHEME: Final = re.compile(r"\s*(?:jdbc:)?[A-Za-z][\w+.-]*:/+", re.ASCII)
 _HOST: Final = r"(?:\[[^\[\]/?#@]*\]|[^:\[\]/?#@,]*)(?::[0-9]*)?"
 #: Hosts with ports and commas between: a text without a user and a password.
-HOSTS: Final = re.compile(rf"{_HOST}(?:,{_HOST})*")
+HOST_LIST: Final = re.compile(rf"{_HOST}(?:,{_HOST})*")
 CONNECTION_STRING: Final = re.compile(r"\s*(?:[a-z]+:)?(?!/)[A-Za-z][\w .-]*=", re.ASCII)
-PAIR: Final = re.compile(
+SECRET_PAIR: Final = re.compile(
     r"""(?P<before>^|[?&;\s,:])(?P<name>[^?&;=\s,:/@"']+(?:[ ][^?&;=\s,:/@"']+)?)(?P<equals>\s*=\s*)"""
 )
 #: Words with spaces between, as in an error's text: without an @ they are no URL.
@@ -61,7 +61,7 @@ def _end_of_login(rest: str, authority: str) -> int:
     """Return where the @ behind the password is; what is no list of hosts and has no @ is masked to its end."""
     path, _, query = rest.partition("?")
     end = path.rfind("@")
-    if end < 0 and not HOSTS.fullmatch(authority):
+    if end < 0 and not HOST_LIST.fullmatch(authority):
         end = rest.rfind("@")
         return len(authority) if end < 0 else end
     at = len(path) + 1
@@ -81,7 +81,7 @@ def _without_pairs(text: str) -> str:
     """Mask the values of options that are secrets: to the next & in a URL, to the next ; in a connection string."""
     parts: list[str] = []
     at = 0
-    while match := PAIR.search(text, at):
+    while match := SECRET_PAIR.search(text, at):
         begin = match.end("equals")
         end = _end_of_value(text, begin, match["before"])
         value = text[begin:end]

@@ -53,7 +53,7 @@ def from_file(config: Path | str | None, known: Mapping[str, object]) -> Sourced
         if name not in known:
             names = f"The settings are: {', '.join(known)}"
             raise ConfigurationError(
-                f"{path} has an unknown setting {name[:SHOWN]!r}{did_you_mean(name, known)}. {names}"
+                f"{path} has an unknown setting {name[:LONGEST_SHOWN_TEXT]!r}{did_you_mean(name, known)}. {names}"
             )
     return {name: (value, Source(str(path), "{name} = {example}")) for name, value in table.items()}
 
@@ -88,7 +88,7 @@ Read = Callable[[Any], Any]
 #: The largest whole number that every server and driver takes as a limit.
 LARGEST_LIMIT: Final = 2**31 - 1
 #: Characters of a value that is shown, or looked up.
-SHOWN: Final = 200
+LONGEST_SHOWN_TEXT: Final = 200
 TRANSACTION_MODES: Final = tuple(TransactionMode.__members__)
 
 
@@ -168,7 +168,7 @@ def mode(value: object) -> TransactionMode:
     """Read a transaction mode, however it is spelt."""
     if isinstance(value, TransactionMode):
         return value
-    word = str(value)[:SHOWN].strip().upper().replace("-", "_").replace(" ", "_")
+    word = str(value)[:LONGEST_SHOWN_TEXT].strip().upper().replace("-", "_").replace(" ", "_")
     if word not in TransactionMode.__members__:
         raise ValueError(f"must be one of {', '.join(TRANSACTION_MODES)}{did_you_mean(word, TRANSACTION_MODES)}")
     return TransactionMode[word]
@@ -176,5 +176,5 @@ def mode(value: object) -> TransactionMode:
 
 def did_you_mean(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
     """Return a hint where a known word is close."""
-    close = difflib.get_close_matches(word[:SHOWN], known, 1)
+    close = difflib.get_close_matches(word[:LONGEST_SHOWN_TEXT], known, 1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -207,8 +207,10 @@ def _shown(value: object) -> object:
     if isinstance(value, TransactionMode):
         return value.name
     shown = masked(value) if isinstance(value, str) else value
-    if isinstance(value, int) and abs(value) > 10**setting_values.SHOWN:
+    if isinstance(value, int) and abs(value) > 10**setting_values.LONGEST_SHOWN_TEXT:
         return f"{value.bit_length()} bits"  # as text it has thousands of digits
     return (
-        f"{shown[: setting_values.SHOWN]}..." if isinstance(shown, str) and len(shown) > setting_values.SHOWN else shown
+        f"{shown[: setting_values.LONGEST_SHOWN_TEXT]}..."
+        if isinstance(shown, str) and len(shown) > setting_values.LONGEST_SHOWN_TEXT
+        else shown
     )

@@ -122,7 +122,7 @@ async def test_the_poller(url: str, statements: Statements, signals: Signals) ->
 
 
 async def test_a_receiver(url: str, statements: Statements, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "FULL_LOOK_EVERY", 3600.0)  # a slow machine would count one of these looks too
+    monkeypatch.setattr(receiver, "QUEUE_LOOK_EVERY", 3600.0)  # a slow machine would count one of these looks too
     billing = Endpoint("billing", transport=SqlTransport(url, poll_interval=timedelta(hours=1)))
 
     @billing.handler

@@ -307,7 +307,7 @@ async def test_a_schema_that_is_missing(postgresql_url: str) -> None:
 
 
 async def test_a_server_that_is_too_old(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "OLDEST", 99)
+    monkeypatch.setattr(connections, "OLDEST_POSTGRESQL", 99)
     error = await refusal(postgresql_url)
     assert isinstance(error, BackendUnusable)
     assert "delayline needs 99 or newer" in str(error)

@@ -105,7 +105,7 @@ def test_small_buckets_leave_their_share_to_large_ones(counts: list[int], budget
 
 async def test_messages_that_are_stored_in_turns_are_estimated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given a store whose senders take turns, each with its own delay, as far apart as the windows that are sampled
-    monkeypatch.setattr("delayline.sql.sqlite.dialect.WINDOWS", 40)
+    monkeypatch.setattr("delayline.sql.sqlite.dialect.SAMPLED_WINDOWS", 40)
     store = SqlDelayedMessageStore(f"sqlite:///{tmp_path / 'delayline.db'}")
     await store.setup_infrastructure("sales")
     await store.initialize("sales", TransactionMode.RECEIVE_ONLY)

@@ -138,7 +138,7 @@ async def test_a_queued_message_that_is_committed_late_is_received_at_once(
     postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a receiver that has received a message, and before that one another was sent in an open transaction
-    monkeypatch.setattr("delayline.sql.receiver.FULL_LOOK_EVERY", HOUR)
+    monkeypatch.setattr("delayline.sql.receiver.QUEUE_LOOK_EVERY", HOUR)
     transport = SqlTransport(postgresql_url)
     await transport.setup_infrastructure(["sales"])
     await transport.start()
@@ -167,7 +167,7 @@ async def test_a_queued_message_of_a_concurrent_sender_is_received_at_once(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a receiver that has received a message a moment ago, while one with a lower number was not yet committed
-    monkeypatch.setattr("delayline.sql.receiver.FULL_LOOK_EVERY", HOUR)
+    monkeypatch.setattr("delayline.sql.receiver.QUEUE_LOOK_EVERY", HOUR)
     monkeypatch.setattr("delayline.sql.receiver.OVERLAP", HOUR)
     transport = SqlTransport(url)
     await transport.setup_infrastructure(["sales"])

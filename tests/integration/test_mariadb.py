@@ -381,7 +381,9 @@ async def test_a_removal_of_very_many_that_fails_has_removed_none(
     mariadb: MariadbServer, mariadb_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given more messages than a list in a statement holds, of which the last one is locked by another program
-    monkeypatch.setattr("delayline.sql.mariadb.connections.SESSION", "SET SESSION innodb_lock_wait_timeout = 1")
+    monkeypatch.setattr(
+        "delayline.sql.mariadb.connections.SESSION_SETTINGS", "SET SESSION innodb_lock_wait_timeout = 1"
+    )
     store = await opened(mariadb_url)
     messages = [delayed(f"{number:04d}") for number in range(LONGEST_LIST + 1)]
     await store.store_many(messages)

@@ -108,7 +108,7 @@ async def test_a_waiting_receiver_gets_moved_messages_without_a_look(
     sales: Sales, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a receiver that has found its queue empty, and that does not look at intervals
-    monkeypatch.setattr("delayline.sql.receiver.FULL_LOOK_EVERY", PATIENCE)
+    monkeypatch.setattr("delayline.sql.receiver.QUEUE_LOOK_EVERY", PATIENCE)
     monkeypatch.setattr(sales.receiver._idle, "interval", PATIENCE)
     waits = await sales.waits(2)
     looks = sales.looks
@@ -127,7 +127,7 @@ async def test_a_moved_message_does_not_hide_an_earlier_one(
     sales: Sales, postgresql_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given a receiver that gets a moved message while one with a lower number is in the queue, not yet notified of
-    monkeypatch.setattr("delayline.sql.receiver.FULL_LOOK_EVERY", HOUR)
+    monkeypatch.setattr("delayline.sql.receiver.QUEUE_LOOK_EVERY", HOUR)
     sales.receiver._full_look_every = HOUR
     waits = await sales.waits(1)
     with psycopg.connect(postgresql_url) as connection:

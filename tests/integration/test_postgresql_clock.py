@@ -20,7 +20,7 @@ from delayline.cli import main
 from delayline.clock import SystemClock
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
-from delayline.sql.server_clock import DRIFT, STALE_AFTER, ServerClock, steady
+from delayline.sql.server_clock import BOUNDS_STALE_AFTER, DRIFT, ServerClock, steady
 from delayline.testing import Signals
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
 
@@ -131,11 +131,7 @@ async def test_answers_on_a_slow_link_make_nothing_early(
     stored: dict[str, float] = {}
     handled: dict[str, float] = {}
     all_handled = asyncio.Event()
-    near = Endpoint(
-        "orders",
-        transport=SqlTransport(server_url),
-        delayed_delivery=delivery(server_url, polling=True),
-    )
+    near = Endpoint("orders", transport=SqlTransport(server_url), delayed_delivery=delivery(server_url, polling=True))
 
     @near.handler
     async def handle(message: Message, context: MessageContext) -> None:
@@ -146,10 +142,7 @@ async def test_answers_on_a_slow_link_make_nothing_early(
     async with slow_answers(server_url) as far_url, near:
         wrong.off = off
         sender = Endpoint(
-            "orders",
-            transport=SqlTransport(far_url),
-            delayed_delivery=delivery(far_url, polling=False),
-            send_only=True,
+            "orders", transport=SqlTransport(far_url), delayed_delivery=delivery(far_url, polling=False), send_only=True
         )
         async with sender:
 
@@ -290,8 +283,8 @@ def test_the_time_goes_on_after_an_answer(by_hand: Steady) -> None:
     true, drift = SAID + 4.5 * SECOND, 4.5 * DRIFT * SECOND
     assert true - drift - ROUNDING <= clock.now() <= true <= clock.at_latest() <= true + drift + ROUNDING
     assert asked == []
-    by_hand.seconds += STALE_AFTER
-    assert SAID + (4.5 + STALE_AFTER) * SECOND - clock.now() < 0.01 * SECOND
+    by_hand.seconds += BOUNDS_STALE_AFTER
+    assert SAID + (4.5 + BOUNDS_STALE_AFTER) * SECOND - clock.now() < 0.01 * SECOND
     clock.at_latest()
     assert asked == [None], "once, while the answer is on its way"
 

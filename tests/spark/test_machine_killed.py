@@ -24,7 +24,7 @@ from delayline import SqlDelayedMessageStore
 from delayline.bulk.writer import STREAMS, BulkWriter
 from delayline.composition import endpoint_from
 from delayline.spark import audit, export, read_journal, waiting_ids
-from delayline.sql.staging import PREFIX
+from delayline.sql.staging import STAGE_PREFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -127,7 +127,7 @@ def test_everything_goes_on_where_it_was(spark: SparkSession, tiers: Tiers, rabb
 
     # When everything is started again, on a day when the leftovers are old
     with psycopg.connect(sales.url, autocommit=True) as connection:
-        connection.execute(f'ALTER TABLE "{left}" RENAME TO "{PREFIX}202001010000_0123456789ab"')
+        connection.execute(f'ALTER TABLE "{left}" RENAME TO "{STAGE_PREFIX}202001010000_0123456789ab"')
     for stray in strays:
         os.utime(stray, (0, 0))
     start_again(spark, pipeline, lambda: len(arrived(sales)) >= 6 * SOME and shop.ids() == [])

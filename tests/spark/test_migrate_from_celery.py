@@ -137,7 +137,7 @@ def test_a_driver_that_dies_while_it_takes_tasks_loses_and_doubles_nothing(
         await acknowledge(self, *arguments)
         raise BackendUnavailable("on purpose")
 
-    monkeypatch.setattr(rabbitmq_levels, "KEPT_AT_ONCE", 2)
+    monkeypatch.setattr(rabbitmq_levels, "COPIED_AT_ONCE", 2)
     with monkeypatch.context() as patched:
         patched.setattr(CeleryLevels, "_acknowledge", die)
         with pytest.raises(BackendUnavailable):

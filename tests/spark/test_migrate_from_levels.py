@@ -148,7 +148,7 @@ def test_a_driver_that_dies_while_it_takes_loses_and_doubles_nothing(
     spark: SparkSession, rabbitmq_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Given levels that are to move to other levels, and a driver that dies before, and after, an acknowledgement
-    monkeypatch.setattr(rabbitmq_levels, "KEPT_AT_ONCE", 3)
+    monkeypatch.setattr(rabbitmq_levels, "COPIED_AT_ONCE", 3)
     with_levels(rabbitmq_url, V1)
     with_levels(rabbitmq_url, V2)
     send(rabbitmq_url, V1, [Sent(f"m{number}", 100_000 + number, "billing") for number in range(10)])

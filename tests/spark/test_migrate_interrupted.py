@@ -27,7 +27,7 @@ from delayline.migration.holding_table import create_holding_table, drop_holding
 from delayline.migration.journal import HeldPartition, MigrationJournal, MigrationRun, RunState, batch_name
 from delayline.migration.rows import record_batch
 from delayline.migration.run import MigrationResult
-from delayline.migration.source import BATCH, NUMBER, SourcePartition
+from delayline.migration.source import BATCH_COLUMN, NUMBER_COLUMN, SourcePartition
 from delayline.migration.targets.sql_store import SqlStore
 from delayline.migration.verify import run_named, runs_of, verify
 
@@ -343,7 +343,7 @@ def test_a_table_that_holds_something_is_not_dropped(legacy: Legacy) -> None:
     source = legacy.source
     legacy.change(lambda connection: create_holding_table(connection, source, "delayline_holding_x"))
     legacy.change(lambda connection: connection.execute(insert(source.held("delayline_holding_x")).values(
-        {BATCH: 0, NUMBER: 0}
+        {BATCH_COLUMN: 0, NUMBER_COLUMN: 0}
     )))  # fmt: skip
     legacy.change(lambda connection: drop_holding_table(connection, source, "delayline_holding_x"))
     assert "delayline_holding_x" in legacy.everything()

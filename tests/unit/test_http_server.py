@@ -11,7 +11,7 @@ import pytest
 
 from delayline import ConfigurationError
 from delayline.telemetry import http_server
-from delayline.telemetry.http_server import MOST_REQUESTS, HttpServer, Response, parse_address
+from delayline.telemetry.http_server import MOST_CONNECTIONS, HttpServer, Response, parse_address
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_a_failed_response_does_not_contain_the_error(server: HttpServer, caplog
 def test_idle_clients_are_dropped_and_block_no_other(server: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Given as many clients that send nothing as are served at once, when they have lasted too long, others get in."""
     monkeypatch.setattr(http_server, "LONGEST_REQUEST", 0.0)
-    idle = [socket.create_connection(parse_address(server.address)) for _ in range(MOST_REQUESTS)]
+    idle = [socket.create_connection(parse_address(server.address)) for _ in range(MOST_CONNECTIONS)]
     for one in idle:
         one.settimeout(5)
         assert one.recv(1) == b""  # closed by the server
@@ -75,7 +75,7 @@ def test_idle_clients_are_dropped_and_block_no_other(server: HttpServer, monkeyp
 
 def test_more_clients_than_are_served_at_once_are_sent_away(server: HttpServer) -> None:
     address = parse_address(server.address)
-    idle = [socket.create_connection(address) for _ in range(MOST_REQUESTS)]
+    idle = [socket.create_connection(address) for _ in range(MOST_CONNECTIONS)]
     with socket.create_connection(address) as refused:
         refused.settimeout(5)
         assert refused.recv(1) == b""

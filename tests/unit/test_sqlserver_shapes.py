@@ -18,7 +18,7 @@ from delayline.sql import setup
 from delayline.sql.schema import EVERY_RIGHT, QUEUES, TO_READ, queue_tables, registered_groups, versions_table
 from delayline.sql.setup import RequiredTables
 from delayline.sql.sqlserver.catalog import ABOUT, UNSEEN, only_row
-from delayline.sql.sqlserver.connections import OLDEST, SqlServerConnections
+from delayline.sql.sqlserver.connections import OLDEST_SQL_SERVER, SqlServerConnections
 from delayline.sql.sqlserver.dialect import ApplicationLocks, SqlServer
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
@@ -157,7 +157,7 @@ def test_versions_before_2016_are_refused_except_of_azure(
     one = server()
     connection = on([[(product, version)]])
     monkeypatch.setattr(one.connections, "connect", lambda: contextlib.nullcontext(connection))
-    assert OLDEST == 13
+    assert OLDEST_SQL_SERVER == 13
     if old:
         with pytest.raises(BackendUnusable, match="SQL Server 2016"):
             one.connections.check()

@@ -48,7 +48,7 @@ DEVELOPMENT: Final = (
 #: Retries inside the client, which obeys Retry-After; longer outages are for the circuit breakers.
 CLIENT_RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2}
 #: Seconds that a request may take unless set otherwise.
-SERVER_TIMEOUT: Final = 15.0
+REQUEST_TIMEOUT: Final = 15.0
 
 
 class Retries(AsyncRetryPolicy[Any, Any]):
@@ -232,7 +232,7 @@ def _options_of(connection: str) -> tuple[str, dict[str, str]]:
 
 def _seconds(seconds: str | None) -> float:
     if seconds is None:
-        return SERVER_TIMEOUT
+        return REQUEST_TIMEOUT
     try:
         return positive_seconds("server_timeout", float(seconds))
     except ValueError:

@@ -24,7 +24,7 @@ from delayline.azure.requests import Requests
 from delayline.azure.rows import RETRIES_COLUMN, ForeignRow, MessageIndex, TableRow, from_entity, row_of, to_entity
 from delayline.azure.table import ENTITY_PAGE, Table
 from delayline.checks import positive_seconds, time_span
-from delayline.clock import EPOCH, SystemClock
+from delayline.clock import EPOCH, ONE_SECOND, SystemClock
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.store import (
     DueBucket,
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ONE_SECOND: Final = timedelta(seconds=1)
 #: How long a process leaves another's lease alone, with messages due.
 STAND_BY: Final = 1.0
 #: How long cancelling waits for the lease, which a poller has while it dispatches; in steps.

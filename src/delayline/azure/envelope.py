@@ -21,7 +21,7 @@ LARGEST_TEXT: Final = 64 * 1024
 ROOM_FOR_FAILURE: Final = 2 * 1024
 SHORTEST_TRACE: Final = 200
 INTENTS: Final = ("", "Send", "Publish", "Subscribe", "Unsubscribe", "Reply")
-LONGEST_REASON: Final = 500
+LONGEST_ERROR_TEXT: Final = 500
 UTF8_MARK: Final = b"\xef\xbb\xbf"
 #: Headers removed, in this order, from a message too large for the error queue; the reason goes last.
 DISPENSABLE: Final = (
@@ -125,7 +125,7 @@ def unwrap(native_id: str, text: str) -> Message:
     try:
         return _unwrapped(json.loads(_decoded(text)))
     except Exception as error:
-        return UnwrappedMessage(native_id, text, f"{type(error).__name__}: {error}"[:LONGEST_REASON])
+        return UnwrappedMessage(native_id, text, f"{type(error).__name__}: {error}"[:LONGEST_ERROR_TEXT])
 
 
 def _decoded(text: str) -> bytes:

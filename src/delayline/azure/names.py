@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from typing import Final, NamedTuple
 
+from delayline.clock import ONE_SECOND
 from delayline.errors import ConfigurationError, InvalidDueTime
 
 #: 3 to 63 lower-case letters, digits and single hyphens, none of them at either end (Azure's rule for queues).
@@ -24,7 +25,6 @@ ID_PARTITIONS: Final = 4
 INDEX: Final = "id"
 #: Sorts behind the keys of the index's partitions.
 BEHIND_INDEX: Final = "ie"
-ONE_SECOND: Final = timedelta(seconds=1)
 LAST_SECOND: Final = datetime.max.replace(microsecond=0, tzinfo=UTC)
 
 

@@ -24,7 +24,7 @@ DENIED_STATUSES: Final = frozenset({401, 403})
 MAYBE_DONE: Final = "Whether it was done is unknown: repeat it, with the same message_id where it sends a message. "
 #: Seconds, from the begin of a stop, in which requests may still take their time; each later request has the second
 #: limit.
-STOPPING: Final = 8.0
+STOP_SECONDS: Final = 8.0
 STOPPING_REQUEST: Final = 2.0
 
 
@@ -49,7 +49,7 @@ class Requests:
 
     def stop_soon(self) -> None:
         """Limit the requests that are under way, and requests that follow, so that a stop ends within 20 seconds."""
-        self._stop_at = stop_at = asyncio.get_running_loop().time() + STOPPING
+        self._stop_at = stop_at = asyncio.get_running_loop().time() + STOP_SECONDS
         for timeout in self._open:
             if (when := timeout.when()) is not None and when > stop_at:
                 timeout.reschedule(stop_at)

@@ -16,14 +16,8 @@ from delayline.azure.names import can_be_queue, checked_sanitizer, queue_name
 from delayline.azure.receiver import MESSAGE_PAGE, AzureReceiver, deleted_with, page_of, receipt_of, shown
 from delayline.azure.requests import Requests, code_of
 from delayline.checks import positive_seconds, time_span
-from delayline.clock import EPOCH
-from delayline.errors import (
-    BackendUnavailable,
-    BackendUnusable,
-    ConfigurationError,
-    DispatchFailed,
-    QueueNotFound,
-)
+from delayline.clock import EPOCH, ONE_SECOND
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.transaction import TransactionMode
 
@@ -40,19 +34,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ONE_SECOND: Final = timedelta(seconds=1)
 THIRTY_SECONDS: Final = timedelta(seconds=30)
 SEVEN_DAYS: Final = timedelta(days=7)
-SENT_AT_ONCE: Final = 32
+PARALLEL_SENDS: Final = 32
 FOR_EVER: Final = -1
-LONGEST_LIFE: Final = 2**31 - 1  # seconds
+LONGEST_LIFE_SECONDS: Final = 2**31 - 1  # seconds
 #: Seconds for which a queue that does not exist is not asked for again.
 QUEUE_MISSING_FOR: Final = 1.0
 #: How long a walk through a queue hides messages from others, at most.
 WALK: Final = 60
 #: How many addresses are compared with new ones; addresses of replies come from outside.
 MOST_ADDRESSES: Final = 10_000
-NO_TIME: Final = timedelta(0)
+NO_SPAN: Final = timedelta(0)
 
 
 class AzureStorageQueueTransport:
@@ -96,7 +89,7 @@ class AzureStorageQueueTransport:
         if not ONE_SECOND <= time_span("visibility_timeout", visibility_timeout) <= SEVEN_DAYS:
             raise ConfigurationError(f"visibility_timeout={visibility_timeout!r} must be 1 second to 7 days")
         self._hidden_for = -(-visibility_timeout // ONE_SECOND)
-        self._slots = asyncio.Semaphore(SENT_AT_ONCE)
+        self._slots = asyncio.Semaphore(PARALLEL_SENDS)
         self._clients: dict[str, QueueClient] = {}
         self._events: dict[str, asyncio.Event] = {}
         self._missing: dict[str, float] = {}
@@ -271,7 +264,7 @@ class AzureStorageQueueTransport:
         message, queue = operation.message, operation.destination
         client = self._client(queue)
         span = message.time_to_be_received
-        if span is not None and span <= NO_TIME:
+        if span is not None and span <= NO_SPAN:
             emit(logger, logging.DEBUG, Event.EXPIRED, "Deleted expired message %s", message.id)
             return
         wrapped = wrap(message)
@@ -386,7 +379,7 @@ def _one_queue(first: str, second: str, name: str) -> ConfigurationError:
 def _life(span: timedelta | None) -> int:
     """Return how many seconds a message lives: for ever, where .NET lets it vanish after 30 days."""
     seconds = FOR_EVER if span is None else -(-span // ONE_SECOND)
-    return seconds if seconds <= LONGEST_LIFE else FOR_EVER
+    return seconds if seconds <= LONGEST_LIFE_SECONDS else FOR_EVER
 
 
 def _common(failures: Sequence[Exception]) -> Exception | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, Table, delete, insert, inspect, select, update
 
 from delayline.bulk.writer import blocking
+from delayline.clock import ONE_SECOND
 from delayline.errors import BackendUnusable
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import long_work
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
-ONE_SECOND: Final = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, slots=True)

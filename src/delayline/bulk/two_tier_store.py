@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from delayline.bulk.cold_catalog import MICROS_A_HOUR, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.checks import time_span
-from delayline.clock import EPOCH, from_microseconds, to_microseconds
+from delayline.clock import EPOCH, ONE_MICROSECOND, from_microseconds, to_microseconds
 from delayline.delayed.store import (
     DueBucket,
     DueCount,
@@ -28,7 +28,7 @@ from delayline.delayed.store import (
 from delayline.message import DelayedMessage, Message, in_utc
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
-from delayline.sql.store import MICROSECOND, SqlDelayedMessageStore
+from delayline.sql.store import SqlDelayedMessageStore
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -99,7 +99,7 @@ class TwoTierStore(SqlDelayedMessageStore):
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count pending messages; files are read only for buckets smaller than an hour."""
-        width = time_span("bucket", bucket) // MICROSECOND
+        width = time_span("bucket", bucket) // ONE_MICROSECOND
         counts: dict[tuple[datetime, str], int] = defaultdict(int)
         counting = self._count_hours(width) if width % MICROS_A_HOUR == 0 else self._count_rows(width)
         for (start, destination), number in (await counting).items():

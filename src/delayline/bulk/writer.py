@@ -32,7 +32,7 @@ from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import QUEUES, queue_tables
 from delayline.sql.setup import RequiredTables
-from delayline.sql.staging import PREFIX, doubled_id
+from delayline.sql.staging import STAGE_PREFIX, doubled_id
 from delayline.sql.statements import StoreStatements, store_channel
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 #: The staging area of all streams.
-STREAMS: Final = f"{PREFIX}streams"
+STREAMS: Final = f"{STAGE_PREFIX}streams"
 MINUTE_FORMAT: Final = "%Y%m%d%H%M"
 #: Of an attempt's number; the rest is the hour in which it began.
 RANDOM_BITS: Final = 44
@@ -410,7 +410,7 @@ def earliest_due(batch: pa.RecordBatch) -> int:
 
 def new_area() -> str:
     """Return a name for the staging area of a job."""
-    return f"{PREFIX}{datetime.now(UTC).strftime(MINUTE_FORMAT)}_{uuid.uuid4().hex[:12]}"
+    return f"{STAGE_PREFIX}{datetime.now(UTC).strftime(MINUTE_FORMAT)}_{uuid.uuid4().hex[:12]}"
 
 
 def _first_number(ago: timedelta) -> int:
@@ -418,7 +418,7 @@ def _first_number(ago: timedelta) -> int:
 
 
 def _is_old(name: str) -> bool:
-    made = name.removeprefix(PREFIX).partition("_")[0]
+    made = name.removeprefix(STAGE_PREFIX).partition("_")[0]
     try:
         return datetime.now(UTC) - datetime.strptime(made, MINUTE_FORMAT).replace(tzinfo=UTC) > SWEPT_AFTER
     except ValueError:  # a stream's, which stays

@@ -28,7 +28,7 @@ REJECTED_SUFFIX: Final = ".rejected"
 LONGEST_LINE: Final = 64 * 1024 * 1024
 #: Characters of a name or value in a reason, and of a reason.
 LONGEST_SHOWN: Final = 80
-LONGEST_REASON: Final = 500
+LONGEST_LINE_REASON: Final = 500
 _SHOW: Final = reprlib.Repr()
 _SHOW.maxstring = _SHOW.maxother = _SHOW.maxlong = LONGEST_SHOWN
 
@@ -248,7 +248,7 @@ def _json_line(line: InputLine, added: Fields) -> str:
 def reason_of(error: Exception) -> str:
     """Return why a line was rejected, of a bounded length, in characters that any file and terminal takes."""
     reason = str(error).encode(errors="backslashreplace").decode()
-    return reason if len(reason) <= LONGEST_REASON else f"{reason[:LONGEST_REASON]}..."
+    return reason if len(reason) <= LONGEST_LINE_REASON else f"{reason[:LONGEST_LINE_REASON]}..."
 
 
 def _next_cells(reader: Any) -> list[str] | csv.Error | None:  # noqa: ANN401 - csv's reader has no public type

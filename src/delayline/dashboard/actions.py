@@ -31,7 +31,7 @@ MOST_CHANGED: Final = 100_000
 AUDITED: Final = 500
 JOBS_LISTED: Final = 50
 PROBLEMS_LISTED: Final = 20
-HIGHEST_RATE: Final = 1_000
+HIGHEST_JOB_RATE: Final = 1_000
 
 
 @dataclass(slots=True)
@@ -143,8 +143,10 @@ class Actions(PageQueries):
             rate: Messages a second at most, above 0 and up to 1000.
             work: Changes the messages.
         """
-        if not isinstance(rate, int | float) or not 0 < rate <= HIGHEST_RATE:
-            raise ConfigurationError(f"rate must be above 0 and up to {HIGHEST_RATE} messages a second, not {rate!r}")
+        if not isinstance(rate, int | float) or not 0 < rate <= HIGHEST_JOB_RATE:
+            raise ConfigurationError(
+                f"rate must be above 0 and up to {HIGHEST_JOB_RATE} messages a second, not {rate!r}"
+            )
         clock = self.back_ends.clock
         shown = ActionJob(
             id=uuid.uuid4().hex[:12],

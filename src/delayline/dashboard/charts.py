@@ -11,7 +11,7 @@ from typing import Final
 
 MOST_SERIES: Final = 6
 """The number of destinations with a separate colour; the others are drawn as one."""
-NARROW: Final = 500
+NARROWER_THAN: Final = 500
 """Up to this width, labels are fewer."""
 TOP: Final = 18
 BOTTOM: Final = 36
@@ -62,7 +62,7 @@ def forecast(columns: Sequence[Column], series: Sequence[str], *, width: int, he
     """
     largest = max((max(bucket.total, bucket.capacity or 0) for bucket in columns), default=0)
     scale = _Logarithm(1, max(10.0, largest), height - BOTTOM, TOP)
-    left = 46 if width > NARROW else 36
+    left = 46 if width > NARROWER_THAN else 36
     step = (width - left - RIGHT) / max(1, len(columns))
     parts = [_patterns(name), *_levels(scale, left, width - RIGHT)]
     label_each = _labelled([bucket.label for bucket in columns], step)
@@ -148,7 +148,7 @@ HEAT_LEVELS: Final = 8
 
 def heat_map(data: HeatMap, *, width: int, height: int = 320) -> str:
     """Return the map: time from left to right, lateness upwards on a logarithmic scale, p50 and p99 as lines."""
-    left, rows = (58 if width > NARROW else 50), len(data.bounds) + 1
+    left, rows = (58 if width > NARROWER_THAN else 50), len(data.bounds) + 1
     step = (width - left - RIGHT) / max(1, len(data.times))
     row = (height - TOP - BOTTOM) / rows
     floor = height - BOTTOM

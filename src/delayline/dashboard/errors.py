@@ -48,7 +48,7 @@ MOST_GROUPED: Final = 10_000
 #: Failed messages that are read where each has to be taken from the broker and given back.
 MOST_TAKEN: Final = 1_000
 #: More than a queue has.
-ALL: Final = 2**31
+WHOLE_QUEUE: Final = 2**31
 #: Days of the trend of failures.
 TREND: Final = 14
 
@@ -175,7 +175,7 @@ class FailedMessages(PageQueries):
         transport = await self.back_ends.transport()
         shared = isinstance(transport, SupportsTransportTransactions)
         if not shared and (most is not None or not isinstance(transport, SupportsQueuePass)):
-            for message in await queues.browse(self._queue, ALL if most is None else min(most, MOST_TAKEN)):
+            for message in await queues.browse(self._queue, WHOLE_QUEUE if most is None else min(most, MOST_TAKEN)):
                 if group in (None, group_key(message)):
                     yield message
             return

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final, cast
 
 from delayline import error_queue
 from delayline.backends import backend_of
-from delayline.clock import EPOCH
+from delayline.clock import EPOCH, ONE_DAY, ONE_HOUR, ONE_MINUTE
 from delayline.composition import delays_url
 from delayline.dashboard.back_ends import PageQueries, refuse_memory, unavailable, within_limit
 from delayline.dashboard.live import Shared
@@ -39,10 +39,7 @@ if TYPE_CHECKING:
     from delayline.doctor import Finding
     from delayline.telemetry.history import MinuteRow
 
-ONE_MINUTE: Final = timedelta(minutes=1)
 HALF_AN_HOUR: Final = timedelta(minutes=30)
-ONE_HOUR: Final = timedelta(hours=1)
-ONE_DAY: Final = timedelta(days=1)
 #: A process whose last row is older has ended, or cannot write.
 ALIVE: Final = timedelta(minutes=3)
 #: The minutes that rates are taken of.

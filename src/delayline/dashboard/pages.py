@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
 from delayline.dashboard import charts
-from delayline.dashboard.actions import HIGHEST_RATE, MOST_CHANGED
+from delayline.dashboard.actions import HIGHEST_JOB_RATE, MOST_CHANGED
 from delayline.dashboard.back_ends import unavailable
 from delayline.dashboard.contents import FORMS, Form
 from delayline.dashboard.forms import body_of, headers_of, instant_of, whole
@@ -52,12 +52,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-ROWS: Final = 50
+PAGE_ROWS: Final = 50
 """Messages on a page."""
-LONGEST: Final = 500
+LONGEST_FIELD: Final = 500
 """Characters of a search field."""
-WIDE: Final = 1040
-NARROW: Final = 330
+WIDE_WIDTH: Final = 1040
+NARROW_WIDTH: Final = 330
 SPAN_TITLES: Final = {span: "a minute to years" if span == "all" else f"next {span}" for span in SPANS}
 PAST_TITLES: Final = {span: f"last {'30 days' if span == 'month' else span}" for span in LATENESS_SPANS}
 FILTERS: Final = ("id", "destination", "type", "header", "value", "from", "before")
@@ -168,7 +168,7 @@ class Pages:
         service = self._service(request)
         asked = request.query_params.get("span", "day")
         span = asked if asked in PAST_TITLES else "day"
-        destination = request.query_params.get("destination", "")[:LONGEST] or None
+        destination = request.query_params.get("destination", "")[:LONGEST_FIELD] or None
         measured = await service.overview.lateness(span, destination=destination)
         context: dict[str, Any] = {"spans": PAST_TITLES, "span": span, "destination": destination, "measured": measured}
         context["drawing"] = _drawn_lateness(measured) if isinstance(measured, Lateness) else None
@@ -182,11 +182,18 @@ class Pages:
         results = await self._searched(
             fields,
             lambda query: service.search.page(
-                query, limit=ROWS, after=parse_instant(after) if after else None, offset=offset
+                query, limit=PAGE_ROWS, after=parse_instant(after) if after else None, offset=offset
             ),
         )
         return self._page(
-            request, "waiting.html", "/waiting", service, results=results, fields=fields, after=after, longest=LONGEST
+            request,
+            "waiting.html",
+            "/waiting",
+            service,
+            results=results,
+            fields=fields,
+            after=after,
+            longest=LONGEST_FIELD,
         )
 
     async def _searched(
@@ -221,8 +228,8 @@ class Pages:
     async def error_group(self, request: Request) -> Response:
         """Show the messages of a group."""
         service = self._service(request)
-        group, offset = request.query_params.get("group", "")[:LONGEST], _offset(request)
-        results = await service.errors.page(group or None, limit=ROWS, offset=offset)
+        group, offset = request.query_params.get("group", "")[:LONGEST_FIELD], _offset(request)
+        results = await service.errors.page(group or None, limit=PAGE_ROWS, offset=offset)
         return self._page(request, "error_group.html", "/errors", service, results=results, group=group, offset=offset)
 
     async def error_message(self, request: Request) -> Response:
@@ -252,7 +259,7 @@ class Pages:
         service = self._service(request)
         all_jobs = await service.jobs.all()
         return self._page(
-            request, "jobs.html", "/jobs", service, all_jobs=all_jobs, audit=service.actions.audit()[:ROWS]
+            request, "jobs.html", "/jobs", service, all_jobs=all_jobs, audit=service.actions.audit()[:PAGE_ROWS]
         )
 
     async def live_jobs(self, request: Request) -> Response:
@@ -272,7 +279,7 @@ class Pages:
     async def export(self, request: Request) -> Response:
         """Send failed messages as a file of JSON lines."""
         service = self._service(request)
-        group = request.query_params.get("group", "")[:LONGEST] or None
+        group = request.query_params.get("group", "")[:LONGEST_FIELD] or None
 
         async def lines() -> AsyncIterator[str]:
             async for document in service.errors.export(group):
@@ -300,7 +307,7 @@ class Pages:
         fields = _filters(form)
         query = self._query(fields)
         action, to, by = self._wanted(form)
-        rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
+        rate = whole(form.get("rate", ""), "the rate", HIGHEST_JOB_RATE)
         preview = await service.search.preview(query)
         if isinstance(preview, Unavailable):
             raise InvalidMessage(preview.reason)
@@ -321,7 +328,7 @@ class Pages:
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
         to = form.get("to", "").strip() or None
         if form.get("all"):
-            rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
+            rate = whole(form.get("rate", ""), "the rate", HIGHEST_JOB_RATE)
             job = await service.errors.retry_all(form.get("group") or None, to=to, rate=rate, actor=actor)
             return self._started(request, job, service)
         return self._outcome(request, await service.errors.retry(_ids(form), to=to, actor=actor), "/errors", service)
@@ -468,7 +475,7 @@ class Pages:
 
 def _filters(given: Mapping[str, str]) -> dict[str, str]:
     """Return the fields of a search."""
-    return {name: given.get(name, "").strip()[:LONGEST] for name in FILTERS}
+    return {name: given.get(name, "").strip()[:LONGEST_FIELD] for name in FILTERS}
 
 
 def _form(request: Request) -> Form | None:
@@ -504,8 +511,8 @@ def _drawn_forecast(due_forecast: Forecast) -> dict[str, Any]:
     total = sum(bucket.total for bucket in columns)
     exact, more = all(bucket.exact for bucket in columns), any(bucket.at_least for bucket in columns)
     return {
-        "wide": Markup(charts.forecast(columns, series, width=WIDE, name="wide")),  # noqa: S704 - escaped there
-        "narrow": Markup(charts.forecast(columns, series, width=NARROW, height=260, name="narrow")),  # noqa: S704
+        "wide": Markup(charts.forecast(columns, series, width=WIDE_WIDTH, name="wide")),  # noqa: S704 - escaped there
+        "narrow": Markup(charts.forecast(columns, series, width=NARROW_WIDTH, height=260, name="narrow")),  # noqa: S704
         "columns": columns,
         "series": series,
         "cold": any(bucket.cold for bucket in columns),
@@ -571,8 +578,8 @@ def _drawn_lateness(measured: Lateness) -> dict[str, Any]:
     data = charts.HeatMap(times, measured.bounds, measured.counts, measured.p50, measured.p99)
     sums = [sum(column[position] for column in measured.counts) for position in range(len(measured.bounds) + 1)]
     return {
-        "wide": Markup(charts.heat_map(data, width=WIDE)),  # noqa: S704 - escaped there
-        "narrow": Markup(charts.heat_map(data, width=NARROW, height=280)),  # noqa: S704
+        "wide": Markup(charts.heat_map(data, width=WIDE_WIDTH)),  # noqa: S704 - escaped there
+        "narrow": Markup(charts.heat_map(data, width=NARROW_WIDTH, height=280)),  # noqa: S704
         "rows": [(label, count) for label, count in zip(data.labels, sums, strict=True) if count],
         "total": sum(sums),
     }

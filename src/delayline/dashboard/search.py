@@ -26,7 +26,7 @@ LOOKED_AT: Final = 20_000
 #: Messages that are read in a statement.
 READ_AT_ONCE: Final = 500
 #: Ids that a preview shows.
-EXAMPLES: Final = 5
+PREVIEWED_IDS: Final = 5
 #: From a minute to ten years, each about twice the limit before, in round hours.
 GROWING: Final = (
     *(timedelta(minutes=count) for count in (1, 2, 5, 10, 20, 30)),
@@ -96,11 +96,11 @@ class PendingSearch(PageQueries):
         examples: list[str] = []
         by_due = not _checks_each(query) and query.message_id is None
         total = await self._expected(query) if by_due else None  # the index or statistics count them
-        at_once = READ_AT_ONCE if total is None else EXAMPLES
+        at_once = READ_AT_ONCE if total is None else PREVIEWED_IDS
         async with contextlib.aclosing(self._pages(query, None, 0, at_once)) as pages:
             async for page in pages:
                 matching = [candidate for candidate in page if matches(query, candidate)]
-                examples += [match.message.id for match in matching[: EXAMPLES - len(examples)]]
+                examples += [match.message.id for match in matching[: PREVIEWED_IDS - len(examples)]]
                 if total is not None:
                     return Preview(total.count, total.exact, total.at_least, examples)
                 number, looked_at = number + len(matching), looked_at + len(page)

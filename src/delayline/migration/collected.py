@@ -35,7 +35,7 @@ KEY: Final = 200
 LONGEST_ENDPOINT: Final = 250
 #: State of a message that has left its source, and of a message that the source may have as well.
 SURE: Final = 1
-IN_DOUBT: Final = 0
+UNSURE: Final = 0
 #: Messages, with their bodies, that are in memory at once.
 ROWS_A_PAGE: Final = 200
 
@@ -231,7 +231,7 @@ class CollectedSource(TableSource):
     def doubtful(self, connection: Connection, name: str) -> list[str]:
         """Return the ids of rows in a holding table of which the source may have kept, or sent on, a copy."""
         columns = self.held(name).c
-        in_doubt = connection.execute(select(columns.id, columns[self.key]).where(columns.state == IN_DOUBT))
+        in_doubt = connection.execute(select(columns.id, columns[self.key]).where(columns.state == UNSURE))
         return [_text(message_id) or key for message_id, key in in_doubt]
 
     def name_column(self, table: Table) -> ColumnElement[Any]:

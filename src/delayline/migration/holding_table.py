@@ -12,7 +12,7 @@ from sqlalchemy.schema import DropTable
 
 from delayline.errors import BackendUnavailable
 from delayline.migration.journal import UNFINISHED, BatchState, HeldPartition
-from delayline.migration.source import BATCH, NUMBER
+from delayline.migration.source import BATCH_COLUMN, NUMBER_COLUMN
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def drop_holding_table(connection: Connection, source: TableSource, name: str) -
         return
     held = source.held(name)
     source.dialect.bulk.lock_table(connection, held, readers=True)  # another transaction may be filling it
-    if connection.execute(select(held.c[NUMBER]).limit(1).with_for_update()).first() is None:
+    if connection.execute(select(held.c[NUMBER_COLUMN]).limit(1).with_for_update()).first() is None:
         connection.execute(DropTable(held))
 
 
@@ -88,11 +88,11 @@ def _into_batches(source: TableSource, held: Table, some: Slice, movable: Column
     columns = [column.name for column in source.columns()]
     batch = number // size + so_far // LARGEST_BATCH
     numbered = select(batch, number, *(rows.c[name] for name in columns)).where(movable)
-    return insert(held).from_select([BATCH, NUMBER, *columns], numbered)
+    return insert(held).from_select([BATCH_COLUMN, NUMBER_COLUMN, *columns], numbered)
 
 
 def _rows_of_batches(connection: Connection, held: Table) -> dict[int, int]:
-    batch = held.c[BATCH]
+    batch = held.c[BATCH_COLUMN]
     counted = connection.execute(select(batch, func.count()).group_by(batch).order_by(batch))
     return {int(number): int(rows) for number, rows in counted}
 
@@ -106,7 +106,7 @@ def give_back(
     the same.
     """
     held = source.held(partition.held)
-    number, batch = held.c[NUMBER], held.c[BATCH]
+    number, batch = held.c[NUMBER_COLUMN], held.c[BATCH_COLUMN]
     open_batches = select(journal.batches.c.batch).where(journal.batches_in(run, partition.number, UNFINISHED))
     marked = select(journal.batches.c.batch).where(journal.batches_in(run, partition.number, [BatchState.MARKED.value]))
     rejected = select(journal.rejected.c.number).where(journal.rejected_in(run, partition.number))
@@ -133,7 +133,11 @@ def _put_back(
 def read_batch(connection: Connection, source: TableSource, name: str, batch: int) -> Sequence[Sequence[Any]]:
     """Return the rows of a batch: their numbers, and the columns that the source needs."""
     held = source.held(name)
-    query = select(held.c[NUMBER], *source.selected(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
+    query = (
+        select(held.c[NUMBER_COLUMN], *source.selected(held))
+        .where(held.c[BATCH_COLUMN] == batch)
+        .order_by(held.c[NUMBER_COLUMN])
+    )
     return connection.execute(query).fetchall()
 
 

@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 #: Id of the row that a migrating process locks.
 LOCK_KEY: Final = 1
 #: Ids of rejected rows in a result.
-EXAMPLES: Final = 10
+REJECTED_IDS: Final = 10
 #: Seconds between two looks at how far a run is.
 PROGRESS_INTERVAL: Final = 0.5
 
@@ -345,13 +345,15 @@ class Migration:
         skipped = sum(shown.skipped for shown in looked)
         rows, rejected = sum(shown.rows for shown in looked), sum(number for _, number in reasons) - skipped
         progress = Progress(rows, 0, 0, 0, 0, rejected)
-        return MigrationResult("", RunState.COMPLETED, progress, reasons, examples=examples[:EXAMPLES], skipped=skipped)
+        return MigrationResult(
+            "", RunState.COMPLETED, progress, reasons, examples=examples[:REJECTED_IDS], skipped=skipped
+        )
 
     def _with_skipped(self, outcome: MigrationResult) -> MigrationResult:
         """Return the result, with the rows that the run left in the source, and the reasons."""
         left = self._read(partial(skipped_rows, source=self._source, endpoints=self.plan.endpoints))
         reasons = [*outcome.reasons, *((group.reason, group.rows) for group in left)]
-        examples = [*outcome.examples, *((name, group.reason) for group in left for name in group.names)][:EXAMPLES]
+        examples = [*outcome.examples, *((name, group.reason) for group in left for name in group.names)][:REJECTED_IDS]
         return replace(outcome, reasons=reasons, examples=examples, skipped=sum(group.rows for group in left))
 
     @contextlib.contextmanager
@@ -377,7 +379,7 @@ class Migration:
     def _outcome(self, run: str, state: RunState, seconds: float = 0.0, left: int = 0) -> MigrationResult:
         progress = self._read(partial(self._journal.progress, run=run))
         reasons = self._read(partial(self._journal.reasons, run=run))
-        examples = self._read(partial(self._journal.list_rejected, run=run, limit=EXAMPLES))
+        examples = self._read(partial(self._journal.list_rejected, run=run, limit=REJECTED_IDS))
         return MigrationResult(run, state, progress, reasons, seconds, left, examples)
 
     @contextlib.contextmanager

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect
 
 #: Columns that a held row has besides its own.
-BATCH: Final = "delayline_batch"
-NUMBER: Final = "delayline_number"
+BATCH_COLUMN: Final = "delayline_batch"
+NUMBER_COLUMN: Final = "delayline_number"
 #: Rows without a due time that are named.
 NAMES_SHOWN: Final = 10
 #: How rows of a shared table that name no endpoint are called.
@@ -162,7 +162,9 @@ class TableSource(ABC):
             return kept
         own = [Column(column.name, column.type, nullable=True) for column in self.columns()]
         own[[column.name for column in own].index(self.key)].unique = not self.dialect.bulk.locks_tables
-        batch, number = (Column(key, BigInteger, primary_key=True, autoincrement=False) for key in (BATCH, NUMBER))
+        batch, number = (
+            Column(key, BigInteger, primary_key=True, autoincrement=False) for key in (BATCH_COLUMN, NUMBER_COLUMN)
+        )
         return self._made(name, [batch, number, *own])
 
     def movable(self, partition: SourcePartition, cutoff: datetime | None) -> ColumnElement[bool]:

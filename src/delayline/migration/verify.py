@@ -13,14 +13,14 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from sqlalchemy import select
 
 from delayline.bulk.writer import blocking
+from delayline.clock import ONE_MICROSECOND
 from delayline.errors import ConfigurationError
 from delayline.migration.holding_table import read_batch
 from delayline.migration.journal import BatchState, HeldPartition, MigrationJournal, MigrationRun
 from delayline.migration.plan import ALL_ENDPOINTS
 from delayline.migration.rows import WAITING_COLUMNS, WAITING_SCHEMA
-from delayline.migration.source import BATCH, NUMBER, SkippedMessage, skipped_rows
+from delayline.migration.source import BATCH_COLUMN, NUMBER_COLUMN, SkippedMessage, skipped_rows
 from delayline.spark.errors import translated_errors
-from delayline.sql.store import MICROSECOND
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -185,7 +185,7 @@ def _compared(sent: DataFrame, pending: DataFrame, grain: timedelta) -> tuple[in
     """
     now = F.lit(datetime.now(UTC))
     theirs = pending.select(F.col("id").alias("there"), F.col("destination").alias("goes_to"), F.col("due").alias("at"))
-    rounded = (F.unix_micros("at") - F.unix_micros("due")).between(0, grain // MICROSECOND - 1)
+    rounded = (F.unix_micros("at") - F.unix_micros("due")).between(0, grain // ONE_MICROSECOND - 1)
     same = (F.col("destination") == F.col("goes_to")) & rounded
     state = (
         F.when(F.col("there").isNull() & (F.col("due") <= now), "gone")
@@ -217,7 +217,7 @@ def _in_source(
     )
     rejected = select(journal.rejected.c.number).where(journal.rejected_in(run.name, partition.number))
     query = select(source.name_column(held)).join(table, held.c[source.key] == table.c[source.key])
-    query = query.where(held.c[BATCH].in_(marked), held.c[NUMBER].not_in(rejected)).limit(IDS_SHOWN)
+    query = query.where(held.c[BATCH_COLUMN].in_(marked), held.c[NUMBER_COLUMN].not_in(rejected)).limit(IDS_SHOWN)
     return [source.shown_name(value) for value in connection.execute(query).scalars()]
 
 
@@ -228,7 +228,9 @@ def _ids(source: TableSource, journal: MigrationJournal, run: MigrationRun, part
     def look(connection: Connection) -> list[str]:
         names: list[str] = []
         for batch in journal.repeated(connection, run.name, partition.number):
-            query = select(source.name_column(held)).where(held.c[BATCH] == batch).order_by(held.c[NUMBER])
+            query = (
+                select(source.name_column(held)).where(held.c[BATCH_COLUMN] == batch).order_by(held.c[NUMBER_COLUMN])
+            )
             names += [source.shown_name(value) for value in connection.execute(query).scalars()]
         return names
 
@@ -248,9 +250,7 @@ def details(
     """Return the progress of a run, the reasons for rejections, and ids of rejected rows with their reasons."""
     journal = MigrationJournal(source.dialect, source.schema)
 
-    def look(
-        connection: Connection,
-    ) -> tuple[Progress, Sequence[tuple[str, int]], Sequence[tuple[str, str]]]:
+    def look(connection: Connection) -> tuple[Progress, Sequence[tuple[str, int]], Sequence[tuple[str, str]]]:
         reasons = journal.reasons(connection, run.name)
         return journal.progress(connection, run.name), reasons, journal.list_rejected(connection, run.name, limit)
 

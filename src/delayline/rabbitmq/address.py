@@ -23,7 +23,7 @@ QUEUE_TYPES: Final = ("quorum", "classic")
 TOPOLOGIES: Final = ("conventional", "direct")
 LONGEST_PREFIX: Final = 200
 LONGEST_VHOST: Final = 255
-HINT: Final = (
+URL_HINT: Final = (
     "Write amqp://USER:PASSWORD@HOST:PORT/VHOST, with / ? # @ : % in names and passwords as %2F %3F %23 %40 %3A %25; "
     "the nodes of a cluster as HOST:PORT,HOST:PORT"
 )
@@ -126,12 +126,12 @@ class BrokerAddress:
         TLS cacertfile, certfile, keyfile, password, verify (verify_peer, verify_none), server_name_indication.
         """
         if not isinstance(text, str) or not text.strip():
-            raise ConfigurationError(f"a broker's address must be a text, not {text!r}. {HINT}")
+            raise ConfigurationError(f"a broker's address must be a text, not {text!r}. {URL_HINT}")
         text = text.strip()
         try:
             text.encode()
         except UnicodeEncodeError:
-            raise ConfigurationError(f"a broker's address has characters that are no UTF-8. {HINT}") from None
+            raise ConfigurationError(f"a broker's address has characters that are no UTF-8. {URL_HINT}") from None
         if "://" in text.partition("=")[0]:
             return _from_url(text)
         return _from_connection_string(text)
@@ -190,18 +190,18 @@ def bracketed(host: str) -> str:
 def _from_url(url: str) -> BrokerAddress:
     scheme = url.partition(":")[0].lower()
     if scheme not in SCHEMES:
-        raise ConfigurationError(f"a broker's URL starts with amqp:// or amqps://, not {scheme}://. {HINT}")
+        raise ConfigurationError(f"a broker's URL starts with amqp:// or amqps://, not {scheme}://. {URL_HINT}")
     tls = Tls() if scheme == "amqps" else None
     parts = URL.fullmatch(url)
     user, _, hosts = (parts["authority"] if parts else url.partition("://")[2].partition("/")[0]).rpartition("@")
     try:
         nodes = _nodes(hosts, tls) if hosts else []
     except ConfigurationError:  # its text may have the password
-        raise ConfigurationError(f"the {scheme}: URL has no usable host and port. {HINT}") from None
+        raise ConfigurationError(f"the {scheme}: URL has no usable host and port. {URL_HINT}") from None
     if parts is None:
-        raise ConfigurationError(f"the {scheme}: URL has more than a virtual host behind its port. {HINT}")
+        raise ConfigurationError(f"the {scheme}: URL has more than a virtual host behind its port. {URL_HINT}")
     if "@" not in parts["authority"] and "@" in f"{parts['vhost']}{(parts['query'] or '').partition('=')[0]}":
-        raise ConfigurationError(f"the {scheme}: URL has @ behind / or ?, perhaps in the password. {HINT}")
+        raise ConfigurationError(f"the {scheme}: URL has @ behind / or ?, perhaps in the password. {URL_HINT}")
     name, colon, password = user.partition(":")
     try:
         options = parse_qsl(parts["query"] or "", keep_blank_values=True, errors="strict")
@@ -212,7 +212,7 @@ def _from_url(url: str) -> BrokerAddress:
             tls=tls,
         )
     except UnicodeDecodeError:
-        raise ConfigurationError(f"the {scheme}: URL has %XX that are no UTF-8. {HINT}") from None
+        raise ConfigurationError(f"the {scheme}: URL has %XX that are no UTF-8. {URL_HINT}") from None
     return _with_options(address, nodes, options)
 
 
@@ -335,7 +335,7 @@ def _text(name: str, text: str) -> str:
     return text
 
 
-OPTIONS: Final[dict[str, Callable[[str, str], Any]]] = {
+AMQP_URL_OPTIONS: Final[dict[str, Callable[[str, str], Any]]] = {
     "heartbeat": lambda name, text: min(_number(name, text), 65535),
     "connection_timeout": lambda name, text: max(_number(name, text), 1) / 1000,
     "server_timeout": _seconds,
@@ -354,10 +354,10 @@ def _with_options(address: BrokerAddress, nodes: Sequence[Node], options: Iterab
         if name == HOSTS:
             nodes = [*nodes, *_nodes(text, address.tls)]
             continue
-        if name not in OPTIONS:
-            known = ", ".join((*OPTIONS, HOSTS))
+        if name not in AMQP_URL_OPTIONS:
+            known = ", ".join((*AMQP_URL_OPTIONS, HOSTS))
             raise ConfigurationError(f"a broker's address has no option {name!r}. There are: {known}")
-        value = OPTIONS[name](name, text)
+        value = AMQP_URL_OPTIONS[name](name, text)
         if name not in of_tls:
             address = replace(address, **{name: value})
         elif address.tls is None:

@@ -29,7 +29,7 @@ logger = logging.getLogger("delayline.rabbitmq")
 
 Result = TypeVar("Result")
 
-CLOSING_PATIENCE: Final = 4.0
+CHANNEL_CLOSING_PATIENCE: Final = 4.0
 """Seconds that closing may take: for channels, and again for their connection."""
 
 
@@ -137,13 +137,13 @@ class BrokerConnection:
             return  # it is the parent's: ending it here would end it there
         async with self._opening:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(CLOSING_PATIENCE):
+                async with asyncio.timeout(CHANNEL_CLOSING_PATIENCE):
                     for channel in self._channels:
                         await _close(channel)
             connection, self._connection = self._connection, None
             self._channels.clear()
             if connection is not None:
-                await connection.close(CLOSING_PATIENCE)
+                await connection.close(CHANNEL_CLOSING_PATIENCE)
 
     def hang_up_if_silent(self, seconds: float) -> None:
         """Give a connection up on which nothing has come for so long, and connect no more for as long."""
@@ -191,7 +191,7 @@ class BrokerConnection:
 
 async def _close(channel: Channel) -> None:
     with contextlib.suppress(BackendUnavailable, TimeoutError):
-        async with asyncio.timeout(CLOSING_PATIENCE):
+        async with asyncio.timeout(CHANNEL_CLOSING_PATIENCE):
             await channel.close()
 
 

@@ -9,7 +9,7 @@ from delayline.errors import InvalidMessage
 from delayline.message import NO_VALUE, Headers, Message, in_utc, to_wire_time
 from delayline.rabbitmq.amqp.properties import Undecodable
 from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
-from delayline.rabbitmq.encoding import CRASHES, DAMAGED_HEADERS, ENCLOSED_TYPES, HEADERS_IN_BODY, NOT_SENT
+from delayline.rabbitmq.encoding import CRASHES_HEADER, DAMAGED_HEADERS, ENCLOSED_TYPES, HEADERS_IN_BODY, NOT_SENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -125,5 +125,5 @@ def headers_in_body(message_id: str, field: object, body: bytes) -> Message:
 
 def crashes_of(delivery: Delivery) -> int:
     """Return how many deliveries of it have ended with a crash, as a copy of it says."""
-    count = delivery.properties.headers.get(CRASHES)
+    count = delivery.properties.headers.get(CRASHES_HEADER)
     return count if isinstance(count, int) and count > 0 else 0

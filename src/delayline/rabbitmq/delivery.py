@@ -13,13 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.checks import time_span
-from delayline.errors import (
-    BackendUnusable,
-    ConfigurationError,
-    DispatchFailed,
-    NotStarted,
-    QueueNotFound,
-)
+from delayline.errors import BackendUnusable, ConfigurationError, DispatchFailed, NotStarted, QueueNotFound
 from delayline.events import Event, emit
 from delayline.message import Headers
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
@@ -27,12 +21,7 @@ from delayline.rabbitmq.binding_overlap import OverlappingNames
 from delayline.rabbitmq.encoding import Publication
 from delayline.rabbitmq.front import PARKED, can_be_parked, managed_as_sent, parked, released
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.levels import (
-    MAXIMUM_DELAY,
-    check_destination,
-    checked_until,
-    seconds_until,
-)
+from delayline.rabbitmq.levels import MAXIMUM_DELAY, check_destination, checked_until, seconds_until
 from delayline.rabbitmq.refusals import NotFound, Unroutable
 from delayline.rabbitmq.transport import RabbitMQTransport
 from delayline.transport import TransportOperation
@@ -56,11 +45,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-LONGEST: Final = timedelta(seconds=MAXIMUM_DELAY)
+LONGEST_DELAY: Final = timedelta(seconds=MAXIMUM_DELAY)
 BOUND_FOR: Final = 10.0
 """Seconds after which a destination is bound again: it may have been deleted, and its messages would get stuck."""
 #: How long before the levels could take a message it may stay in the store: for clocks that differ, or step back.
-MARGIN: Final = timedelta(minutes=1)
+LEVELS_MARGIN: Final = timedelta(minutes=1)
 #: A due time that is rounded up by less needs no store: levels are about as late themselves.
 ROUNDED_UP_BY: Final = timedelta(milliseconds=50)
 OLDEST_BROKER: Final = (3, 10)
@@ -252,7 +241,7 @@ class DelayLevelDelivery:
         seconds, below = seconds_until(due, now), self.stored_below
         if seconds > MAXIMUM_DELAY:
             check_destination(operation.destination)
-            await stored.defer(parked(operation, due), due - LONGEST + MARGIN, transaction)
+            await stored.defer(parked(operation, due), due - LONGEST_DELAY + LEVELS_MARGIN, transaction)
         elif transaction is not None or seconds <= 1 or (below is not None and due < now + below):
             await stored.defer(operation, due, transaction)
         else:

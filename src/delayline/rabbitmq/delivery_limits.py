@@ -39,7 +39,7 @@ ARGUMENT: Final = "x-delivery-limit"
 QUORUM: Final = "quorum"
 NACK_IS_NOT_COUNTED: Final = (4, 3)
 """The first version in which a queue does not count the return of a message by a nack."""
-PATIENCE: Final = 5.0
+LIMIT_LOOK_PATIENCE: Final = 5.0
 """Seconds that the management API may take."""
 KNOWN_FOR: Final = 60.0
 """Seconds after which the limit of a queue is read again."""
@@ -122,7 +122,7 @@ class DeliveryLimits:
         from delayline.rabbitmq.admin.management_api import ManagementApi
 
         try:
-            async with asyncio.timeout(PATIENCE), ManagementApi(self._address) as api:
+            async with asyncio.timeout(LIMIT_LOOK_PATIENCE), ManagementApi(self._address) as api:
                 found = await limits.lift(api, version, queues)
         except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError) as error:
             found = limits.unseen(self._address.vhost, version, queues, reason(self._address, error))
@@ -220,7 +220,7 @@ class DeliveryLimits:
 
 def reason(address: BrokerAddress, error: Exception) -> str:
     """Return why the management API shows nothing."""
-    return str(error) or f"no answer from {address.management_url} in {PATIENCE:g} s"
+    return str(error) or f"no answer from {address.management_url} in {LIMIT_LOOK_PATIENCE:g} s"
 
 
 async def read(
@@ -238,7 +238,7 @@ async def read(
 
     version = await connection.version()
     try:
-        async with asyncio.timeout(PATIENCE), ManagementApi(address) as api:
+        async with asyncio.timeout(LIMIT_LOOK_PATIENCE), ManagementApi(address) as api:
             return await limits.read(api, version, queues)
     except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError) as error:
         unseen = limits.unseen(address.vhost, version, queues, reason(address, error))

@@ -56,13 +56,13 @@ SHOWN_BESIDE_BODY: Final = (
     Headers.RETRIES,
     Headers.RETRIES_TIMESTAMP,
 )
-LONGEST_SHOWN: Final = 250  # bytes of each, so that all of them fit into the smallest frame
+LONGEST_BOUNDED_HEADER: Final = 250  # bytes of each, so that all of them fit into the smallest frame
 LONGEST_EXPIRATION: Final = 315_360_000_000
 """Milliseconds, ten years of 365 days: brokers close the channel over longer ones."""
 
 #: Never sent on: brokers before 4.0.1 take a client's x-death for their own and drop the message, and
 #: all of them send copies to the queues in CC and BCC, or refuse the message if either is no list.
-CRASHES: Final = "x-delayline-crashes"
+CRASHES_HEADER: Final = "x-delayline-crashes"
 """The header that counts the deliveries of a message that have ended with a crash, where they are counted by copies."""
 NOT_SENT: Final = frozenset(
     [
@@ -71,7 +71,7 @@ NOT_SENT: Final = frozenset(
         CONFIRMATION_ID,
         DAMAGED_HEADERS,
         HEADERS_IN_BODY,
-        CRASHES,
+        CRASHES_HEADER,
         "x-delivery-count",
         "x-acquired-count",
         "x-death",
@@ -177,7 +177,7 @@ def with_headers_in_body(message: Message) -> Message | None:
     if Headers.FAILED_QUEUE not in headers and Headers.RETRIES not in headers:
         return None
     shown = {
-        name: headers[name].encode("utf-8", "backslashreplace")[:LONGEST_SHOWN].decode("utf-8", "ignore")
+        name: headers[name].encode("utf-8", "backslashreplace")[:LONGEST_BOUNDED_HEADER].decode("utf-8", "ignore")
         for name in SHOWN_BESIDE_BODY
         if isinstance(headers.get(name), str)
     }

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 Arguments = Mapping[str, str | int]
 
 #: RabbitMQ's own names allow more; such names need no quoting anywhere.
-PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
+LEVEL_PREFIX: Final = re.compile(r"[A-Za-z0-9_.:-]{1,200}")
 #: `inequivalent arg 'x' for queue 'q' in vhost '/': received 'a' but current is 'b'`, in the words of several versions.
 INEQUIVALENT: Final = re.compile(
     r"inequivalent arg '(?P<argument>.*?)' for (?P<kind>\w+) '(?P<name>.*?)' in vhost '.*?': "
@@ -99,7 +99,7 @@ class DelayInfrastructure:
 
     def __post_init__(self) -> None:
         """Raise ConfigurationError for a prefix that makes no good names."""
-        if not isinstance(self.prefix, str) or PREFIX.fullmatch(self.prefix) is None:
+        if not isinstance(self.prefix, str) or LEVEL_PREFIX.fullmatch(self.prefix) is None:
             raise ConfigurationError(
                 f"the prefix of delay levels must be 1 to 200 letters, digits, _ . : or -, not {self.prefix!r}"
             )

@@ -13,6 +13,7 @@ import re
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
+from delayline.clock import ONE_SECOND
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.message import to_time_span
 
@@ -34,7 +35,6 @@ V2_PREFIX: Final = "nsb.v2"
 
 _KEY: Final = re.compile(r"((?:[01]\.){28})(.*)", re.DOTALL)
 _PATTERN_WORDS: Final = frozenset({"*", "#"})
-_SECOND: Final = timedelta(seconds=1)
 _LONGER: Final = "Longer delays need a store in front: StoredDelivery"
 
 
@@ -95,7 +95,7 @@ def remaining(delay: int, level: int) -> int:
 
 def seconds_of(delay: timedelta) -> int:
     """Return the delay in seconds, rounded up so that nothing is early; below zero is zero."""
-    return max(0, -(delay // -_SECOND))
+    return max(0, -(delay // -ONE_SECOND))
 
 
 def seconds_until(due: datetime, now: datetime) -> int:

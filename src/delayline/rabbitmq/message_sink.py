@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-UNKNOWN: Final = "queue {!r} does not exist on the broker: start its endpoint once, or run delayline setup --queue NAME"
+NOT_ON_BROKER: Final = (
+    "queue {!r} does not exist on the broker: start its endpoint once, or run delayline setup --queue NAME"
+)
 
 
 class DelayLevelSink:
@@ -136,4 +138,4 @@ async def refusal(reach: Routability, destination: str) -> str | None:
         check_destination(destination)
     except InvalidMessage as error:
         return str(error)
-    return None if await reach.includes(destination) else UNKNOWN.format(destination)
+    return None if await reach.includes(destination) else NOT_ON_BROKER.format(destination)

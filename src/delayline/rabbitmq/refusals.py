@@ -36,7 +36,7 @@ TOO_LARGE: Final = re.compile(r"message size (\d+) is larger than configured max
 
 FROM_BROKER: Final = {320, 506, 541}  # connection forced, resource error, internal error
 #: Newer brokers' texts name the permission: `configure access to queue 'x' in vhost '/' refused for user 'u'`.
-REFUSED: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhost '(.*)' refused for user '(.*)'")
+REFUSED_RIGHT: Final = re.compile(r"(?:(configure|write|read) )?access to (.*) in vhost '(.*)' refused for user '(.*)'")
 
 
 class NotFound(LookupError):
@@ -131,7 +131,7 @@ def refused_call(address: BrokerAddress, method: FrameTypes | bytes, closed: Clo
         return PreconditionFailed(closed.text)
     if closed.code != ACCESS_REFUSED:
         return BackendUnavailable(f"RabbitMQ at {address} closed a channel: {closed.code} {closed.text}")
-    refused = REFUSED.search(closed.text)
+    refused = REFUSED_RIGHT.search(closed.text)
     if refused is None:
         return BackendUnusable(f"RabbitMQ at {address} refuses: {closed.text}")
     what, thing, vhost, user = refused.groups()

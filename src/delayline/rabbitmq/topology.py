@@ -162,7 +162,7 @@ def can_be_compared(queue: str, vhost: str) -> bool:
     return (queue + vhost).isascii() or len((queue + vhost).encode()) <= LONGEST_COMPARED
 
 
-TOPOLOGIES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}
+TOPOLOGY_TYPES: Final[dict[str, Topology]] = {"conventional": ConventionalTopology(), "direct": DirectTopology()}
 
 
 CONVENTIONAL: Final = ConventionalTopology()

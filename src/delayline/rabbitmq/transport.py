@@ -23,13 +23,13 @@ from delayline.rabbitmq.browsing import QueuePass
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.decoding import crashes_of
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED, DeliveryLimits
-from delayline.rabbitmq.encoding import CRASHES, Publication
+from delayline.rabbitmq.encoding import CRASHES_HEADER, Publication
 from delayline.rabbitmq.forwarding import sent_on
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 from delayline.rabbitmq.publisher import Publisher
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.refusals import NotFound, PreconditionFailed, Unroutable
-from delayline.rabbitmq.topology import TOPOLOGIES, can_be_compared, queue_declaration
+from delayline.rabbitmq.topology import TOPOLOGY_TYPES, can_be_compared, queue_declaration
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-STOPPING: Final = 8.0
+BROKER_STOP_SECONDS: Final = 8.0
 """Seconds from the begin of a stop after which a silent broker is not waited for any more."""
 POISON_ID: Final = ""
 
@@ -90,7 +90,7 @@ class RabbitMQTransport:
             if server_timeout is None
             else positive_seconds("server_timeout", server_timeout),
         )
-        self.topology = TOPOLOGIES[self.address.topology]
+        self.topology = TOPOLOGY_TYPES[self.address.topology]
         self.connection = BrokerConnection(self.address, name)
         self.limits = DeliveryLimits(self.address, self.connection)
         self.publisher = Publisher(self.address, connection_name=f"{name} Publish")
@@ -148,14 +148,14 @@ class RabbitMQTransport:
         Silence is detected by missing heartbeats; without heartbeats each wait has its usual limit.
         """
         if self._starts and self.address.heartbeat and self._watch_timer is None:
-            self._watch_timer = asyncio.get_running_loop().call_later(STOPPING, self._watch_stop)
+            self._watch_timer = asyncio.get_running_loop().call_later(BROKER_STOP_SECONDS, self._watch_stop)
 
     def _watch_stop(self) -> None:
         """Check in a later turn of the loop, after received data was read."""
         self._watch_timer = asyncio.get_running_loop().call_later(0.1, self._hang_up_if_silent)
 
     def _hang_up_if_silent(self) -> None:
-        silence = min(STOPPING, self.address.short_heartbeat)  # heartbeats come twice as often
+        silence = min(BROKER_STOP_SECONDS, self.address.short_heartbeat)  # heartbeats come twice as often
         self.publisher.hang_up_if_silent(silence)
         self.connection.hang_up_if_silent(silence)
         self._watch_timer = asyncio.get_running_loop().call_later(1.0, self._watch_stop)
@@ -372,7 +372,7 @@ class RabbitMQTransport:
         """
         if crashes is None:  # if the queue counts crashes, each return was a crash
             crashes = crashes_of(delivered) and crashes_of(delivered) + delivered.returns
-        properties = sent_on(delivered.encoded_properties, {CRASHES: crashes} if crashes else {}, expires=True)
+        properties = sent_on(delivered.encoded_properties, {CRASHES_HEADER: crashes} if crashes else {}, expires=True)
         await self._send_on(delivered, queue, "", queue, properties)
 
     async def _send_on(self, delivered: Delivery, queue: str, exchange: str, key: str, properties: bytes) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 DEFAULT_DELAYED_RETRIES: Final = 3
 LONGEST_IMMEDIATE_PAUSE: Final = timedelta(milliseconds=100)
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # as NServiceBus limits delayed retries
-LONGEST_COUNT: Final = 9  # digits
+LONGEST_ROUND_NUMBER: Final = 9  # digits
 MOST_RETRIES: Final = 1000
 
 
@@ -229,7 +229,7 @@ def exponential(
 def _count(headers: Mapping[str, str], name: str) -> int:
     """Return the number in a header; 0 for none, and for a header that is not a number."""
     written = headers.get(name, "")
-    return int(written) if written.isascii() and written.isdigit() and len(written) <= LONGEST_COUNT else 0
+    return int(written) if written.isascii() and written.isdigit() and len(written) <= LONGEST_ROUND_NUMBER else 0
 
 
 def _too_old(headers: Mapping[str, str], now: datetime) -> bool:

@@ -11,6 +11,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import TimestampType
 
 from delayline.checks import whole_number
+from delayline.clock import ONE_MINUTE
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
 from delayline.spark.errors import translated_errors
@@ -29,7 +30,6 @@ PERCENTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 READ_AT: Final = "delayline.read_at"
 #: Of percentiles: within 0.2 % of the exact percentiles.
 ACCURACY: Final = 10_000
-ONE_MINUTE: Final = timedelta(minutes=1)
 #: Upper bounds of the histogram's bars, in seconds.
 BARS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)
 
@@ -194,12 +194,7 @@ class Audit:
         return Totals(self._until, self._number, lateness=late, maximum_overdue=self._maximum_overdue, **counts)
 
 
-SUMS: Final = {
-    "scheduled": "scheduled",
-    "duplicated": "extra",
-    "early": "early",
-    "retries": "retries",
-}
+SUMS: Final = {"scheduled": "scheduled", "duplicated": "extra", "early": "early", "retries": "retries"}
 
 
 def audit(

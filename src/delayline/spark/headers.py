@@ -117,10 +117,10 @@ INSTANT: Final = pa.timestamp("us", "UTC")
 YEAR_1: Final = -62_135_596_800_000_000
 END_OF_YEAR_9999: Final = 253_402_300_799_999_999
 BEYOND_LEVELS: Final = "due is beyond the reach of delay levels, 3106 days: give a store for such messages"
-LONGEST_SHOWN: Final = 80  # characters of a value in a reason
+LONGEST_SHOWN_VALUE: Final = 80  # characters of a value in a reason
 SPACE: Final = r"[ \t\r\n]*"
-JSON_TEXT: Final = r'"[^"\\\x00-\x1f]{}"'
-JSON_PAIR: Final = SPACE.join(["", JSON_TEXT.format("+"), ":", JSON_TEXT.format("*"), ""])
+JSON_STRING: Final = r'"[^"\\\x00-\x1f]{}"'
+JSON_PAIR: Final = SPACE.join(["", JSON_STRING.format("+"), ":", JSON_STRING.format("*"), ""])
 #: A JSON object of texts without escapes, like nearly all headers.
 PLAIN_HEADERS: Final = rf"^{SPACE}\{{({JSON_PAIR}(,{JSON_PAIR})*|{SPACE})\}}{SPACE}$"
 
@@ -237,4 +237,4 @@ def _length(column: pa.Array) -> pa.Array:
 
 def _shown(value: object) -> str:
     shown = repr(value)
-    return shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
+    return shown if len(shown) <= LONGEST_SHOWN_VALUE else f"{shown[:LONGEST_SHOWN_VALUE]}..."

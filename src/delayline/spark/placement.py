@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 #: The name of the broker connections.
-CONNECTION_NAME: Final = "delayline schedule"
+SCHEDULE_CONNECTION: Final = "delayline schedule"
 #: Partitions of the rows for a broker. A partition that was confirmed and not yet recorded may be sent twice.
 HASH_PARTITIONS: Final = 1024
 #: Column: the partition of a row for the broker, 0 or more; negative for the store and the cold tier.
@@ -223,7 +223,7 @@ class _Job:
         self._backend = None if target.broker is None else backend_of(target.broker, kind="broker")
         self._broker: MessageSink | None = None
         if self._backend is not None and target.broker is not None:
-            self._broker = self._backend.sink(target.broker, CONNECTION_NAME)
+            self._broker = self._backend.sink(target.broker, SCHEDULE_CONNECTION)
             blocking(self._broker.must_exist())
         self._ledger: PartitionLedger | None = None
         if self._store is not None and self._broker is not None:

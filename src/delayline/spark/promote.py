@@ -15,7 +15,7 @@ from delayline.bulk.cold_catalog import FileState
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.bulk.writer import Attempt, new_area
 from delayline.checks import time_span, whole_number
-from delayline.clock import LATEST_TIME, to_microseconds
+from delayline.clock import LATEST_TIME, ONE_DAY, to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.spark.cold_tier import ColdTier, planned, planned_files
 from delayline.spark.errors import translated_errors
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from delayline.spark.options import StoreOptions
     from delayline.spark.schedule import JobTarget
 
-ONE_DAY: Final = timedelta(days=1)
-ONE_HOUR: Final = timedelta(hours=1)
 #: Messages of a transaction, about; a cancellation among them waits for the transaction.
 PROMOTED_ROWS: Final = 1_000_000
 STAGED: Final = "number LONG, rows LONG, earliest LONG"

@@ -14,6 +14,7 @@ from pyspark import TaskContext
 from delayline.backends import BulkRoute, backend_of, schemes_with
 from delayline.bulk.ledger import check_run
 from delayline.checks import time_span
+from delayline.clock import ONE_DAY
 from delayline.errors import ConfigurationError
 from delayline.spark.errors import translated_errors
 from delayline.spark.headers import SendHeaders
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import OnConflict
 
-ONE_DAY: Final = timedelta(days=1)
 #: Fields of JobTarget that are not options of the data source.
 NO_OPTIONS: Final = ("cold_tier", "delay_levels")
 

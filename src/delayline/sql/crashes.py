@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 #: The numbers of receivers are above the numbers of messages, whose claims they share.
 FIRST_NUMBER: Final = 1 << 39
 #: Seconds until the suspects are read again, while messages are received.
-READ_EVERY: Final = 0.5
+CRASHES_READ_EVERY: Final = 0.5
 MOST_SUSPECTS: Final = 10_000
 #: Message numbers that are looked at together, and at most, for messages that a crashed receiver may have handled.
-PAGE: Final = 500
+NUMBERS_A_LOOK: Final = 500
 MOST_LOOKED_AT: Final = 20_000
 UNCOUNTED: Final = (
     "Deliveries of %s that end with their process are not counted: %s. A message that kills its process will be "
@@ -142,7 +142,7 @@ class CrashCounts:
         """Return how many deliveries of claimed messages ended without an outcome; 0 is left out."""
         if self._number is None:
             return {}
-        if time.monotonic() - self._read_at >= READ_EVERY:
+        if time.monotonic() - self._read_at >= CRASHES_READ_EVERY:
             await self._count(self._read())
         if not self._suspects or not (suspects := self._suspects.intersection(numbers)):
             return {}
@@ -244,15 +244,15 @@ class CrashCounts:
                 wanted += others[number]
         after = looked_at = 0
         while wanted > 0 and looked_at < MOST_LOOKED_AT:
-            page = [seq for (seq,) in self._messages.numbers.rows(connection, self._queue, after, PAGE)]
+            page = [seq for (seq,) in self._messages.numbers.rows(connection, self._queue, after, NUMBERS_A_LOOK)]
             free = self._claims.take((seq for seq in page if seq not in known), wanted)
             taken += free
             if free:
                 statements.add.change_many(connection, [(seq, self._queue, 1, 0) for seq in free])
             wanted -= len(free)
-            if len(page) < PAGE:
+            if len(page) < NUMBERS_A_LOOK:
                 break
-            after, looked_at = page[-1], looked_at + PAGE
+            after, looked_at = page[-1], looked_at + NUMBERS_A_LOOK
 
     async def _read(self) -> None:
         self._read_at = time.monotonic()

@@ -153,7 +153,7 @@ def database_at(given: str | Engine | SqlDatabase) -> Database:
 
 #: Drivers for asyncio, by SQLAlchemy's name of the product, which is that of the extra too. For MariaDB not aiomysql,
 #: which cannot be imported, or fails on numbers or bytes, with some versions of PyMySQL, and excludes none of them.
-ASYNCHRONOUS: Final = {
+ASYNCHRONOUS_DRIVERS: Final = {
     "postgresql": "postgresql+psycopg",
     "sqlite": "sqlite+aiosqlite",
     "mariadb": "mariadb+asyncmy",
@@ -184,7 +184,7 @@ def engine_at(given: SqlDatabase, size: int, *, asynchronous: bool) -> Engine | 
         engine = create_engine(parsed.set(drivername=f"{dialect.name}+{dialect.driver}"), **pool)
         _watch_over(engine, database)
         return engine
-    if product not in ASYNCHRONOUS:
+    if product not in ASYNCHRONOUS_DRIVERS:
         raise ConfigurationError(
             f"context.transaction() in a coroutine handler has no driver for asyncio on {product}: make the handler a "
             "`def` function, or pass an AsyncEngine"
@@ -192,7 +192,7 @@ def engine_at(given: SqlDatabase, size: int, *, asynchronous: bool) -> Engine | 
     try:
         from sqlalchemy.ext.asyncio import create_async_engine  # which needs greenlet
 
-        asynchronous_engine = create_async_engine(parsed.set(drivername=ASYNCHRONOUS[product]), **pool)
+        asynchronous_engine = create_async_engine(parsed.set(drivername=ASYNCHRONOUS_DRIVERS[product]), **pool)
     except (ImportError, InvalidRequestError) as error:
         raise MissingExtra(product, "context.transaction() in a coroutine handler") from error
     _watch_over(asynchronous_engine.sync_engine, database)

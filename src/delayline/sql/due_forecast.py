@@ -31,7 +31,7 @@ COUNTED: Final = 60_000
 #: The most that a bucket may read.
 COUNTED_EACH: Final = 20_000
 #: Rows that all buckets may read together to be divided by destination.
-SAMPLED: Final = 2_000
+SAMPLED_ROWS: Final = 2_000
 
 
 def forecast(
@@ -53,7 +53,7 @@ def forecast(
         ]
     shares: list[Mapping[str, int]] = [{} for _ in counts]
     if by_destination:
-        most = level(counts, SAMPLED)
+        most = level(counts, SAMPLED_ROWS)
         sampled = _counted(connection, statements, values, most, by_destination=True)
         exact = [known and count <= most for known, count in zip(exact, counts, strict=True)]
         shares = [divided(count, sampled[position]) for position, count in enumerate(counts)]

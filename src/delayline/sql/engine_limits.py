@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from delayline.sql.server import ServerConnections
 
 #: Seconds at most that the answer to a test of an idle connection may take.
-PING_TIMEOUT: Final = 5.0
+ENGINE_PING_TIMEOUT: Final = 5.0
 
 
 class EngineLimits:
@@ -41,7 +41,7 @@ class EngineLimits:
         own: Any = engine.dialect
         own.do_commit = self._limited(own.do_commit, connections.server_timeout)
         own.do_rollback = self._limited(own.do_rollback, connections.server_timeout)
-        own.do_ping = self._limited(own.do_ping, PING_TIMEOUT)
+        own.do_ping = self._limited(own.do_ping, ENGINE_PING_TIMEOUT)
 
     def _connecting(self, _: object, record: object, arguments: object, options: dict[str, Any]) -> None:
         """Limit connecting, in which the driver's socket cannot be watched yet."""
@@ -49,10 +49,7 @@ class EngineLimits:
         limits = dict(options)
         self._connections.limit_connect(limits)
         if not self._takes_all:  # asyncmy has another name for the rest, and hides its socket
-            own = {
-                "connect_timeout": limits["connect_timeout"],
-                "read_timeout": self._connections.server_timeout,
-            }
+            own = {"connect_timeout": limits["connect_timeout"], "read_timeout": self._connections.server_timeout}
             limits = own | options
         for name in ("read_timeout", "write_timeout"):  # for as long as the connection lasts
             if name in limits and name not in options:

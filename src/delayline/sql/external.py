@@ -75,10 +75,10 @@ async def hold_of(external: ExternalTransaction) -> ConnectionAdapter:
         return SyncConnectionAdapter(external, given, borrow_django, bound=True)
     if _is(given, "sqlalchemy.orm", "scoped_session") or _is(given, "sqlalchemy.ext.asyncio", "async_scoped_session"):
         given = given() if external.thread is None else await external.thread.run(given)
-    for module, name, borrow in SYNCHRONOUS:
+    for module, name, borrow in SYNCHRONOUS_CONNECTIONS:
         if _is(given, module, name):
             return SyncConnectionAdapter(external, given, borrow)
-    for module, name, kind in ASYNCHRONOUS:
+    for module, name, kind in ASYNCHRONOUS_CONNECTIONS:
         if _is(given, module, name):
             if external.thread is not None:
                 raise ConfigurationError(
@@ -86,7 +86,7 @@ async def hold_of(external: ExternalTransaction) -> ConnectionAdapter:
                     "or give SyncEndpoint a synchronous connection"
                 )
             return kind(given)
-    for module, name, instead in REFUSED:
+    for module, name, instead in REFUSED_CONNECTIONS:
         if _is(given, module, name):
             raise ConfigurationError(
                 f"transaction= is {module}'s {name}, in which messages cannot be stored: {instead}"
@@ -314,7 +314,7 @@ def borrow_django(given: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 -
         )
     if wrapper.autocommit and not wrapper.in_atomic_block:
         raise _autocommit("send inside `with transaction.atomic():` of Django")
-    for module, name, borrow in SYNCHRONOUS:
+    for module, name, borrow in SYNCHRONOUS_CONNECTIONS:
         if _is(wrapper.connection, module, name):
             with borrow(wrapper.connection) as borrowed:
                 yield BorrowedConnection(
@@ -436,7 +436,9 @@ def _is(connection: object, module: str, name: str) -> bool:
     return loaded is not None and isinstance(connection, getattr(loaded, name))
 
 
-SYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], AbstractContextManager[BorrowedConnection]]], ...]] = (
+SYNCHRONOUS_CONNECTIONS: Final[
+    tuple[tuple[str, str, Callable[[Any], AbstractContextManager[BorrowedConnection]]], ...]
+] = (
     ("sqlite3", "Connection", borrow_sqlite),
     ("psycopg", "Connection", borrow_psycopg),
     ("psycopg2.extensions", "connection", borrow_psycopg2),
@@ -449,13 +451,13 @@ OF_DJANGO: Final = (
     ("django.utils.connection", "ConnectionProxy"),
     ("django.db.backends.base.base", "BaseDatabaseWrapper"),
 )
-REFUSED: Final = (
+REFUSED_CONNECTIONS: Final = (
     ("asyncpg", "Connection", "pass SQLAlchemy's AsyncConnection on postgresql+asyncpg, or psycopg's AsyncConnection"),
     ("asyncpg.pool", "PoolConnectionProxy", "pass SQLAlchemy's AsyncConnection on postgresql+asyncpg, or psycopg's"),
     ("asyncmy.connection", "Connection", "pass SQLAlchemy's AsyncConnection on mariadb+asyncmy or mysql+asyncmy"),
     ("aiosqlite", "Connection", "pass SQLAlchemy's AsyncConnection on sqlite+aiosqlite, or a sqlite3.Connection"),
 )
-ASYNCHRONOUS: Final[tuple[tuple[str, str, Callable[[Any], ConnectionAdapter]], ...]] = (
+ASYNCHRONOUS_CONNECTIONS: Final[tuple[tuple[str, str, Callable[[Any], ConnectionAdapter]], ...]] = (
     ("sqlalchemy.ext.asyncio", "AsyncConnection", SqlAlchemyAsyncAdapter),
     ("sqlalchemy.ext.asyncio", "AsyncSession", SqlAlchemyAsyncAdapter),
     ("psycopg", "AsyncConnection", PsycopgAsyncAdapter),

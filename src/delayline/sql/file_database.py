@@ -272,7 +272,7 @@ class WriterCheckout:
         self.leave()
 
 
-MAXIMUM_GROUP: Final = 200
+MOST_WRITES_A_COMMIT: Final = 200
 
 
 class Write(Generic[Result]):
@@ -323,7 +323,7 @@ class GroupCommit:
         """Return the writes of the next group."""
         group: list[Write[Any]] = []
         with contextlib.suppress(IndexError):  # not by the length: another loop's thread may withdraw work
-            while len(group) < MAXIMUM_GROUP:
+            while len(group) < MOST_WRITES_A_COMMIT:
                 group.append(self._waiting.popleft())
         return group
 

@@ -33,7 +33,7 @@ class JournalTriggers:
 MESSAGE: Final = ", ".join(JOURNALED_NAMES)
 OLD: Final = ", ".join(f"OLD.{name}" for name in JOURNALED_NAMES)
 NEW: Final = ", ".join(f"NEW.{name}" for name in JOURNALED_NAMES)
-COLUMNS: Final = f"(store, event, {MESSAGE}, at, retries)"
+ENTRY_COLUMNS: Final = f"(store, event, {MESSAGE}, at, retries)"
 GONE: Final = "CASE {old}retry_count WHEN -1 THEN 'cancelled' WHEN -2 THEN 'failed' ELSE 'dispatched' END"
 CHANGED: Final = "CASE WHEN NEW.retry_count > OLD.retry_count THEN 'retried' ELSE 'rescheduled' END"
 IS_CHANGE: Final = "NEW.retry_count >= 0 AND (NEW.due <> OLD.due OR NEW.retry_count <> OLD.retry_count)"
@@ -45,14 +45,14 @@ ON_STATEMENTS: Final = {
 CREATE OR REPLACE FUNCTION {{function}}() RETURNS trigger LANGUAGE plpgsql SET search_path FROM CURRENT AS $$
 BEGIN
   IF TG_OP = 'INSERT' THEN
-    INSERT INTO {{journal}} {COLUMNS}
+    INSERT INTO {{journal}} {ENTRY_COLUMNS}
     SELECT TG_ARGV[0], 'scheduled', {MESSAGE}, clock_timestamp(), retry_count FROM stored;
   ELSIF TG_OP = 'DELETE' THEN
-    INSERT INTO {{journal}} {COLUMNS}
+    INSERT INTO {{journal}} {ENTRY_COLUMNS}
     SELECT TG_ARGV[0], {GONE.format(old="")}, {MESSAGE}, clock_timestamp(), greatest(retry_count, 0)
     FROM gone;
   ELSE
-    INSERT INTO {{journal}} {COLUMNS}
+    INSERT INTO {{journal}} {ENTRY_COLUMNS}
     VALUES (TG_ARGV[0], {CHANGED}, {NEW}, clock_timestamp(), NEW.retry_count);
   END IF;
   RETURN NULL;
@@ -94,7 +94,7 @@ SELECT {{store}}, {changed}, {new}, {now}, NEW.retry_count {nowhere}WHERE {is_ch
 def _on_rows(**words: str) -> dict[str, str]:
     filled = {
         **words,
-        "columns": COLUMNS,
+        "columns": ENTRY_COLUMNS,
         "old": OLD,
         "new": NEW,
         "gone": GONE.format(old="OLD."),

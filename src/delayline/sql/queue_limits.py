@@ -33,15 +33,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits again
+LIMITS_READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits again
 LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits have changed
 WAIT: Final = 0.5  # seconds that it waits where they admit nothing
-SECOND: Final = 1_000_000  # microseconds
+MICROSECONDS_A_SECOND: Final = 1_000_000  # microseconds
 MOST_SLOTS: Final = 10_000
 CLAIMED_AT_ONCE: Final = 100  # slots of a handler, to count taken slots: a server has room for some thousands
 HIGHEST_RATE: Final = 1_000_000
-BURST: Final = SECOND // 10  # idle microseconds for which messages may follow at once
-ATTEMPTS: Final = 20  # to advance a rate that other processes advance too
+BURST: Final = MICROSECONDS_A_SECOND // 10  # idle microseconds for which messages may follow at once
+ADVANCE_ATTEMPTS: Final = 20  # to advance a rate that other processes advance too
 
 
 class LimitStatements:
@@ -82,7 +82,7 @@ def limit_statements(tables: QueueTables, dialect: Dialect) -> LimitStatements:
 def limits_of(row: Sequence[object]) -> QueueLimits:
     """Return the limits in a row of the registry."""
     name, paused, concurrency, period, handlers = row
-    rate = SECOND / period if isinstance(period, int) and period else None
+    rate = MICROSECONDS_A_SECOND / period if isinstance(period, int) and period else None
     of_types = _limits_of_types(str(name), handlers) if handlers else {}
     return QueueLimits(str(name), bool(paused), concurrency or None, rate, dict(of_types))  # type: ignore[arg-type]
 
@@ -143,7 +143,7 @@ def _slots(concurrency: int, setting: str = "concurrency") -> int:
 def _period(rate: object) -> int:
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 1e-6 <= rate <= HIGHEST_RATE:
         raise ConfigurationError(f"rate must be messages a second, above 0 and up to {HIGHEST_RATE:,}, not {rate!r}")
-    return round(SECOND / rate)
+    return round(MICROSECONDS_A_SECOND / rate)
 
 
 class SqlHandlerSlots:
@@ -266,7 +266,7 @@ class QueueAdmission:
 
     async def read(self) -> None:
         """Read the limits again if it is time for that."""
-        if time.monotonic() - self._read_at >= READ_EVERY:
+        if time.monotonic() - self._read_at >= LIMITS_READ_EVERY:
             self._limits = await self._database.read(partial(self._statements.limits, queue=self._queue))
             self._read_at = time.monotonic()
             self._resize_handlers()
@@ -318,8 +318,8 @@ class QueueAdmission:
 
     def _reserve(self, connection: Connection, wanted: int) -> int:
         """Return how many messages the rate admits now, and advance it by as many."""
-        period = SECOND / (self._limits.rate or HIGHEST_RATE)
-        for _ in range(ATTEMPTS):
+        period = MICROSECONDS_A_SECOND / (self._limits.rate or HIGHEST_RATE)
+        for _ in range(ADVANCE_ATTEMPTS):
             now = to_microseconds(self._database.clock.now())
             before = int(self._statements.next_at.one(connection, self._queue) or 0)
             start = max(before, now - BURST)

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Seconds at most until messages before the messages received last are found, while others come in ...
-FULL_LOOK_EVERY: Final = 0.5
+QUEUE_LOOK_EVERY: Final = 0.5
 #: ... and once an external transaction has committed, whose messages got their numbers when it inserted them.
 FULL_LOOK_AFTER_COMMIT: Final = 0.02
 #: Seconds for which a look repeats earlier ones: messages get their numbers before they are committed, so messages of
@@ -69,7 +69,7 @@ FULL_LOOK_AFTER_COMMIT: Final = 0.02
 OVERLAP: Final = 0.02
 #: Seconds until a receiver looks again after it has received messages, where other processes cannot notify it; doubled
 #: with each look that finds none, up to the transport's `poll_interval`.
-FIRST_PAUSE: Final = 0.01
+FIRST_IDLE_PAUSE: Final = 0.01
 #: After a look that has found all messages a receiver rests so many times as long as the look took, so that messages
 #: that come at nearly the same time are received together ...
 RESTS: Final = 3
@@ -111,8 +111,8 @@ class SqlReceiver:
         self._recent = RecentNumbers(OVERLAP if database.locks_rows else 0.0)  # a file has a single writer
         self._full_at = -math.inf
         """When messages were last looked for from the first one on."""
-        self._full_look_every = FULL_LOOK_EVERY
-        self._first_pause = math.inf if database.notifications.reach_others else FIRST_PAUSE
+        self._full_look_every = QUEUE_LOOK_EVERY
+        self._first_pause = math.inf if database.notifications.reach_others else FIRST_IDLE_PAUSE
         self._pause = math.inf
         """Seconds until the next look without a notification, if that is less than the transport's interval."""
         self._exhausted = False
@@ -354,7 +354,7 @@ class SqlReceiver:
         if time.monotonic() - self._full_at < self._full_look_every:
             await self._claim_after(max(self._recent.before(), self._gone.last), limit, batch, expired)
         if not batch and not expired:
-            self._full_at, self._full_look_every = time.monotonic(), FULL_LOOK_EVERY
+            self._full_at, self._full_look_every = time.monotonic(), QUEUE_LOOK_EVERY
             self._gone.move_on()
             await self._claim_after(self._gone.last, limit, batch, expired)
 

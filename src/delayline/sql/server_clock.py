@@ -8,19 +8,18 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from delayline.clock import EPOCH, SystemClock, to_microseconds
+from delayline.clock import EPOCH, ONE_MICROSECOND, SystemClock, to_microseconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from datetime import datetime
 
-STALE_AFTER: Final = 5.0  # seconds after which another answer is asked for
+BOUNDS_STALE_AFTER: Final = 5.0  # seconds after which another answer is asked for
 ASK_AGAIN_AFTER: Final = 1.0  # seconds, while none has come
 #: How far two clocks may drift apart: NTP slews a clock by 500 parts in a million at most.
 DRIFT: Final = 500e-6
 #: Counts on while the machine sleeps, unlike the monotonic clock, and cannot be set.
 STEADY: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-ONE_MICROSECOND: Final = timedelta(microseconds=1)
 
 
 class _Bounds(NamedTuple):
@@ -65,7 +64,7 @@ class ServerClock:
         now, bounds = steady(), self._bounds
         if bounds is None:
             return SystemClock().now()
-        if now - bounds.at > STALE_AFTER * 1_000_000:
+        if now - bounds.at > BOUNDS_STALE_AFTER * 1_000_000:
             self._ask_again(now)
         return EPOCH + timedelta(microseconds=now + bounds.low - bounds.drift(now))
 
@@ -74,7 +73,7 @@ class ServerClock:
         now, bounds = steady(), self._bounds
         if bounds is None:
             return SystemClock().now()
-        if now - bounds.at > STALE_AFTER * 1_000_000:
+        if now - bounds.at > BOUNDS_STALE_AFTER * 1_000_000:
             self._ask_again(now)
         return EPOCH + timedelta(microseconds=now + bounds.high + bounds.drift(now))
 

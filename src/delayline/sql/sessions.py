@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
-UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
+OUTCOME_UNKNOWN: Final = "The commit's outcome is unknown: check whether the data was written before repeating it"
 PING_AFTER: Final = 5.0  # idle seconds after which a connection is tested before use
 CLOSE_AFTER: Final = 30.0  # idle seconds after which a connection is closed while others are in use
 CLOSE_EVERY: Final = 0.1  # seconds between looks for such a connection
@@ -157,7 +157,7 @@ class Session:
             elif not isinstance(translated, DelaylineError):
                 translated = BackendUnavailable(f"the connection to {self._connections} is lost: {error}")
             if commits:
-                translated = BackendUnavailable(f"{translated}. {UNKNOWN}")
+                translated = BackendUnavailable(f"{translated}. {OUTCOME_UNKNOWN}")
             self._pool.lost(self._generation)
             self.close()
         elif self._errors.outdates_sessions(error):  # which has had no effect

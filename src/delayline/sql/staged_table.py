@@ -10,7 +10,7 @@ from sqlalchemy import delete, func, inspect, or_, select
 from sqlalchemy.schema import CreateTable, DropTable
 
 from delayline.errors import BackendUnusable
-from delayline.sql.staging import PREFIX, stage_table
+from delayline.sql.staging import STAGE_PREFIX, stage_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -80,7 +80,7 @@ class StagedTable(ABC):
     def found(self, connection: Connection) -> Sequence[str]:
         """Return the names of all staging tables."""
         names = inspect(connection).get_table_names(schema=self.table.schema)
-        return [name for name in names if name.startswith(PREFIX)]
+        return [name for name in names if name.startswith(STAGE_PREFIX)]
 
     def quoted(self, table: Table) -> str:
         """Return the table's name, for a statement with parameters: SQLAlchemy doubles each %."""

@@ -27,7 +27,7 @@ REPLACEABLE: Final = tuple(name for name in BULK_NAMES if name != "id")
 REPLACED: Final = ", ".join(f"{name} = excluded.{name}" for name in REPLACEABLE)
 #: Of rows with the same id the first in this order is kept: the earliest due, whatever task has staged it.
 KEPT_FIRST: Final = f"PARTITION BY id ORDER BY {', '.join(sorted(REPLACEABLE, key=lambda name: name != 'due'))}"
-PREFIX: Final = "delayline_stage_"
+STAGE_PREFIX: Final = "delayline_stage_"
 
 
 class Stage(Protocol):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import select
 
 from delayline.checks import time_span
-from delayline.clock import from_microseconds, to_microseconds
+from delayline.clock import ONE_MICROSECOND, ONE_SECOND, from_microseconds, to_microseconds
 from delayline.delayed.store import (
     DueCount,
     Forwarded,
@@ -32,7 +32,7 @@ from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, TO_WRITE, in_order
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, store_channel, store_statements
-from delayline.sql.transport import ONE_SECOND, SqlTransport
+from delayline.sql.transport import SqlTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -51,9 +51,8 @@ if TYPE_CHECKING:
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction, TransactionMode
 
-MICROSECOND: Final = timedelta(microseconds=1)
 BY_DUE: Final = attrgetter("due")
-ATTEMPTS: Final = 10  # to replace a message that others store and remove meanwhile
+REPLACE_ATTEMPTS: Final = 10  # to replace a message that others store and remove meanwhile
 
 
 class StoreSetup:
@@ -223,7 +222,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             if replace:
                 statements.replace.change(connection, *row[1:], [row.id])
 
-        for _ in range(ATTEMPTS):
+        for _ in range(REPLACE_ATTEMPTS):
             outcome = await self._locking.manage(message.id, of_pending)
             if outcome is Outcome.DONE and not replace:
                 return StoreResult.KEPT
@@ -237,7 +236,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
                 return StoreResult.STORED if stored else StoreResult.REPLACED
             await self._refuse_collating_alike(message.id)
         raise BackendUnavailable(
-            f"message {message.id!r} was stored and removed by others {ATTEMPTS} times while it was sent: send it again"
+            f"message {message.id!r} was stored and removed by others {REPLACE_ATTEMPTS} times while it was sent: "
+            "send it again"
         )
 
     async def _refuse_collating_alike(self, message_id: str) -> None:
@@ -396,7 +396,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     @long_work
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Count pending messages by bucket and destination."""
-        query = self._statements.by_due(time_span("bucket", bucket) // MICROSECOND)
+        query = self._statements.by_due(time_span("bucket", bucket) // ONE_MICROSECOND)
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return [DueCount(from_microseconds(int(start)), destination, number) for start, destination, number in rows]
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
+from delayline.clock import ONE_SECOND
 from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.external import UNSET
@@ -53,9 +54,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-ONE_SECOND: Final = timedelta(seconds=1)
 #: Concurrent sends that share a transaction.
-MAXIMUM_GROUP: Final = 500
+MOST_SENDS_A_COMMIT: Final = 500
 PURGED_AT_ONCE: Final = 500  # a server has room for so many claims only
 
 
@@ -92,7 +92,7 @@ class SqlTransport(OnDatabase):
         self._idle = IdleQueues(self._database, self._statements, interval)
         self._checked = False
         self._checks = Grouping(self._check_once, maximum=sys.maxsize)
-        self._sends = Grouping(self._dispatch_groups, maximum=MAXIMUM_GROUP, abandoned=_log_abandoned)
+        self._sends = Grouping(self._dispatch_groups, maximum=MOST_SENDS_A_COMMIT, abandoned=_log_abandoned)
         if two_phase is not None:
             two_phase.decide_in(self._database, self._schema)
 

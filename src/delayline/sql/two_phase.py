@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_EVERY: Final = 10.0  # seconds between looks for prepared transactions of crashed processes
 LOOK_AGAIN: Final = 1.0  # after trouble of our own
-FORGOTTEN_AT_ONCE: Final = 100
+DECISIONS_FORGOTTEN_AT_ONCE: Final = 100
 LOG: Final = "log"
 COMMIT: Final = "commit"
 
@@ -165,7 +165,7 @@ class TwoPhaseCommit:
     def decide(self, connection: Connection, names: Iterable[Name]) -> None:
         """Write the decision to commit, to become true with the deciding database's commit."""
         self._decided.put(connection, names)
-        if len(self._finished) >= FORGOTTEN_AT_ONCE:
+        if len(self._finished) >= DECISIONS_FORGOTTEN_AT_ONCE:
             self._decided.remove(connection, self.take_finished())
 
     def prepare(self, connection: Connection, database: Database, name: Name) -> None:

@@ -22,13 +22,13 @@ if TYPE_CHECKING:
     #: Values of a metric with values of its attributes, in order.
     Values = Iterable[tuple[tuple[str, ...], float | Histogram]]
 
-ENDPOINT: Final = "delayline.endpoint"
+ENDPOINT_ATTRIBUTE: Final = "delayline.endpoint"
 SYSTEM: Final = "messaging.system"
 OPERATION: Final = "messaging.operation.name"
 OPERATION_TYPE: Final = "messaging.operation.type"
 DESTINATION: Final = "messaging.destination.name"
 ERROR_TYPE: Final = "error.type"
-DUE: Final = "delayline.due"
+DUE_METRIC: Final = "delayline.due"
 RETRY: Final = "delayline.retry"
 BREAKER: Final = "delayline.breaker"
 NSERVICEBUS_QUEUE: Final = "nservicebus.queue"
@@ -230,7 +230,7 @@ OWN: Final = (
         GAUGE,
         MESSAGES,
         "Pending messages by the time until they are due: `overdue`, within `1m`, `1h`, `1d`, or `later`.",
-        (DUE,),
+        (DUE_METRIC,),
         _pending,
     ),
     Metric(
@@ -238,7 +238,7 @@ OWN: Final = (
         GAUGE,
         "1",
         "1 where the number of pending messages is an estimate of the database's statistics, else 0.",
-        (DUE,),
+        (DUE_METRIC,),
         _estimated,
     ),
     Metric(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 #: Requests that are answered at once; further connections are closed.
-MOST_REQUESTS: Final = 16
+MOST_CONNECTIONS: Final = 16
 #: Seconds until a connection is closed, whatever its client does.
 LONGEST_REQUEST: Final = 10.0
 #: Seconds to wait for the next bytes of a client.
@@ -122,11 +122,11 @@ def refusal(address: str, error: OSError) -> str:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 2 * MOST_REQUESTS
+    request_queue_size = 2 * MOST_CONNECTIONS
 
     def __init__(self, host: str, port: int, paths: dict[str, Callable[[str], Response]]) -> None:
         self.paths = paths
-        self._free = threading.BoundedSemaphore(MOST_REQUESTS)
+        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
         self._open: dict[Any, float] = {}
         if ":" in host:
             self.address_family = socket.AF_INET6

@@ -14,7 +14,7 @@ from delayline.failures import brief
 from delayline.message import Headers, from_wire_time
 from delayline.telemetry.catalog import (
     DESTINATION,
-    ENDPOINT,
+    ENDPOINT_ATTRIBUTE,
     ERROR_TYPE,
     MESSAGING,
     NSERVICEBUS,
@@ -138,7 +138,7 @@ class OpenTelemetry:
             del options
             for source in self._sources:
                 reading = source.read()
-                common = {ENDPOINT: reading.snapshot.endpoint, SYSTEM: reading.system}
+                common = {ENDPOINT_ATTRIBUTE: reading.snapshot.endpoint, SYSTEM: reading.system}
                 for values, value in metric.read(reading):
                     if not isinstance(value, Histogram):
                         named = {name: value for name, value in zip(metric.attributes, values, strict=True) if value}
@@ -217,7 +217,7 @@ class _Recording(_Silent):
     """Records histograms, which the API takes value by value; not more than so many a second."""
 
     def __init__(self, endpoint: ObservedEndpoint, histograms: Mapping[str, Recorder]) -> None:
-        self._common = {ENDPOINT: endpoint.name, SYSTEM: endpoint.messaging_system}
+        self._common = {ENDPOINT_ATTRIBUTE: endpoint.name, SYSTEM: endpoint.messaging_system}
         self._lateness = histograms[LATENESS]
         self._operations = histograms.get(OPERATION_DURATION)
         self._process = histograms.get(PROCESS_DURATION)
@@ -259,7 +259,7 @@ class _Traces(_Silent):
 
     def __init__(self, endpoint: ObservedEndpoint, provider: TracerProvider | None) -> None:
         self._tracer = trace.get_tracer(SCOPE, tracer_provider=provider)
-        self._common: dict[str, Any] = {ENDPOINT: endpoint.name, SYSTEM: endpoint.messaging_system}
+        self._common: dict[str, Any] = {ENDPOINT_ATTRIBUTE: endpoint.name, SYSTEM: endpoint.messaging_system}
         if (server := endpoint.server_address) is not None:
             host, port = server
             self._common |= {"server.address": host} | ({} if port is None else {"server.port": port})

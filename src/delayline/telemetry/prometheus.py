@@ -8,7 +8,17 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.errors import MissingExtra
-from delayline.telemetry.catalog import ENDPOINT, MESSAGING, NSERVICEBUS, OWN, SYSTEM, Kind, Metric, Reading, Source
+from delayline.telemetry.catalog import (
+    ENDPOINT_ATTRIBUTE,
+    MESSAGING,
+    NSERVICEBUS,
+    OWN,
+    SYSTEM,
+    Kind,
+    Metric,
+    Reading,
+    Source,
+)
 from delayline.telemetry.http_server import Response
 from delayline.telemetry.measurements import Histogram
 
@@ -35,7 +45,7 @@ FAMILIES: Final = {
     Kind.GAUGE: GaugeMetricFamily,
     Kind.HISTOGRAM: HistogramMetricFamily,
 }
-COMMON: Final = (ENDPOINT, SYSTEM)
+COMMON: Final = (ENDPOINT_ATTRIBUTE, SYSTEM)
 REFUSED_METHOD: Final = "only GET and HEAD\n"
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 #: The most timeouts without a time whose ids are read.
-MOST_NAMED: Final = 10
+MOST_NAMED_TIMEOUTS: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ async def remaining_timeouts(
         return RemainingTimeouts(None, queued, queues, table)
     await persister.open(endpoint_name)
     try:
-        without_time = await persister.without_time(limit=MOST_NAMED)
+        without_time = await persister.without_time(limit=MOST_NAMED_TIMEOUTS)
         return RemainingTimeouts(
             await persister.count(), queued, queues, table, [message.id for message in without_time]
         )

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TWO_MINUTES: Final = timedelta(minutes=2)
-ATTEMPTS: Final = 5
+SEND_ATTEMPTS: Final = 5
 BATCH_BYTES: Final = 16 * 1024 * 1024
 #: The poller looks at the storage at least this often during `time_to_wait_before_triggering_critical_error`, and at
 #: least every ten seconds, so that an outage is detected in time.
@@ -310,7 +310,9 @@ class TimeoutManagerDelivery:
         )
         self._closers.append(rate.close)
         aside = SetAside()
-        recovery = Recovery(expired, host, number_of_retries=ATTEMPTS - 1, scope=scope, failure_rate=rate, aside=aside)
+        recovery = Recovery(
+            expired, host, number_of_retries=SEND_ATTEMPTS - 1, scope=scope, failure_rate=rate, aside=aside
+        )
         between_looks = self.time_to_wait_before_triggering_critical_error / LOOKS_BEFORE_CRITICAL_ERROR
         return Poller(
             expired,

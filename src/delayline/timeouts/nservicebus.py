@@ -19,7 +19,6 @@ from delayline.sql.schema import CONTENT, HOLDS_MESSAGES
 if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect
 
-ONE_SECOND: Final = timedelta(seconds=1)
 MAXIMUM_VERSION_LENGTH: Final = 23
 #: The value of the column PersistenceVersion; .NET writes the version of its persistence.
 PERSISTENCE_VERSION: Final = "delayline"

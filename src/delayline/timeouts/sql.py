@@ -556,7 +556,6 @@ def _name_those_without_time(connection: Connection, statements: TimeoutStatemen
         emit(logger, logging.WARNING, Event.WITHOUT_TIME, log_text, table, ids, more, TO_GIVE_A_TIME, messages=messages)
 
 
-MICROSECOND: Final = timedelta(microseconds=1)
 #: What means something in a pattern of LIKE; `[` on SQL Server only.
 LIKE_SIGNS: Final = re.compile(r"[%_/\[]")
 

@@ -29,7 +29,7 @@ LONGEST_ID: Final = 191
 ONCE: Final = "apscheduler.triggers.date.DateTrigger"
 #: Headers that describe the original job; the body has its arguments.
 FUNCTION: Final = "APScheduler.Function"
-NAME: Final = "APScheduler.Name"
+NAME_HEADER: Final = "APScheduler.Name"
 #: The largest state of a job, in bytes; an unpickled object may need some hundred times as much memory.
 LARGEST_STATE: Final = 1024 * 1024
 #: Of the arguments as JSON, where a list that a pickle holds once and names often counts each time.
@@ -113,7 +113,8 @@ class APScheduler(TableSource):
             except (TypeError, ValueError, RecursionError) as error:
                 reason = NO_JSON.format(_cut(error))
         headers = {
-            Headers.MESSAGE_ID: message_id, Headers.CONTENT_TYPE: "application/json", FUNCTION: function, NAME: name,
+            Headers.MESSAGE_ID: message_id, Headers.CONTENT_TYPE: "application/json", FUNCTION: function,
+            NAME_HEADER: name,
         }  # fmt: skip
         return message_id, executor, at, json.dumps(headers), body, reason
 

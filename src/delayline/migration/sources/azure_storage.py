@@ -23,7 +23,7 @@ from delayline.azure.requests import Requests
 from delayline.azure.table import ENTITY_PAGE, Table
 from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnavailable, BackendUnusable
-from delayline.migration.collected import IN_DOUBT, ROWS_A_PAGE, SURE, CollectedMessage, CollectedSource, Selection
+from delayline.migration.collected import ROWS_A_PAGE, SURE, UNSURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def _collected(entity: Any, body: bytes | None, why: str | None) -> CollectedMes
     key, destination, headers = entity["RowKey"], entity.get("Destination"), entity.get("Headers")
     original = json.dumps({"partition": entity["PartitionKey"]}).encode()
     return CollectedMessage(
-        key, entity[OWNER], key, destination, _due(entity.get("Time")), headers or None, body, why, original, IN_DOUBT
+        key, entity[OWNER], key, destination, _due(entity.get("Time")), headers or None, body, why, original, UNSURE
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar
 
+from delayline.clock import ONE_SECOND
 from delayline.errors import ConfigurationError
 from delayline.migration.sources.celery_tasks import NoMessage, queue_in, task_of
 from delayline.migration.sources.rabbitmq_levels import Found, RabbitmqLevelsSource
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.rabbitmq.amqp.properties import Delivery
-
-SECOND = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,5 +73,5 @@ class CeleryLevels(RabbitmqLevelsSource):
 
 def _must_fit(due: datetime, last: datetime, level: int) -> None:
     """Raise NoMessage where a level has the task at another time than its eta; its delay was cut to seconds."""
-    if not last - timedelta(seconds=1 << level) - SKEW <= due <= last + SECOND + SKEW:
+    if not last - timedelta(seconds=1 << level) - SKEW <= due <= last + ONE_SECOND + SKEW:
         raise NoMessage(f"its eta {due.isoformat()} does not fit the level that it waits in: let Celery run it")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable, ConfigurationError
-from delayline.migration.collected import IN_DOUBT, ROWS_A_PAGE, CollectedMessage, Selection, key_of
+from delayline.migration.collected import ROWS_A_PAGE, UNSURE, CollectedMessage, Selection, key_of
 from delayline.migration.sources.celery_tasks import FOLLOWERS, JSON_TYPE, NoMessage, queue_in, task_of
 from delayline.migration.sources.exported import ExportedFiles
 from delayline.migration.tally import Bounds, Tally
@@ -98,5 +98,5 @@ def _collected(entry: dict[str, Any], endpoint: str) -> CollectedMessage:
             raise NoMessage("its arguments were exported as text, no JSON: let Celery run it")  # noqa: TRY301
         task = task_of(fields, JSON_TYPE, body)
     except NoMessage as error:
-        return CollectedMessage(key, endpoint, name, destination, None, None, body, str(error), state=IN_DOUBT)
-    return CollectedMessage(key, endpoint, name, destination, task.due, task.headers, body, state=IN_DOUBT)
+        return CollectedMessage(key, endpoint, name, destination, None, None, body, str(error), state=UNSURE)
+    return CollectedMessage(key, endpoint, name, destination, task.due, task.headers, body, state=UNSURE)

@@ -12,7 +12,7 @@ from delayline.errors import ConfigurationError
 from delayline.masking import masked
 from delayline.migration.collected import CollectedMessage, CollectedSource
 from delayline.migration.journal import BatchState, MigrationJournal
-from delayline.migration.source import BATCH, NUMBER
+from delayline.migration.source import BATCH_COLUMN, NUMBER_COLUMN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -66,7 +66,7 @@ class ExportedFiles(CollectedSource):
             )
             rejected = select(journal.rejected.c.number).where(journal.rejected_in(run, partition.number))
             query = select(held.c[self.key]).where(
-                held.c[self.key].in_(keys), held.c[BATCH].in_(marked), held.c[NUMBER].not_in(rejected)
+                held.c[self.key].in_(keys), held.c[BATCH_COLUMN].in_(marked), held.c[NUMBER_COLUMN].not_in(rejected)
             )
             gone.update(connection.execute(query).scalars())
         return [row for row in rows if row.key not in gone]

@@ -91,7 +91,7 @@ class NServiceBusSql(TableSource):
 
 NHIBERNATE_TABLE: Final = "TimeoutEntity"
 LONGEST_DESTINATION: Final = 1024
-LONGEST_ENDPOINT: Final = 440
+LONGEST_TIMEOUT_OWNER: Final = 440
 
 
 class NHibernate(NServiceBusSql):
@@ -108,7 +108,7 @@ class NHibernate(NServiceBusSql):
             Column("Destination", String(LONGEST_DESTINATION)),
             Column("SagaId", types["SagaId"]),
             Column("State", types["State"]),
-            Column("Endpoint", String(LONGEST_ENDPOINT)),
+            Column("Endpoint", String(LONGEST_TIMEOUT_OWNER)),
             Column("Time", types["Time"]),
             Column("Headers", types["Headers"]),
         ]

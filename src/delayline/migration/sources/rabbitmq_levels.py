@@ -17,7 +17,7 @@ from delayline.bulk.writer import blocking
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidMessage
 from delayline.message import Headers, Message
-from delayline.migration.collected import IN_DOUBT, SURE, CollectedMessage, CollectedSource, Selection
+from delayline.migration.collected import SURE, UNSURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin.drain import ADVICE, Unmovable, batches, channel_of, must_have_levels, waiting
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.amqp.properties import Delivery
 
-CONNECTION_NAME: Final = "delayline migrate"
+MIGRATION_CONNECTION: Final = "delayline migrate"
 #: Messages that are kept together and then acknowledged; so many may be in doubt after a crash.
-KEPT_AT_ONCE: Final = 200
+COPIED_AT_ONCE: Final = 200
 #: Messages of each level that a preview consumes and requeues; RabbitMQ 4 counts deliveries of each message.
 LARGEST_SAMPLE: Final = 1000
 
@@ -89,8 +89,8 @@ class RabbitmqLevelsSource(CollectedSource):
 
     async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Publish each message for its remaining delay; returns once the broker has confirmed."""
-        await self.database.write(partial(self.set_state, keys=[row.key for row in rows], state=IN_DOUBT))
-        publisher = Publisher(self.address, connection_name=CONNECTION_NAME)
+        await self.database.write(partial(self.set_state, keys=[row.key for row in rows], state=UNSURE))
+        publisher = Publisher(self.address, connection_name=MIGRATION_CONNECTION)
         await publisher.open()
         try:
             refused = await publisher.publish([self._publication(row) for row in rows])
@@ -153,7 +153,7 @@ class RabbitmqLevelsSource(CollectedSource):
 
     @asynccontextmanager
     async def _connected(self) -> AsyncIterator[BrokerConnection]:
-        connection = BrokerConnection(self.address, CONNECTION_NAME)
+        connection = BrokerConnection(self.address, MIGRATION_CONNECTION)
         try:
             await must_have_levels(self.levels, self.address, connection, advice=self.advice)
             yield connection
@@ -163,7 +163,7 @@ class RabbitmqLevelsSource(CollectedSource):
     def _begin(self, connection: Connection, *, endpoint: str) -> Counter[str]:
         """Assign stored messages to the endpoint; return the messages that may be in a level as well."""
         connection.execute(self.kept.update().values(endpoint=endpoint))
-        query = self.kept.select().with_only_columns(self.kept.c[self.key]).where(self.kept.c.state == IN_DOUBT)
+        query = self.kept.select().with_only_columns(self.kept.c[self.key]).where(self.kept.c.state == UNSURE)
         return Counter(_digest_in(key) for key in connection.execute(query).scalars())
 
     async def _drain(self, connection: BrokerConnection, level: int, endpoint: str, doubts: Counter[str]) -> None:
@@ -172,7 +172,7 @@ class RabbitmqLevelsSource(CollectedSource):
         if not number:
             return
         async with channel_of(connection) as channel:
-            async for some in batches(channel, queue, number, size=KEPT_AT_ONCE, ahead=2 * KEPT_AT_ONCE):
+            async for some in batches(channel, queue, number, size=COPIED_AT_ONCE, ahead=2 * COPIED_AT_ONCE):
                 new, known = _apart([self._read(message, level, endpoint) for message in some], doubts)
                 await self.database.write(partial(self._keep_new, rows=new))
                 await self._acknowledge(channel, queue, some)
@@ -194,7 +194,7 @@ class RabbitmqLevelsSource(CollectedSource):
                 if name in pending:
                     name = further_id
             pending.add(name or "")
-            named.append(replace(row, id=name, state=IN_DOUBT))
+            named.append(replace(row, id=name, state=UNSURE))
         self.keep(connection, named)
 
     def _settle(
@@ -202,7 +202,7 @@ class RabbitmqLevelsSource(CollectedSource):
     ) -> None:
         """Take note that the broker has forgotten the messages."""
         self.set_state(connection, [row.key for row in new], SURE)
-        again = self.kept.update().where(self.kept.c.state == IN_DOUBT).values(state=SURE)
+        again = self.kept.update().where(self.kept.c.state == UNSURE).values(state=SURE)
         for row in known:
             connection.execute(again.where(self.kept.c[self.key].startswith(_digest_in(row.key))))
 

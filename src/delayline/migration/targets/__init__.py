@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from delayline.backends import BulkRoute, find_backend, schemes_with
+from delayline.clock import ONE_DAY
 from delayline.errors import ConfigurationError
 from delayline.masking import masked
-from delayline.spark.schedule import ONE_DAY
 
 if TYPE_CHECKING:
     from datetime import timedelta

@@ -10,6 +10,7 @@ from sqlalchemy import inspect, select
 
 from delayline.bulk.ledger import CLOSED
 from delayline.bulk.writer import BulkWriter, IdTaken, blocking
+from delayline.clock import ONE_MICROSECOND
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING_COLUMNS
 from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession
@@ -20,7 +21,6 @@ from delayline.sql.databases import database_at
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import QUEUES, queue_tables
 from delayline.sql.setup import RequiredTables
-from delayline.sql.store import MICROSECOND
 from delayline.timeouts.nservicebus import table_prefix
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SqlStore:
     kind: ClassVar[str] = "sql-store"
     exactly_once: ClassVar[bool] = True
     longest: ClassVar[timedelta | None] = None
-    grain: ClassVar[timedelta] = MICROSECOND
+    grain: ClassVar[timedelta] = ONE_MICROSECOND
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self.url = url

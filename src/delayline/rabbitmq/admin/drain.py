@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
+from delayline.clock import ONE_SECOND
 from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.message import Headers, from_wire_time
 from delayline.rabbitmq.amqp.methods import ExchangeDeclare
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 ADVICE: Final = "Create them with: delayline rabbitmq create"
 SILENCE: Final = 1.0  # seconds without a message, before the level is counted again
-PATIENCE: Final = 30  # number of such waits while other consumers seem to have the remaining messages
+SILENT_WAITS: Final = 30  # number of such waits while other consumers seem to have the remaining messages
 
 
 async def must_have_levels(
@@ -90,7 +91,7 @@ async def batches(channel: Channel, queue: str, wanted: int, *, size: int, ahead
     inbox: asyncio.Queue[Delivery] = asyncio.Queue()
     await channel.consume(queue, inbox.put_nowait, prefetch=ahead)
     done = silences = 0
-    while done < wanted and silences < PATIENCE:
+    while done < wanted and silences < SILENT_WAITS:
         batch = await _next(inbox, min(size, wanted - done))
         if not batch:
             silences += 1
@@ -120,7 +121,6 @@ async def _next(inbox: asyncio.Queue[Delivery], limit: int) -> list[Delivery]:
 DEATHS: Final = "x-death"
 #: How far the clocks of a sender and of a broker may be apart and the sender's word still count.
 SKEW: Final = timedelta(minutes=1)
-SECOND: Final = timedelta(seconds=1)
 LEVEL_QUEUE: Final = re.compile(r".*delay-level-([0-9]{2})", re.DOTALL)
 
 
@@ -167,8 +167,8 @@ def _bounds(delay: int, level: int, headers: Mapping[str, object], now: datetime
     first = last - timedelta(seconds=1 << level)
     entered = _entered(headers, level)
     # Compared without adding to the header's value, which may be year 9999.
-    if entered is not None and first - left - SECOND <= entered <= last - left:
-        return max(first, entered + left), min(last, entered + left + SECOND)
+    if entered is not None and first - left - ONE_SECOND <= entered <= last - left:
+        return max(first, entered + left), min(last, entered + left + ONE_SECOND)
     return first, last
 
 

@@ -13,8 +13,8 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, QueueFacts, effective
 from delayline.rabbitmq.delivery_limits import (
     ARGUMENT,
+    LIMIT_LOOK_PATIENCE,
     LIMITED_FROM,
-    PATIENCE,
     QUORUM,
     UNLIMITED,
     DeliveryLimit,
@@ -193,7 +193,7 @@ async def limit_of_levels(
 ) -> DeliveryLimit:
     """Return the lowest limit of the levels' queues, or the limit to reckon with where policies cannot be seen."""
     try:
-        async with asyncio.timeout(PATIENCE), ManagementApi(address) as api:
+        async with asyncio.timeout(LIMIT_LOOK_PATIENCE), ManagementApi(address) as api:
             found = await read_levels(api, version, levels)
     except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError) as error:
         return unseen_levels(address.vhost, version, levels, reason(address, error))

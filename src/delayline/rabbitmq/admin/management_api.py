@@ -209,7 +209,7 @@ class ManagementApi:
 
     def not_understood(self) -> BackendUnusable:
         """Return the error for an answer that is not a management API's."""
-        return BackendUnusable(f"{self._places[0].url} is not a RabbitMQ management API: {HINT}")
+        return BackendUnusable(f"{self._places[0].url} is not a RabbitMQ management API: {PLUGIN_HINT}")
 
     async def _ask(self, method: str, path: str, *, missing: bool = False, **content: Any) -> httpx.Response:  # noqa: ANN401 - httpx's
         """Ask the node that answered last, and the others in turn where it is unavailable; each call is idempotent."""
@@ -238,7 +238,7 @@ class ManagementApi:
             answer = await self._http.request(method, f"{place.url}/api/{path}", auth=login, **content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
-            raise BackendUnavailable(f"no management API at {place.url}: {reason}. {HINT}") from error
+            raise BackendUnavailable(f"no management API at {place.url}: {reason}. {PLUGIN_HINT}") from error
         if answer.is_success or (missing and answer.status_code == httpx.codes.NOT_FOUND):
             return answer
         raise self._refused(place, answer)
@@ -253,14 +253,16 @@ class ManagementApi:
                     f"rabbitmqctl set_user_tags {user} policymaker"
                 )
             case httpx.codes.NOT_FOUND:
-                return BackendUnusable(f"{url} has no virtual host {vhost!r}, or is not a management API: {HINT}")
+                return BackendUnusable(
+                    f"{url} has no virtual host {vhost!r}, or is not a management API: {PLUGIN_HINT}"
+                )
             case code if code >= httpx.codes.INTERNAL_SERVER_ERROR:
                 return BackendUnavailable(f"the management API at {url} fails: {code} {answer.text[:200]}")
             case code:
                 return BackendUnusable(f"the management API at {url} refuses: {code} {answer.text[:200]}")
 
 
-HINT: Final = (
+PLUGIN_HINT: Final = (
     "Switch it on with: rabbitmq-plugins enable rabbitmq_management; where it is elsewhere, add ?management=URL"
 )
 

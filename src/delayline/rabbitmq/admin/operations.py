@@ -28,7 +28,7 @@ from delayline.rabbitmq.delivery_limits import LIMITED_FROM, reason
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
 from delayline.rabbitmq.refusals import NotFound, PreconditionFailed
-from delayline.rabbitmq.topology import TOPOLOGIES
+from delayline.rabbitmq.topology import TOPOLOGY_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
@@ -90,7 +90,7 @@ async def bind(address: BrokerAddress, infrastructure: DelayInfrastructure, dest
     Raises BackendUnavailable; QueueNotFound for a destination that does not exist.
     """
     connection, delivery = BrokerConnection(address, "delayline bind"), infrastructure.delivery
-    work = partial(TOPOLOGIES[address.topology].bind_delivery, delivery_exchange=delivery)
+    work = partial(TOPOLOGY_TYPES[address.topology].bind_delivery, delivery_exchange=delivery)
     try:
         if not await has_exchange(connection, delivery):
             return
@@ -191,7 +191,7 @@ async def subscribe(address: BrokerAddress, endpoint: str, event_type: str, *, u
             "the type is the full name of a .NET type, such as Contoso.Messages.OrderPlaced, of at most "
             f"{LONGEST_TYPE} bytes: not {event_type[:100]!r}"
         )
-    topology, connection = TOPOLOGIES[address.topology], BrokerConnection(address, "delayline subscribe")
+    topology, connection = TOPOLOGY_TYPES[address.topology], BrokerConnection(address, "delayline subscribe")
     work = topology.unsubscribe if undo else topology.subscribe
     try:
         await connection.run(partial(must_exist, queue=endpoint))

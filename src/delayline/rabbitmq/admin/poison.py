@@ -28,7 +28,7 @@ MARK: Final = "Delayline.Poison."
 REASON: Final = f"{MARK}Reason"
 ROUTING_KEY: Final = f"{MARK}RoutingKey"
 LEVEL: Final = f"{MARK}Level"
-DUE: Final = f"{MARK}Due"
+DUE_MARK: Final = f"{MARK}Due"
 
 
 class PoisonMessage(NamedTuple):
@@ -76,13 +76,9 @@ class PoisonQueue:
                 yield delivered, found
 
     def _publication(self, one: PoisonMessage, level: int) -> Publication:
-        marks: dict[str, str | int] = {
-            REASON: one.reason,
-            ROUTING_KEY: one.delivered.routing_key,
-            LEVEL: level,
-        }
+        marks: dict[str, str | int] = {REASON: one.reason, ROUTING_KEY: one.delivered.routing_key, LEVEL: level}
         if one.found is not None:
-            marks[DUE] = to_wire_time(one.found.due)
+            marks[DUE_MARK] = to_wire_time(one.found.due)
         return Publication(content(one.delivered), "", self.queue, properties=carried(one.delivered, marks))
 
 
@@ -100,7 +96,7 @@ def _waiting(headers: Mapping[str, Any]) -> LevelMessage | None:
     """Return destination and due time of a poison message; None for other faults, or another tool's."""
     parsed = parse(str(headers.get(ROUTING_KEY, "")))
     try:
-        due = from_wire_time(str(headers.get(DUE, "")))
+        due = from_wire_time(str(headers.get(DUE_MARK, "")))
     except ValueError:
         return None
     return None if parsed is None else LevelMessage(parsed[1], due, stale=False)

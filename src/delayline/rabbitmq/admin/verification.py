@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.delivery_limits import DeliveryLimit
     from delayline.rabbitmq.infrastructure import Binding, DelayInfrastructure
 
-OLDEST: Final = (3, 10, 0)
+OLDEST_VERIFIED: Final = (3, 10, 0)
 #: From here on the flag is part of the broker.
 FLAG_IS_GIVEN: Final = (3, 12, 0)
 FLAG: Final = "stream_queue"
-SHOWN: Final = 5
+SHOWN_FACTS: Final = 5
 #: Policy settings that break a level: they cut delays, drop messages, or delete the queue.
 HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "dead-letter-exchange")
 LOOKS: Final = 3
-BETWEEN_LOOKS: Final = 1.0
+SECONDS_BETWEEN_CHECKS: Final = 1.0
 DESTINATION_START: Final = "#."
 LENGTH_LIMITS: Final = ("max-length", "max-length-bytes")
 #: What a queue does with more messages than its limit, where it does not drop old messages.
-REFUSING: Final = frozenset({"reject-publish", "reject-publish-dlx"})
+REFUSING_OVERFLOWS: Final = frozenset({"reject-publish", "reject-publish-dlx"})
 CATCH_ALL: Final = "catch-all"
 RETURNS: Final = "returns"
 
@@ -75,7 +75,7 @@ def check_limits(limits: Sequence[DeliveryLimit]) -> Check:
         return Check(RETURNS, ok=True, text="no queue drops messages that are returned to it")
     others = f"; so do {len(limited) - 1} more" if len(limited) > 1 else ""
     remedies = dict.fromkeys(limit.remedy for limit in limited)
-    text = f"{limited[0].fact}{others}. " + " ".join(list(remedies)[:SHOWN])
+    text = f"{limited[0].fact}{others}. " + " ".join(list(remedies)[:SHOWN_FACTS])
     return Check(RETURNS, ok=False if any(limit.seen for limit in limited) else None, text=text)
 
 
@@ -122,7 +122,7 @@ def destinations(infrastructure: DelayInfrastructure, bindings: Iterable[Binding
 
 def check_version(version: str) -> Check:
     """Return whether a broker of that version can carry levels of quorum queues."""
-    if version_of(version) >= OLDEST:
+    if version_of(version) >= OLDEST_VERIFIED:
         return Check("version", ok=True, text=version)
     return Check(
         "version",
@@ -195,9 +195,7 @@ def _policies(infrastructure: DelayInfrastructure, *layers: Sequence[Policy]) ->
     if not faults:
         return Check("policies", ok=True, text="none changes what the levels do")
     return Check(
-        "policies",
-        ok=False,
-        text=f"policy {'; '.join(faults)}. Narrow its pattern: delays are cut, or messages lost",
+        "policies", ok=False, text=f"policy {'; '.join(faults)}. Narrow its pattern: delays are cut, or messages lost"
     )
 
 
@@ -215,8 +213,8 @@ def _judged(what: str, number: int, faults: Sequence[str]) -> Check:
 
 
 def _some(texts: Sequence[str]) -> str:
-    more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-    return "; ".join(texts[:SHOWN]) + more
+    more = f"; and {len(texts) - SHOWN_FACTS} more" if len(texts) > SHOWN_FACTS else ""
+    return "; ".join(texts[:SHOWN_FACTS]) + more
 
 
 async def _undeliverable(
@@ -317,7 +315,7 @@ def _refusal(queue: QueueFacts, layers: Sequence[Sequence[Policy]]) -> Refusal |
         for name in LENGTH_LIMITS
         if (values := [one[name] for one in sources if isinstance(one.get(name), int)])
     }
-    if not limits or overflow not in REFUSING:
+    if not limits or overflow not in REFUSING_OVERFLOWS:
         return None
     sizes = {"max-length": queue.ready, "max-length-bytes": None}
     full = any((sizes[name] or 0) >= limit for name, limit in limits.items())
@@ -346,7 +344,7 @@ async def _stuck_for_long(api: ManagementApi, infrastructure: DelayInfrastructur
     stuck = await _stuck(api, infrastructure)
     for _ in range(LOOKS - 1):
         if stuck:
-            await clock.sleep(BETWEEN_LOOKS)
+            await clock.sleep(SECONDS_BETWEEN_CHECKS)
             again = await _stuck(api, infrastructure)
             stuck = {name: min(number, again[name]) for name, number in stuck.items() if name in again}
     return stuck

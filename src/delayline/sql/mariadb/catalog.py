@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.errors import BackendUnavailable
 from delayline.sql import journal_triggers
 from delayline.sql.dialect import Catalog, TableIdentity
-from delayline.sql.mariadb.errors import DENIED, LOCK_WAIT_TIMEOUT, number_of
+from delayline.sql.mariadb.errors import LOCK_WAIT_TIMEOUT, RIGHT_DENIED, number_of
 from delayline.sql.schema import TO_PUT, must_fit
 from delayline.sql.server import run
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Finding
     from delayline.sql.mariadb.dialect import Mariadb
 
-LONGEST_NAME: Final = 64  # characters
+LONGEST_MARIADB_NAME: Final = 64  # characters
 LONGEST_FILE_NAME: Final = 250  # bytes; a table is a file, in whose name every special character takes five
 HEADROOM: Final = 64 * 1024  # bytes of a statement beside body and headers, and for the headers of a failure
 TABLE_EXISTS: Final = "SELECT 1 FROM information_schema.tables WHERE table_schema = %s AND table_name = %s"
-SETUP_LOCK: Final = "delayline setup"
+SETUP_LOCK_NAME: Final = "delayline setup"
 
 #: Statements that need a single right, and affect no row.
 EXPLAINED: Final = {
@@ -49,12 +49,11 @@ class MariadbCatalog(Catalog):
 
     def kept_name(self, table: str) -> str:
         """Return the name, with characters that names cannot have replaced by a hash of the whole."""
-        must_fit(table, len(table), LONGEST_NAME, "characters", self._dialect)
+        must_fit(table, len(table), LONGEST_MARIADB_NAME, "characters", self._dialect)
         kept = re.sub(r"[^\x01-\uffff]|[\ud800-\udfff]", "_", table)
         if kept != table:
-            kept = (
-                f"{kept[: LONGEST_NAME - 9]}~{hashlib.sha256(table.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
-            )
+            digest = hashlib.sha256(table.encode("utf-8", "surrogatepass")).hexdigest()[:8]
+            kept = f"{kept[: LONGEST_MARIADB_NAME - 9]}~{digest}"
         bytes_of_file = sum(1 if letter.isascii() and (letter.isalnum() or letter == "_") else 5 for letter in kept)
         must_fit(table, bytes_of_file, LONGEST_FILE_NAME, "bytes of a file's name", self._dialect)
         return kept
@@ -63,13 +62,13 @@ class MariadbCatalog(Catalog):
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let a single process at a time create tables."""
         patience = int(self._dialect.connections.setup_patience)
-        if not run(connection, "SELECT GET_LOCK(%s, %s)", SETUP_LOCK, patience)[0][0]:
+        if not run(connection, "SELECT GET_LOCK(%s, %s)", SETUP_LOCK_NAME, patience)[0][0]:
             raise BackendUnavailable(f"another process has been setting up {self._dialect} for {patience} s: try again")
         try:
             yield
         finally:
             if not self._dialect.errors.is_broken(connection):  # with which the lock ends
-                run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK)
+                run(connection, "SELECT RELEASE_LOCK(%s)", SETUP_LOCK_NAME)
 
     def missing_rights(self, connection: Connection, needed: Mapping[Table, Sequence[str]]) -> list[str]:
         """Return the GRANT statements for missing rights on existing tables.
@@ -90,7 +89,7 @@ class MariadbCatalog(Catalog):
                 refusal = self._refusal(connection, EXPLAINED[need].format(table=name, one=column))
                 if refusal == LOCK_WAIT_TIMEOUT:
                     break
-                if refusal in DENIED:
+                if refusal in RIGHT_DENIED:
                     lacking.append(need)
             if lacking:
                 user = user or _quoted_user(run(connection, "SELECT CURRENT_USER()")[0][0])
@@ -114,8 +113,7 @@ class MariadbCatalog(Catalog):
     def findings(self, connection: Connection) -> list[Finding]:
         """Return the version, how durable a commit is, how large a message may be, and how far our clock is off."""
         version, flush, packet, now = run(
-            connection,
-            "SELECT VERSION(), @@innodb_flush_log_at_trx_commit, @@max_allowed_packet, UTC_TIMESTAMP(6)",
+            connection, "SELECT VERSION(), @@innodb_flush_log_at_trx_commit, @@max_allowed_packet, UTC_TIMESTAMP(6)"
         )[0]
         off = (datetime.now(UTC) - self._dialect.values.from_due(now)).total_seconds()
         return [

@@ -17,17 +17,17 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Connection
 
-OPTIONS: Final = (
+DRIVER_OPTIONS: Final = (
     "connect_timeout", "read_timeout", "write_timeout", "unix_socket", "ssl_ca", "ssl_cert", "ssl_key",
     "ssl_check_hostname",
 )  # fmt: skip
-CONNECT_ARGS: Final = {
+PYMYSQL_ARGUMENTS: Final = {
     "charset": "utf8mb4",
     "sql_mode": "STRICT_ALL_TABLES,NO_ENGINE_SUBSTITUTION",
     "init_command": "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
     "program_name": "delayline",
 }
-SESSION: Final = (
+SESSION_SETTINGS: Final = (
     "SET SESSION time_zone = '+00:00', default_storage_engine = 'InnoDB', wait_timeout = 2147483, "
     "innodb_lock_wait_timeout = {patience}, lock_wait_timeout = {patience}, "
     "sql_safe_updates = 0, sql_big_selects = 1, sql_select_limit = DEFAULT"
@@ -47,12 +47,13 @@ class MariadbConnections(ServerConnections):
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
 
     def __init__(self, url: URL) -> None:
-        unknown = sorted(set(url.query) - set(OPTIONS))
+        unknown = sorted(set(url.query) - set(DRIVER_OPTIONS))
         if unknown:
             raise ConfigurationError(
-                f"a {url.get_backend_name()}:// URL has no option {unknown[0]!r}. The options are {', '.join(OPTIONS)}"
+                f"a {url.get_backend_name()}:// URL has no option {unknown[0]!r}. "
+                f"The options are {', '.join(DRIVER_OPTIONS)}"
             )
-        arguments: dict[str, object] = dict(CONNECT_ARGS)
+        arguments: dict[str, object] = dict(PYMYSQL_ARGUMENTS)
         if url.password is not None:
             arguments["password"] = url.password.encode()  # PyMySQL would make Latin-1 of it
         self.errors = MariadbErrors(self)
@@ -75,7 +76,7 @@ class MariadbConnections(ServerConnections):
             raise BackendUnusable(
                 f"a certificate in the URL of {self} cannot be read: {error}. Check ssl_ca"
             ) from error
-        run(connection, SESSION.format(patience=self.lock_patience))
+        run(connection, SESSION_SETTINGS.format(patience=self.lock_patience))
         connection.info[WAS_READ_ONLY] = not self.takes_writes(connection)
         driver: Any = connection.connection.driver_connection
         if "read_timeout" not in self.url.query:
@@ -103,10 +104,10 @@ class MariadbConnections(ServerConnections):
         if not isinstance(driver, Driver):
             raise self.not_a_connection(driver, "pymysql.connections.Connection objects, as of +pymysql:// Engines")
         driver.rollback()
-        driver.set_character_set(CONNECT_ARGS["charset"])
+        driver.set_character_set(PYMYSQL_ARGUMENTS["charset"])
         with driver.cursor() as cursor:
-            cursor.execute("SET SESSION sql_mode = %s", (CONNECT_ARGS["sql_mode"],))
-            cursor.execute(CONNECT_ARGS["init_command"])
+            cursor.execute("SET SESSION sql_mode = %s", (PYMYSQL_ARGUMENTS["sql_mode"],))
+            cursor.execute(PYMYSQL_ARGUMENTS["init_command"])
         return driver
 
     def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - PyMySQL is an extra

@@ -42,7 +42,7 @@ LONGEST_BATCH: Final = 1_000_000  # bytes of a statement that inserts several ro
 #: What a doubled estimate is multiplied with at least, as the number of a table's rows is an estimate too.
 ABOUT_HALF: Final = 0.45
 #: About how many rows a table has.
-ROWS: Final = (
+ROWS_ESTIMATE: Final = (
     "SELECT table_rows FROM information_schema.tables WHERE table_schema = COALESCE(%s, DATABASE()) AND table_name = %s"
 )
 
@@ -138,7 +138,7 @@ class MariadbBulk(BulkStatements):
         rows = [row for row in cursor.fetchall() if row[0] is not None]  # the union itself has no number
         cursor.close()
         estimates = [float(row[column] or 0) for row in rows]
-        [(total,)] = run(connection, ROWS, table.schema, table.name)
+        [(total,)] = run(connection, ROWS_ESTIMATE, table.schema, table.name)
         return _adding_up(estimates, total or 0)
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:

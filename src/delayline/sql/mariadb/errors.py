@@ -29,25 +29,25 @@ ROLLED_BACK: Final = GAVE_WAY | {1206}
 #: The server, or the session, takes no writes: a primary that has become a replica.
 NO_WRITES: Final = (1290, 1792, 1836)
 #: A node of a cluster that is not a part of it now; others may be reached by a new connection.
-APART: Final = (1047, 3100)
-DENIED: Final = frozenset({1142, 1143})
+NODE_APART: Final = (1047, 3100)
+RIGHT_DENIED: Final = frozenset({1142, 1143})
 LOCK_WAIT_TIMEOUT: Final = 1205
 NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 
 UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable
 CREDENTIALS: Final = "{place} refuses this user: {cause}. Check the user and the password"
-RIGHTS: Final = "{place} does not allow this user that: {cause}. Run as an administrator: GRANT {missing}"
+RIGHT_MISSING: Final = "{place} does not allow this user that: {cause}. Run as an administrator: GRANT {missing}"
 #: A refusal names the missing commands, unless the user has no right at all on the database.
-REFUSED: Final = re.compile(r"(.+?) command denied to user .*? for (?:table|column) (.+)")
-EVERY_RIGHT: Final = "SELECT, INSERT, UPDATE, DELETE on its tables, and CREATE, ALTER and INDEX for `delayline setup`"
-SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
+DENIED_COMMAND: Final = re.compile(r"(.+?) command denied to user .*? for (?:table|column) (.+)")
+ALL_RIGHTS: Final = "SELECT, INSERT, UPDATE, DELETE on its tables, and CREATE, ALTER and INDEX for `delayline setup`"
+OTHER_SHAPE: Final = "{place} has a table of another shape: {cause}. Name another table_name"
 LOST: Final = "the connection to {place} is lost: {cause}"
-NAME: Final = "{place} cannot have a table of that name: {cause}. Choose another endpoint name or table_name"
+NAME_REFUSED: Final = "{place} cannot have a table of that name: {cause}. Choose another endpoint name or table_name"
 TLS: Final = "{place} and this machine agree on no encryption: {cause}. Check the ssl_ options in the URL"
-TEXT: Final = "{place} cannot keep this text: {cause}"
-FULL: Final = "{place} has no space left: {cause}"
+TEXT_REFUSED: Final = "{place} cannot keep this text: {cause}"
+DISK_FULL: Final = "{place} has no space left: {cause}"
 SHORT: Final = "{place} is short of resources: {cause}. Raise its limits, or connect less often"
-READ_ONLY: Final = "{place} is read-only, a replica perhaps: {cause}. Name the primary in the URL"
+SERVER_READ_ONLY: Final = "{place} is read-only, a replica perhaps: {cause}. Name the primary in the URL"
 STATEMENT_LOG: Final = (
     "{place} writes statements to its binary log, which it refuses to do for transactions that read what is committed: "
     "{cause}. Set binlog_format to MIXED or ROW"
@@ -57,22 +57,22 @@ NOT_REACHED: Final = "cannot reach {place}: {cause}. Check that the server runs 
 
 TRANSLATIONS: Final[dict[tuple[int, ...], tuple[type[Exception], str]]] = {
     (1045, 1130, 1251, 1698, 1820, 1862, 2059): (UNUSABLE, CREDENTIALS),
-    (1044, 1142, 1143, 1227, 1370): (UNUSABLE, RIGHTS),
+    (1044, 1142, 1143, 1227, 1370): (UNUSABLE, RIGHT_MISSING),
     (1049,): (UNUSABLE, "{place} does not exist: {cause}. Create it: CREATE DATABASE, or name another in the URL"),
     (1146, 1932): (UNUSABLE, "{place} is not set up for this endpoint: {cause}. Run `delayline setup`"),
-    (1054, 1136, 1364): (UNUSABLE, SHAPE),
-    (1059, 1102, 1103, 1300): (ConfigurationError, NAME),
+    (1054, 1136, 1364): (UNUSABLE, OTHER_SHAPE),
+    (1059, 1102, 1103, 1300): (ConfigurationError, NAME_REFUSED),
     (2026, 3159, 4052): (UNUSABLE, TLS),
     (1153, 1301): (InvalidMessage, "{place} cannot take something that large: {cause}. Raise max_allowed_packet"),
-    (1264, 1292, 1366, 1406): (InvalidMessage, TEXT),
-    (1021, 1114): (StorageFull, FULL),
+    (1264, 1292, 1366, 1406): (InvalidMessage, TEXT_REFUSED),
+    (1021, 1114): (StorageFull, DISK_FULL),
     (1037, 1038, 1040, 1041, 1129, 1135, 1203, 1206, 1226): (UNAVAILABLE, SHORT),
     (1684,): (UNAVAILABLE, "another process is setting up {place}: {cause}"),
     (1205, 3572): (UNAVAILABLE, "{place} did not get a lock in time: {cause}"),
     (1020, 1213, 1614): (TransactionConflict, "{place} gave this transaction up in favour of another: {cause}"),
     (1305, 1613): (UNAVAILABLE, "{place} has ended this transaction: {cause}"),
-    NO_WRITES: (UNAVAILABLE, READ_ONLY),
-    APART: (UNAVAILABLE, "{place} is a node that is not a part of its cluster now: {cause}"),
+    NO_WRITES: (UNAVAILABLE, SERVER_READ_ONLY),
+    NODE_APART: (UNAVAILABLE, "{place} is a node that is not a part of its cluster now: {cause}"),
     (1197, 1467, 1594, 1595, 1596, 1598, 1637, 1785): (UNAVAILABLE, "{place} cannot write that now: {cause}"),
     (1665,): (UNUSABLE, STATEMENT_LOG),
     (1317, 1969, 3024): (UNAVAILABLE, "{place} has ended the statement: {cause}"),
@@ -116,7 +116,7 @@ class MariadbErrors(ServerErrors):
 
     def outdates_sessions(self, error: Exception) -> bool:
         """Return whether the server is read-only, or not a part of its cluster."""
-        return number_of(error) in (*NO_WRITES, *APART)
+        return number_of(error) in (*NO_WRITES, *NODE_APART)
 
     def is_deadlock(self, error: Exception) -> bool:
         """Return whether the transaction gave way to another."""
@@ -131,14 +131,14 @@ class MariadbErrors(ServerErrors):
         cause, number, place = _text(error), number_of(error), self._connections
         if isinstance(error, UnicodeEncodeError):
             return InvalidMessage(
-                TEXT.format(place=place, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
+                TEXT_REFUSED.format(place=place, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
             )
         if number in {2002, 2003}:
             if "SSL" in cause or "certificate" in cause:
                 return BackendUnusable(TLS.format(place=place, cause=cause))
             return BackendUnavailable(NOT_REACHED.format(place=place, cause=cause))
         if any(sign in cause for sign in NO_SPACE):
-            return StorageFull(FULL.format(place=place, cause=cause))
+            return StorageFull(DISK_FULL.format(place=place, cause=cause))
         if number in BY_NUMBER:
             kind, text = BY_NUMBER[number]
             return kind(text.format(place=place, cause=cause, missing=_missing(cause)))
@@ -152,8 +152,8 @@ class MariadbErrors(ServerErrors):
 
 def _missing(cause: str) -> str:
     """Return the missing rights that a refusal names, and their table."""
-    refused = REFUSED.match(cause)
-    return EVERY_RIGHT if refused is None else f"{refused[1]} ON {refused[2]}"
+    refused = DENIED_COMMAND.match(cause)
+    return ALL_RIGHTS if refused is None else f"{refused[1]} ON {refused[2]}"
 
 
 def _text(error: BaseException) -> str:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
-DROP_PATIENCE: Final = 2  # seconds
+DROP_WAIT_SECONDS: Final = 2  # seconds
 MOVE: Final = (
     "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} WHERE attempt = %s{conflict}"
 )
@@ -105,7 +105,7 @@ class MariadbStage(StagedTable):
 
     def drop(self, connection: Connection) -> None:
         """Drop the table unless a task writes to it for longer than two seconds."""
-        run(connection, f"SET SESSION lock_wait_timeout = {DROP_PATIENCE}")
+        run(connection, f"SET SESSION lock_wait_timeout = {DROP_WAIT_SECONDS}")
         try:
             super().drop(connection)
         finally:

@@ -184,7 +184,7 @@ ELSEWHERE: Final = (
     psycopg.errors.SerializationFailure,
     psycopg.errors.UniqueViolation,
 )
-NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
+STATEMENT_NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
 NUMBER: Final = struct.Struct(">q")
 #: Is called with the result of a statement before the connection is free for others.
 Then: TypeAlias = Callable[[StatementResult], None]
@@ -229,10 +229,7 @@ class LoopStatements:
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
 
     async def run(
-        self,
-        statement: Prepared,
-        values: tuple[Any, ...],
-        then: Then | None = None,
+        self, statement: Prepared, values: tuple[Any, ...], then: Then | None = None
     ) -> StatementResult | None:
         """Run the statement, which commits implicitly.
 
@@ -361,7 +358,7 @@ class LoopStatements:
     ) -> StatementResult:
         driver: Any = connection.connection.driver_connection
         if driver is not self._driver:
-            self._driver, self._names = driver, connection.info.setdefault(NAMES, {})
+            self._driver, self._names = driver, connection.info.setdefault(STATEMENT_NAMES, {})
         usable = driver.prepare_threshold is not None and driver.info.encoding == "utf-8"
         if usable and statement.sql not in self._names:
             name = f"delayline_{len(self._names)}".encode()

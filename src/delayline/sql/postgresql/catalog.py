@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from delayline.sql.postgresql.dialect import Postgresql
     from delayline.sql.schema import QueueTables
 
-LONGEST_NAME: Final = 63  # bytes of UTF-8
+LONGEST_POSTGRESQL_NAME: Final = 63  # bytes of UTF-8
 SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
 #: The isolation level of delayline's own transactions.
 USUAL: Final = "read committed"
 #: A copy of a server has its identifier, but was not started at the same microsecond.
-PLACE: Final = """
+SERVER_IDENTITY: Final = """
 SELECT current_database(), to_regclass(%s)::oid::text, d.oid::text, c.system_identifier::text,
   extract(epoch FROM pg_postmaster_start_time())::text
 FROM pg_database AS d, pg_control_system() AS c WHERE d.datname = current_database()
@@ -44,7 +44,7 @@ OF_OTHERS: Final = (
 )
 #: Citus' list of tables that it has distributed, reference tables included.
 LIST_OF_DISTRIBUTED: Final = "SELECT to_regclass('pg_dist_partition') IS NOT NULL"
-OF_TABLE: Final = "SELECT logicalrelid::text FROM pg_dist_partition WHERE logicalrelid = to_regclass(%s)"
+DISTRIBUTED_TABLE: Final = "SELECT logicalrelid::text FROM pg_dist_partition WHERE logicalrelid = to_regclass(%s)"
 OF_SCHEMAS: Final = """
 SELECT logicalrelid::text FROM pg_dist_partition JOIN pg_class AS c ON c.oid = logicalrelid
 WHERE c.relname LIKE 'delayline\\_%%' OR EXISTS (
@@ -77,7 +77,7 @@ class PostgresqlCatalog(Catalog):
 
     def kept_name(self, table: str) -> str:
         """Return the name as it is."""
-        must_fit(table, len(table.encode()), LONGEST_NAME, "bytes", self._dialect)
+        must_fit(table, len(table.encode()), LONGEST_POSTGRESQL_NAME, "bytes", self._dialect)
         return table
 
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
@@ -92,7 +92,7 @@ class PostgresqlCatalog(Catalog):
         name = self._dialect.sql.identifier_preparer.format_table(table).replace(
             "%%", "%"
         )  # a value, no part of a statement
-        if distributed(connection, OF_TABLE, name):
+        if distributed(connection, DISTRIBUTED_TABLE, name):
             raise BackendUnusable(DISTRIBUTED.format(place=self._dialect, tables=repr(table.name)))
         return numbers.catching_up(connection, name)
 
@@ -125,7 +125,7 @@ class PostgresqlCatalog(Catalog):
         name = self._dialect.sql.identifier_preparer.format_table(table).replace(
             "%%", "%"
         )  # a value, no part of a statement
-        database, found, *server = run(connection, PLACE, name)[0]
+        database, found, *server = run(connection, SERVER_IDENTITY, name)[0]
         return TableIdentity(f"PostgreSQL database {database}", tuple(server), found)
 
     def _value_of(self, table: Table) -> str:

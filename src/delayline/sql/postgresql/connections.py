@@ -14,7 +14,7 @@ from delayline.sql.urls import Host, listed
 if TYPE_CHECKING:
     from sqlalchemy import URL, Connection
 
-OLDEST: Final = 13
+OLDEST_POSTGRESQL: Final = 13
 #: Every statement has its index. Without statistics, as in a table that was filled a moment ago, the planner may read
 #: and sort all that is due for each batch instead; and planning a small batch takes as long as moving it. A table
 #: without an index then looks so dear that its statements would be compiled, for 25 ms each.
@@ -32,12 +32,12 @@ SETTINGS: Final = {
 SINCE_14: Final = {"idle_session_timeout": "0"}
 SET: Final = "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS setting (name, value)"
 #: Is refused by poolers in transaction mode, whose other clients would get a session with the settings.
-OPTIONS: Final = "-c jit=off"
+SERVER_OPTIONS: Final = "-c jit=off"
 #: Names of settings in the options of a URL.
 NAMED: Final = re.compile(r"(?:-c\s*|--)([\w.-]+)=")
 PREPARE_THRESHOLD: Final = 2  # times that a statement runs before the server prepares it
 #: A machine that is gone is noticed by the system, also where nothing is asked of it.
-CONNECT_ARGS: Final = {
+PSYCOPG_ARGUMENTS: Final = {
     "application_name": "delayline",
     "client_encoding": "UTF8",
     "keepalives_idle": 10,
@@ -57,16 +57,16 @@ class PostgresqlConnections(ServerConnections):
 
     def __init__(self, url: URL) -> None:
         self.pgbouncer = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
-        url, arguments = url.difference_update_query(["pgbouncer"]), CONNECT_ARGS
+        url, arguments = url.difference_update_query(["pgbouncer"]), PSYCOPG_ARGUMENTS
         self._given: frozenset[str] = frozenset()
         self.errors = PostgresqlErrors(self)
         if self.pgbouncer:
-            arguments = {**CONNECT_ARGS, "prepare_threshold": None}
+            arguments = {**PSYCOPG_ARGUMENTS, "prepare_threshold": None}
         else:
             theirs = url.query.get("options", ())
             options = theirs if isinstance(theirs, str) else " ".join(theirs)
             self._given = frozenset(name.lower().replace("-", "_") for name in NAMED.findall(options))
-            url = url.set(query={**url.query, "options": f"{OPTIONS} {options}".strip()})
+            url = url.set(query={**url.query, "options": f"{SERVER_OPTIONS} {options}".strip()})
         super().__init__(url, connect_args=arguments, paramstyle="format", use_native_hstore=False)
         one_writes = self.url.query.get("target_session_attrs") in ("read-write", "primary")
         self._any_order = one_writes and len(self.hosts) > 1 and "hostaddr" not in self.url.query
@@ -131,8 +131,10 @@ class PostgresqlConnections(ServerConnections):
         with self.connect() as connection:
             watch_of(connection).begin(self.server_timeout)
             version = int(run(connection, "SHOW server_version_num")[0][0])
-        if version // 10_000 < OLDEST:
-            raise BackendUnusable(f"{self} is version {version // 10_000}; delayline needs {OLDEST} or newer")
+        if version // 10_000 < OLDEST_POSTGRESQL:
+            raise BackendUnusable(
+                f"{self} is version {version // 10_000}; delayline needs {OLDEST_POSTGRESQL} or newer"
+            )
 
     def takes_writes(self, connection: Connection) -> bool:
         """Return whether the session is not read-only."""

@@ -29,7 +29,7 @@ READ_ONLY: Final = "25006"
 UNSUPPORTED: Final = "0A000"
 UNIQUE: Final = "23505"
 #: Texts of libpq before a connection is established, when there is no SQLSTATE.
-UNUSABLE: Final = {
+UNUSABLE_TEXTS: Final = {
     "authentication failed": "Check the user and the password",
     "no password supplied": "Put the password into the URL or into ~/.pgpass",
     "no pg_hba.conf entry": "Allow this user and host in pg_hba.conf",
@@ -38,7 +38,12 @@ UNUSABLE: Final = {
     "permission denied for database": "As its owner: GRANT CONNECT ON DATABASE",
     "does not exist": "Create it, or name another one in the URL",
 }
-FULL: Final = ("too many clients", "too many connections", "connection slots are reserved", "connection limit exceeded")
+TOO_MANY_SESSIONS: Final = (
+    "too many clients",
+    "too many connections",
+    "connection slots are reserved",
+    "connection limit exceeded",
+)
 BEHIND_PGBOUNCER: Final = (
     "{place} shares its sessions between clients, as PgBouncer does in transaction mode: {cause}. Add ?pgbouncer=true "
     "to the URL of endpoints that only send; for others name the server itself"
@@ -142,7 +147,7 @@ class PostgresqlErrors(ServerErrors):
                 watch_of(connection).begin(self._connections.server_timeout)
                 return rights.remedy(connection, refusal)
         except self.kinds:
-            return rights.UNKNOWN
+            return rights.RIGHTS_REMEDY
 
     def _catch_up(self, error: BaseException) -> str:
         """Set the sequence behind the rows whose number the error has found taken; return what was done."""
@@ -154,10 +159,10 @@ class PostgresqlErrors(ServerErrors):
             return numbers.BEHIND
 
     def _not_reached(self, cause: str) -> Exception:
-        for sign, advice in UNUSABLE.items():
+        for sign, advice in UNUSABLE_TEXTS.items():
             if sign in cause:
                 return BackendUnusable(f"cannot use {self._place}: {cause}. {advice}")
-        if any(sign in cause for sign in FULL):
+        if any(sign in cause for sign in TOO_MANY_SESSIONS):
             return BackendUnavailable(
                 f"{self._place} is full: {cause}. Raise max_connections, or start fewer processes"
             )

@@ -44,9 +44,9 @@ LOST_AFTER: Final = 1.0  # seconds after which a scheduled notification is lost:
 
 
 #: The same for notifications that are not urgent: a queue has messages, and this process receives from it too; or
-#: messages were stored that are due after `SOON`.
+#: messages were stored that are due after `AWAKE_WITHIN`.
 SEND_LATER_EVERY: Final = 0.02
-SOON: Final = timedelta(milliseconds=200)
+AWAKE_WITHIN: Final = timedelta(milliseconds=200)
 #: A poller that sleeps shorter than this needs no notification.
 SHORTEST_SLEEP: Final = timedelta(milliseconds=5)
 #: A poller's longest sleep, and the time for its query of the next due time.
@@ -160,7 +160,7 @@ class PostgresqlNotifications:
             wait = from_microseconds(at) - self._database.clock.at_latest()
             if wait > LONGEST_SLEEP:
                 return  # no poller sleeps that long
-            is_urgent = wait < SOON
+            is_urgent = wait < AWAKE_WITHIN
         else:
             is_urgent = not self.listeners.listens(channel)
         with self._lock:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 DENIED: Final = "42501"
-UNKNOWN: Final = (
+RIGHTS_REMEDY: Final = (
     "As its owner, GRANT this user the missing rights: delayline needs USAGE on the schema, CREATE on it for "
     "`delayline setup`, and SELECT, INSERT, UPDATE and DELETE on the tables"
 )
@@ -92,7 +92,7 @@ def remedy(connection: Connection, refusal: str) -> str:
         found for found in map(MissingRights._make, run(connection, LACKING, refusal)) if found.rights or found.owner
     ]
     if not named:
-        return UNKNOWN
+        return RIGHTS_REMEDY
     best = max(_likeness(found, refusal) for found in named)
     return "; ".join(found.remedy for found in named if _likeness(found, refusal) == best)
 

@@ -26,7 +26,7 @@ COPY_END: Final = b"\xff\xff"
 #: Offsets of Arrow's binary columns have 32 bits.
 LARGEST_PIECE: Final = 256 * 1024 * 1024
 #: How long a table's removal waits for a task that writes to it.
-DROP_PATIENCE: Final = "2s"
+DROP_LOCK_TIMEOUT: Final = "2s"
 #: A statement that reads a whole table once: the settings for batches of a poller are wrong for it.
 FOR_BULK: Final = "SET LOCAL enable_seqscan = on; SET LOCAL jit = off; SET LOCAL plan_cache_mode = auto"
 MOVE: Final = (
@@ -87,7 +87,7 @@ class PostgresqlStage(StagedTable):
 
     def drop(self, connection: Connection) -> None:
         """Drop the table unless a task writes to it for longer than two seconds."""
-        run(connection, f"SET LOCAL lock_timeout = '{DROP_PATIENCE}'")
+        run(connection, f"SET LOCAL lock_timeout = '{DROP_LOCK_TIMEOUT}'")
         super().drop(connection)
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.dialect import Finding
 
-LONGEST_NAME: Final = 1000  # bytes; SQLite itself has no such limit
+LONGEST_SQLITE_NAME: Final = 1000  # bytes; SQLite itself has no such limit
 #: SQLite's levels; below FULL a commit may be lost with the power.
 SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 
@@ -45,7 +45,7 @@ class SqliteCatalog(Catalog):
 
     def kept_name(self, table: str) -> str:
         """Return the name as it is."""
-        must_fit(table, len(table.encode()), LONGEST_NAME, "bytes", "SQLite")
+        must_fit(table, len(table.encode()), LONGEST_SQLITE_NAME, "bytes", "SQLite")
         if table.casefold().startswith("sqlite_"):  # https://sqlite.org/lang_createtable.html
             raise ConfigurationError(
                 f"SQLite reserves names that begin with 'sqlite_', and the table would be {table!r}: "

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 #: A look takes some 10 microseconds. The longer a transaction lasts the rarer they are: it is noticed 1 % late.
-SHORTEST: Final = 0.001
+SHORTEST_LOOK_PAUSE: Final = 0.001
 SHARE: Final = 0.01
-LONGEST: Final = 0.02
+LONGEST_LOOK_PAUSE: Final = 0.02
 SELDOM_AFTER: Final = 60.0
 SELDOM: Final = 1.0
 #: A transaction that was rolled back is never noticed; a transaction that lasts longer is found by polling.
@@ -84,7 +84,7 @@ class CommitWatch:
                 if lasted > GIVE_UP_AFTER:
                     self._expected.clear()
                     break
-                usual = min(max(lasted * SHARE, SHORTEST), LONGEST)
+                usual = min(max(lasted * SHARE, SHORTEST_LOOK_PAUSE), LONGEST_LOOK_PAUSE)
                 self._changed.wait(usual if lasted < SELDOM_AFTER else SELDOM)
                 if self._expected:
                     self._look()

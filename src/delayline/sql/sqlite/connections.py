@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
 FIRST_WAIT: Final = 0.000_2  # seconds between attempts to begin, doubling
-LONGEST_WAIT: Final = 0.005
+LONGEST_LOCK_WAIT: Final = 0.005
 SAME_LOCK: Final = 1.0  # seconds in which a lock that was not given is taken for the same lock
 #: Seconds that a start waits for a transaction of its own process if a thread waits for the start: the transaction may
 #: be that thread's, and would never end.
@@ -135,7 +135,7 @@ class SqliteConnections(Connections):
                 if self.thread_waits and now > began + OWN_TRANSACTION_PATIENCE and held_by_this_process(self.path):
                     raise
                 time.sleep(wait)
-                wait = min(wait * 2, LONGEST_WAIT)
+                wait = min(wait * 2, LONGEST_LOCK_WAIT)
             else:
                 return
 
@@ -192,7 +192,7 @@ class SqliteTransactions(TransactionControl):
                     self._locked_since, self._refused_at = since, now
                     raise
                 time.sleep(wait)
-                wait = min(wait * 2, LONGEST_WAIT)
+                wait = min(wait * 2, LONGEST_LOCK_WAIT)
             else:
                 self._locked_since = None
                 return
@@ -207,7 +207,7 @@ class SqliteTransactions(TransactionControl):
         while held_by_this_process(self._connections.path):
             if time.monotonic() > until:
                 raise busy(self._connections.path, sqlite3.OperationalError("database is locked"))
-            time.sleep(LONGEST_WAIT)
+            time.sleep(LONGEST_LOCK_WAIT)
 
     def commit(self, connection: Connection) -> None:
         """Commit; durable on return (synchronous = FULL)."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 #: How many windows of row numbers are sampled to estimate due times, and how many numbers each has.
-WINDOWS: Final = 400
+SAMPLED_WINDOWS: Final = 400
 WINDOW: Final = 25
 #: A window in each stretch of row numbers, at a place that looks random and is the same each time: windows at equal
 #: distances could meet the same part of periodic data. CROSS JOIN keeps SQLite from reading the table first.
@@ -111,7 +111,7 @@ class SqliteBulk(BulkStatements):
         counts = [0.0] * (len(edges) + 1)
         if first is None:
             return counts
-        step = max(WINDOW, (last - first + WINDOWS) // WINDOWS)
+        step = max(WINDOW, (last - first + SAMPLED_WINDOWS) // SAMPLED_WINDOWS)
         numbers = {"first": first, "last": last, "step": step, "window": WINDOW}
         for (due,) in driver_of(connection).execute(SAMPLED.format(table=name), numbers):
             counts[bisect.bisect_right(edges, due)] += step / WINDOW

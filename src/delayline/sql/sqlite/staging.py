@@ -15,7 +15,7 @@ from delayline.delayed.columns import BULK_NAMES
 from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnusable
 from delayline.sql.prepared import Prepared
-from delayline.sql.staging import COLUMNS, KEPT_FIRST, PREFIX, REPLACED, stage_table
+from delayline.sql.staging import COLUMNS, KEPT_FIRST, REPLACED, STAGE_PREFIX, stage_table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -133,7 +133,7 @@ class SqliteStage:
     def found(self, connection: Connection) -> Sequence[str]:
         """Return the names of all folders."""
         del connection
-        return [folder.name for folder in self.folder.parent.glob(f"{PREFIX}*")]
+        return [folder.name for folder in self.folder.parent.glob(f"{STAGE_PREFIX}*")]
 
     def _file(self, attempt: int) -> Path:
         return self.folder / f"{attempt}.arrow"

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from delayline.sql.sqlserver.dialect import SqlServer
 
 DEFAULT_SCHEMA: Final = "dbo"
-LONGEST_NAME: Final = 128  # UTF-16 units
+LONGEST_SQL_SERVER_NAME: Final = 128  # UTF-16 units
 HAS_RIGHT: Final = "SELECT HAS_PERMS_BY_NAME({mark}, N'OBJECT', {mark})"  # NULL if the user lacks the right to see it
 UNSEEN: Final = " -- if there is no such table, run `delayline setup` instead"
-SETUP_LOCK: Final = (
+TAKE_SETUP_LOCK: Final = (
     "DECLARE @result int; EXEC @result = sp_getapplock @Resource = N'delayline setup', @LockMode = N'Exclusive', "
     "@LockOwner = N'Transaction', @LockTimeout = 60000; SELECT @result"
 )
@@ -99,15 +99,15 @@ class SqlServerCatalog(Catalog):
     def schema_of(self, schema: str | None) -> str:
         """Return the schema, `dbo` where none is named; quoted, as a dot in it means nothing."""
         schema = schema or DEFAULT_SCHEMA
-        if _units(schema) > LONGEST_NAME:
+        if _units(schema) > LONGEST_SQL_SERVER_NAME:
             raise ConfigurationError(
-                f"schema={schema!r} is longer than the {LONGEST_NAME} characters of {self._dialect}"
+                f"schema={schema!r} is longer than the {LONGEST_SQL_SERVER_NAME} characters of {self._dialect}"
             )
         return quoted_name(schema, quote=True)
 
     def kept_name(self, table: str) -> str:
         """Return the name as it is; raises ConfigurationError also for a name that pymssql would misread."""
-        must_fit(table, _units(table), LONGEST_NAME, "characters", self._dialect)
+        must_fit(table, _units(table), LONGEST_SQL_SERVER_NAME, "characters", self._dialect)
         if self._dialect.connections.uses_pymssql and re.search(r"%[sd(]", table):
             raise ConfigurationError(
                 f"pymssql would take a part of the table name {table!r} for a parameter: install mssql-python, "
@@ -132,7 +132,7 @@ class SqlServerCatalog(Catalog):
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
         """Let a single process at a time create tables."""
-        if only_row(connection, SETUP_LOCK)[0] < 0:
+        if only_row(connection, TAKE_SETUP_LOCK)[0] < 0:
             raise BackendUnusable(f"another process has been setting up {self._dialect} for a minute: try again")
         yield
 

@@ -20,20 +20,17 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Connection
 
-OLDEST: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
+OLDEST_SQL_SERVER: Final = 13  # SQL Server 2016, the oldest that Microsoft supports
 #: How @@VERSION begins on a server whose version counts; that of Azure SQL has been 12.0.2000.8 for ever.
 BOXED: Final = "Microsoft SQL Server"
 MICROSOFT, PYMSSQL = "mssql+mssqlpython", "mssql+pymssql"
 MICROSOFT_DIALECT: Final = "sqlalchemy.dialects.mssql.mssqlpython"  # SQLAlchemy 2.1 brought it
-CONNECT_ARGS: Final[dict[str, dict[str, object]]] = {
-    MICROSOFT: {},
-    PYMSSQL: {"appname": "delayline"},
-}
+DRIVER_ARGUMENTS: Final[dict[str, dict[str, object]]] = {MICROSOFT: {}, PYMSSQL: {"appname": "delayline"}}
 NO_LIBRARY: Final = "Failed to load the driver"  # in mssql-python's error for a missing library
 UNKNOWN_OPTION: Final = "unexpected keyword argument"  # in the TypeError that pymssql raises for it
 CHECK_URL: Final = "Check the user, the password and the options in the URL"
 #: English, because errors are matched by text where they have no number; and a limit for lock waits.
-SESSION: Final = (
+SET_UP_SESSION: Final = (
     "SET LANGUAGE us_english; SET XACT_ABORT OFF; SET TRANSACTION ISOLATION LEVEL READ COMMITTED; "
     "SET LOCK_TIMEOUT 10000;"
 )
@@ -75,10 +72,10 @@ class SqlServerConnections(ServerConnections):
         self.errors = SqlServerErrors(self)
         try:
             try:
-                super().__init__(url, connect_args=CONNECT_ARGS[self.driver], **style)
+                super().__init__(url, connect_args=DRIVER_ARGUMENTS[self.driver], **style)
             except MissingExtra as error:  # SQL can be shown without a driver: connecting raises it
                 self.missing = error
-                super().__init__(url, connect_args=CONNECT_ARGS[self.driver], module=NoDriver, **style)
+                super().__init__(url, connect_args=DRIVER_ARGUMENTS[self.driver], module=NoDriver, **style)
         except (ImportError, OSError, RuntimeError) as error:
             if isinstance(error, ConfigurationError):
                 raise
@@ -93,8 +90,10 @@ class SqlServerConnections(ServerConnections):
         """Connect once. Raises BackendUnusable for a version that is too old."""
         with self.connect() as connection:
             [(product, version)] = run(connection, PRODUCT)
-        if str(product).startswith(BOXED) and int(str(version).split(".")[0]) < OLDEST:
-            raise BackendUnusable(f"{self} is version {version}; delayline needs {OLDEST} (SQL Server 2016) or newer")
+        if str(product).startswith(BOXED) and int(str(version).split(".")[0]) < OLDEST_SQL_SERVER:
+            raise BackendUnusable(
+                f"{self} is version {version}; delayline needs {OLDEST_SQL_SERVER} (SQL Server 2016) or newer"
+            )
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit, at READ COMMITTED: READPAST works at no other level."""
@@ -116,7 +115,7 @@ class SqlServerConnections(ServerConnections):
             ):  # of a class that means a mistake in a statement, and there was none
                 raise BackendUnusable(f"cannot connect to {self}: {text_of(error)}. {CHECK_URL}") from error
             raise
-        run(connection, SESSION)
+        run(connection, SET_UP_SESSION)
         return connection
 
     @property

@@ -146,7 +146,7 @@ class SqlServerBulk(BulkStatements):
                 f"a forecast of so many messages needs SQL Server 2016 SP1 CU2 or newer: {self._dialect} has no "
                 f"histograms ({text_of(error)})"
             ) from error
-        [(rows,)] = run(connection, ROWS.format(mark=self._dialect.connections.mark), name)
+        [(rows,)] = run(connection, ROWS_COUNTED.format(mark=self._dialect.connections.mark), name)
         below = [_rows_before(edge, steps) for edge in edges]
         counted = sum(between + equal for _, between, equal in steps)
         scale = float(rows or 0) / counted if counted else 0.0
@@ -227,7 +227,7 @@ WHERE kept.object_id = OBJECT_ID({mark}) AND kept.name = {mark}
 ORDER BY step.step_number
 """
 #: How many rows a table has, as its partitions have counted them.
-ROWS: Final = "SELECT SUM(rows) FROM sys.partitions WHERE object_id = OBJECT_ID({mark}) AND index_id IN (0, 1)"
+ROWS_COUNTED: Final = "SELECT SUM(rows) FROM sys.partitions WHERE object_id = OBJECT_ID({mark}) AND index_id IN (0, 1)"
 
 
 def _rows_before(edge: datetime, steps: Sequence[tuple[datetime, float, float]]) -> float:

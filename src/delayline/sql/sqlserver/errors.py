@@ -30,11 +30,11 @@ NOT_LOADED: Final = (
 DUPLICATE_KEY: Final = frozenset({2627, 2601})
 ALREADY_THERE: Final = frozenset({2714, 1913})
 #: After the following errors the server has rolled the transaction back.
-ROLLED_BACK: Final = frozenset({1205, 3903, 3930, 3998})
-LOST: Final = 20003
+ROLLED_BACK_NUMBERS: Final = frozenset({1205, 3903, 3930, 3998})
+CONNECTION_LOST: Final = 20003
 ENDED: Final = "delayline: the transaction has ended"
 """The text of the error of ours for a statement whose transaction an earlier error has ended."""
-READ_ONLY: Final = 3906
+DATABASE_READ_ONLY: Final = 3906
 NO_SUCH_OBJECT: Final = 208
 
 #: Prefixes or parts of error texts, the most specific first.
@@ -60,7 +60,7 @@ SIGNS: Final = {
     "is not able to access the database": 916,
     "Operand type clash": 206,
     "Implicit conversion from data type": 257,
-    "because the database is read-only": READ_ONLY,
+    "because the database is read-only": DATABASE_READ_ONLY,
     "The current transaction cannot be committed": 3930,
     "has no corresponding BEGIN TRANSACTION": 3903,
     ENDED: 3903,
@@ -102,7 +102,7 @@ SAME: Final = (
     "end: {cause}. Give the message another id"
 )
 FULL: Final = "{place} has no space left: {cause}"
-LATER: Final = "{place} cannot do that now: {cause}"
+NOT_NOW: Final = "{place} cannot do that now: {cause}"
 
 #: Errors that pass by themselves, most of them Azure's: the service scales, moves a database or limits its use.
 #: https://learn.microsoft.com/azure/azure-sql/database/troubleshoot-common-errors-issues
@@ -139,11 +139,11 @@ TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
     257: (BackendUnusable, SHAPE),
     262: (BackendUnusable, RIGHTS),
     650: (BackendUnusable, "{place} does not run at READ COMMITTED: {cause}. Set its isolation level to that"),
-    701: (BackendUnavailable, LATER),
+    701: (BackendUnavailable, NOT_NOW),
     911: (BackendUnusable, "{place} does not exist: {cause}. Create it"),
     916: (BackendUnusable, RIGHTS),
     1105: (StorageFull, FULL),
-    1204: (BackendUnavailable, LATER),
+    1204: (BackendUnavailable, NOT_NOW),
     1205: (BackendUnavailable, "{place} gave this transaction up in favour of another: {cause}"),
     1222: (BackendUnavailable, "{place} did not get a lock in time: {cause}"),
     1913: (BackendUnusable, "{place} has something else of that name: {cause}. Name another table_name"),
@@ -153,7 +153,10 @@ TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
     2714: (BackendUnusable, "{place} has something else of that name: {cause}. Name another table_name"),
     2760: (BackendUnusable, "{place} has no such schema: {cause}. Create it, or leave out `schema`"),
     3903: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
-    READ_ONLY: (BackendUnavailable, "{place} is read-only, a secondary perhaps: {cause}. Name the primary in the URL"),
+    DATABASE_READ_ONLY: (
+        BackendUnavailable,
+        "{place} is read-only, a secondary perhaps: {cause}. Name the primary in the URL",
+    ),
     3930: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
     3998: (BackendUnavailable, "{place} has ended this transaction: {cause}"),
     4060: (
@@ -171,10 +174,10 @@ TRANSLATIONS: Final[dict[int, tuple[type[Exception], str]]] = {
         BackendUnusable,
         "{place} has a trigger on a table of delayline's, whose statements return what they delete: {cause}. Remove it",
     ),
-    601: (BackendUnavailable, LATER),
-    **dict.fromkeys(TRANSIENT, (BackendUnavailable, LATER)),
+    601: (BackendUnavailable, NOT_NOW),
+    **dict.fromkeys(TRANSIENT, (BackendUnavailable, NOT_NOW)),
 }
-KNOWN: Final = TRANSLATIONS.keys() | DUPLICATE_KEY | ALREADY_THERE | ROLLED_BACK
+KNOWN: Final = TRANSLATIONS.keys() | DUPLICATE_KEY | ALREADY_THERE | ROLLED_BACK_NUMBERS
 #: The heading of pymssql's errors; "General SQL Server error" follows if the server sent a text itself.
 FRAME: Final = re.compile(
     r"DB-Lib error message [0-9]+, severity [0-9]+:(\s*General SQL Server error[^\n]*)?|(?<=\n)Net-Lib error during "
@@ -241,11 +244,11 @@ class SqlServerErrors(ServerErrors):
 
     def outdates_sessions(self, error: Exception) -> bool:
         """Return whether the database is read-only."""
-        return number_of(error) == READ_ONLY
+        return number_of(error) == DATABASE_READ_ONLY
 
     def has_rolled_back(self, error: Exception) -> bool:
         """Return whether the server has rolled back the whole transaction: the next statement would be outside it."""
-        return number_of(error) in ROLLED_BACK
+        return number_of(error) in ROLLED_BACK_NUMBERS
 
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""

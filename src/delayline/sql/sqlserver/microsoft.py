@@ -35,7 +35,7 @@ NULL: Final = (WVARCHAR, 1, 0)
 #: The driver sends all rows of a batch at once, and the server goes on behind a row whose error has ended the
 #: transaction: there each statement would commit by itself.
 WITHIN_TRANSACTION: Final = f"IF @@TRANCOUNT = 0 RAISERROR(N'{ENDED}', 16, 1) ELSE "
-NUMBER: Final = re.compile(r"\((-?[0-9]+)\)$")
+ERROR_NUMBER: Final = re.compile(r"\((-?[0-9]+)\)$")
 
 
 def declared(values: Iterable[object]) -> Declared:
@@ -108,7 +108,7 @@ class DeclaringCursor(Cursor):
         super()._reset_cursor()
 
     def _number(self, error: Exception) -> None:
-        found = (NUMBER.search(str(record[0])) for record in (*self.messages, *self._diagnostics))
+        found = (ERROR_NUMBER.search(str(record[0])) for record in (*self.messages, *self._diagnostics))
         error.sqlserver_number = next((int(number[1]) for number in found if number and number[1] != "0"), 0)  # type: ignore[attr-defined]
 
     def _records(self) -> Sequence[Any]:

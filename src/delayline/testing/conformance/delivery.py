@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import pytest
 import pytest_asyncio
 
+from delayline.clock import ONE_HOUR, ONE_SECOND
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.mover import scope_between
 from delayline.delayed.store import (
@@ -259,10 +260,6 @@ class DeliveryFixtures:
             await scenario.transport.stop()
 
 
-SECOND = timedelta(seconds=1)
-HOUR = timedelta(hours=1)
-
-
 class DeliveryTiming(DeliveryFixtures):
     """Arrival."""
 
@@ -272,16 +269,16 @@ class DeliveryTiming(DeliveryFixtures):
     ) -> None:
         """Not a microsecond before its due time, and at it; then the store is empty."""
         async with scenario.endpoint(mode) as endpoint:
-            await endpoint.send(ENDPOINT, b"body", message_id="m", delay=5 * SECOND, headers={"k": "v"})
-            await scenario.poller_sleeps(AT + 5 * SECOND)
-            await scenario.clock.advance(5 * SECOND - TICK)
+            await endpoint.send(ENDPOINT, b"body", message_id="m", delay=5 * ONE_SECOND, headers={"k": "v"})
+            await scenario.poller_sleeps(AT + 5 * ONE_SECOND)
+            await scenario.clock.advance(5 * ONE_SECOND - TICK)
             assert scenario.handled == []
             await scenario.clock.advance(TICK)
             await scenario.happens(Event.HANDLED)
             await scenario.removed(1)
             [(message, at)] = scenario.handled
             assert (message.id, message.body, message.headers["k"]) == ("m", b"body", "v")
-            assert at == AT + 5 * SECOND
+            assert at == AT + 5 * ONE_SECOND
             await scenario.nothing_waits()
 
     async def test_a_past_due_time_is_now(self, scenario: DeliveryScenario) -> None:
@@ -296,7 +293,7 @@ class DeliveryTiming(DeliveryFixtures):
         """An endpoint that was down for a day catches up."""
         endpoint = scenario.endpoint()
         async with endpoint:
-            await send_all(endpoint, ["a", "b", "c"], HOUR)
+            await send_all(endpoint, ["a", "b", "c"], ONE_HOUR)
         scenario.clock.set(AT + timedelta(days=1))
         async with endpoint:
             await scenario.happens(Event.HANDLED, 3)
@@ -307,9 +304,9 @@ class DeliveryTiming(DeliveryFixtures):
         """Many messages due at the same instant: each handled once, the store empty at the end."""
         ids = [f"m{number}" for number in range(self.burst)]
         async with scenario.endpoint(mode) as endpoint:
-            await send_all(endpoint, ids, 25 * SECOND)
+            await send_all(endpoint, ids, 25 * ONE_SECOND)
             assert scenario.handled == []
-            await scenario.advance_to(AT + 25 * SECOND)
+            await scenario.advance_to(AT + 25 * ONE_SECOND)
             await scenario.signals.wait_for(Event.HANDLED, self.burst, timeout=100)
             await scenario.removed(self.burst)
             assert sorted(scenario.handled_ids()) == sorted(ids)
@@ -319,30 +316,30 @@ class DeliveryTiming(DeliveryFixtures):
         """It sleeps for a message due in two minutes; a message due in five seconds comes in five seconds."""
         async with scenario.endpoint() as endpoint:
             left = scenario.note_dispatches()
-            await endpoint.send(ENDPOINT, b"", message_id="later", delay=120 * SECOND)
-            await scenario.poller_sleeps(AT + 60 * SECOND)
-            await endpoint.send(ENDPOINT, b"", message_id="sooner", delay=5 * SECOND)
-            await scenario.advance_to(AT + 5 * SECOND)
+            await endpoint.send(ENDPOINT, b"", message_id="later", delay=120 * ONE_SECOND)
+            await scenario.poller_sleeps(AT + 60 * ONE_SECOND)
+            await endpoint.send(ENDPOINT, b"", message_id="sooner", delay=5 * ONE_SECOND)
+            await scenario.advance_to(AT + 5 * ONE_SECOND)
             await scenario.happens(Event.HANDLED)
             assert scenario.handled_ids() == ["sooner"]
             await scenario.comes(Event.HANDLED, 2)
-            assert left == [AT + 5 * SECOND, AT + 120 * SECOND]
+            assert left == [AT + 5 * ONE_SECOND, AT + 120 * ONE_SECOND]
 
     async def test_messages_of_other_processes_arrive_within_a_minute(self, scenario: DeliveryScenario) -> None:
         """The sleep is capped: no signal is needed for safety."""
         left = scenario.note_dispatches()
         async with scenario.endpoint():
-            await scenario.poller_sleeps(AT + 60 * SECOND)
+            await scenario.poller_sleeps(AT + 60 * ONE_SECOND)
             await scenario.store.store(delayed(due=AT, destination=ENDPOINT))
             await scenario.comes(Event.HANDLED)
-        assert left[0] <= AT + 60 * SECOND
+        assert left[0] <= AT + 60 * ONE_SECOND
 
     async def test_messages_of_other_processes_wake_the_poller(self, scenario: DeliveryScenario) -> None:
         """With wake-ups it arrives while the clock stands still."""
         if not isinstance(scenario.store, SupportsNotifications):
             pytest.skip("not claimed: SupportsNotifications")
         async with scenario.endpoint():
-            await scenario.poller_sleeps(AT + 60 * SECOND)
+            await scenario.poller_sleeps(AT + 60 * ONE_SECOND)
             await scenario.store.store(delayed(due=AT, destination=ENDPOINT))
             await scenario.happens(Event.HANDLED)
         assert scenario.handled[0][1] == AT
@@ -355,20 +352,20 @@ class DeliveryTiming(DeliveryFixtures):
             expected = []
             for number in range(40):
                 position = number * 7 % 20
-                delay = (position + 1) * SECOND
+                delay = (position + 1) * ONE_SECOND
                 message_id = await endpoint.send(ENDPOINT, b"", delay=delay)
                 expected.append((position, number if self.keeps_order else 0, message_id))
-            await scenario.poller_sleeps(AT + SECOND)
-            await scenario.clock.advance(HOUR)
+            await scenario.poller_sleeps(AT + ONE_SECOND)
+            await scenario.clock.advance(ONE_HOUR)
             await scenario.happens(Event.HANDLED, 40)
         assert scenario.handled_ids() == [message_id for _, _, message_id in sorted(expected)]
 
     async def test_a_message_sent_twice_with_one_id_arrives_once(self, scenario: DeliveryScenario) -> None:
         """Repeating a delayed send while it waits changes nothing."""
         async with scenario.endpoint() as endpoint:
-            await endpoint.send(ENDPOINT, b"first", message_id="m", delay=5 * SECOND)
-            await endpoint.send(ENDPOINT, b"second", message_id="m", delay=9 * SECOND)
-            await endpoint.send(ENDPOINT, b"end", message_id="end", delay=20 * SECOND)
+            await endpoint.send(ENDPOINT, b"first", message_id="m", delay=5 * ONE_SECOND)
+            await endpoint.send(ENDPOINT, b"second", message_id="m", delay=9 * ONE_SECOND)
+            await endpoint.send(ENDPOINT, b"end", message_id="end", delay=20 * ONE_SECOND)
             await scenario.comes(Event.HANDLED, 2)
         assert [(message.id, message.body) for message, _ in scenario.handled] == [("m", b"first"), ("end", b"end")]
 
@@ -376,35 +373,35 @@ class DeliveryTiming(DeliveryFixtures):
         """The poller's sleep ends by elapsed time; it looks at the clock again and goes on waiting."""
         left = scenario.note_dispatches()
         async with scenario.endpoint() as endpoint:
-            await endpoint.send(ENDPOINT, b"", delay=30 * SECOND)
-            await scenario.poller_sleeps(AT + 30 * SECOND)
+            await endpoint.send(ENDPOINT, b"", delay=30 * ONE_SECOND)
+            await scenario.poller_sleeps(AT + 30 * ONE_SECOND)
             await settle()
-            scenario.clock.set(AT - HOUR)
+            scenario.clock.set(AT - ONE_HOUR)
             await scenario.comes(Event.HANDLED)
-        assert left == [AT + 30 * SECOND]
+        assert left == [AT + 30 * ONE_SECOND]
 
     async def test_a_clock_that_steps_forward_is_noticed_within_a_minute(self, scenario: DeliveryScenario) -> None:
         """Due by the new time, it leaves at the end of the sleep at the latest."""
         left = scenario.note_dispatches()
         async with scenario.endpoint() as endpoint:
-            await endpoint.send(ENDPOINT, b"", delay=HOUR)
-            await scenario.poller_sleeps(AT + 60 * SECOND)
+            await endpoint.send(ENDPOINT, b"", delay=ONE_HOUR)
+            await scenario.poller_sleeps(AT + 60 * ONE_SECOND)
             await settle()
-            scenario.clock.set(AT + 2 * HOUR)
+            scenario.clock.set(AT + 2 * ONE_HOUR)
             await scenario.comes(Event.HANDLED)
-        assert AT + 2 * HOUR <= left[0] <= AT + 2 * HOUR + 60 * SECOND
+        assert AT + 2 * ONE_HOUR <= left[0] <= AT + 2 * ONE_HOUR + 60 * ONE_SECOND
 
     async def test_a_message_locked_by_another_process_is_not_hammered(self, scenario: DeliveryScenario) -> None:
         """The poller looks again now and then, not in a tight loop, and others arrive meanwhile."""
         async with scenario.endpoint() as endpoint:
-            await scenario.poller_sleeps(AT + 60 * SECOND)
-            await scenario.store.store(delayed("theirs", AT + SECOND, destination=ENDPOINT))
-            assert await scenario.store.fetch_next_due(AT + SECOND) is not None  # before the poller may
-            await endpoint.send(ENDPOINT, b"", message_id="mine", delay=2 * SECOND)
+            await scenario.poller_sleeps(AT + 60 * ONE_SECOND)
+            await scenario.store.store(delayed("theirs", AT + ONE_SECOND, destination=ENDPOINT))
+            assert await scenario.store.fetch_next_due(AT + ONE_SECOND) is not None  # before the poller may
+            await endpoint.send(ENDPOINT, b"", message_id="mine", delay=2 * ONE_SECOND)
             before, started = scenario.store.calls(*FETCH), scenario.clock.now()
             await scenario.comes(Event.HANDLED)
             assert scenario.handled_ids() == ["mine"]
-            seconds = (scenario.clock.now() - started) / SECOND  # time goes on until a busy machine has handled it
+            seconds = (scenario.clock.now() - started) / ONE_SECOND  # time goes on until a busy machine has handled it
             assert scenario.store.calls(*FETCH) - before < 50 * seconds
 
     async def test_headers_arrive_as_sent(self, scenario: DeliveryScenario) -> None:
@@ -415,7 +412,7 @@ class DeliveryTiming(DeliveryFixtures):
         }
         stored = Message("m", AWKWARD_HEADERS | properties, b"body")
         async with scenario.endpoint():
-            await scenario.store.store(DelayedMessage(stored, ENDPOINT, AT + SECOND))
+            await scenario.store.store(DelayedMessage(stored, ENDPOINT, AT + ONE_SECOND))
             await scenario.comes(Event.HANDLED)
         assert dict(scenario.handled[0][0].headers) == AWKWARD_HEADERS
 
@@ -428,14 +425,14 @@ class DeliveryTiming(DeliveryFixtures):
 
         @endpoint.handler
         async def handle(message: Message, context: MessageContext) -> None:
-            await context.send(OTHER_QUEUE, f"attempt {context.attempt}", delay=5 * SECOND)
+            await context.send(OTHER_QUEUE, f"attempt {context.attempt}", delay=5 * ONE_SECOND)
             if context.attempt == 1:
                 raise RuntimeError("the first attempt fails")
 
         async with endpoint:
             await endpoint.send(ENDPOINT, b"")
             await scenario.happens(Event.HANDLED)
-            await scenario.advance_to(AT + 5 * SECOND)
+            await scenario.advance_to(AT + 5 * ONE_SECOND)
             await scenario.removed(1)
             [message] = await scenario.received(OTHER_QUEUE)
             assert message.text == "attempt 2"
@@ -444,7 +441,7 @@ class DeliveryTiming(DeliveryFixtures):
             await scenario.nothing_waits()
 
 
-DUE_IN_5_SECONDS = AT + 5 * SECOND
+DUE_IN_5_SECONDS = AT + 5 * ONE_SECOND
 BROKEN = "broken"
 #: The headers that describe a failure.
 FAILURE = [
@@ -485,7 +482,7 @@ UNUSABLE_ID_VALUES = {"300 characters": "i" * 300, "a lone surrogate": "a\ud800b
 async def send_checked(endpoint: Endpoint, ids: Sequence[str]) -> None:
     """Send delayed messages to ELSEWHERE, each after the other."""
     for message_id in ids:
-        await endpoint.send(OTHER_QUEUE, b"", message_id=message_id, delay=5 * SECOND)
+        await endpoint.send(OTHER_QUEUE, b"", message_id=message_id, delay=5 * ONE_SECOND)
 
 
 def broken() -> Fault:
@@ -508,7 +505,7 @@ class DeliveryFailures(DeliveryFixtures):
         )
         async with scenario.endpoint(mode, number_of_retries=retries) as endpoint:
             await endpoint.send(
-                BROKEN, b"body", message_id="m", headers={"mine": "kept"}, delay=5 * SECOND, check_destination=False
+                BROKEN, b"body", message_id="m", headers={"mine": "kept"}, delay=5 * ONE_SECOND, check_destination=False
             )
             await scenario.comes(Event.MOVED_TO_ERROR)
             [message] = await scenario.received("error")
@@ -529,11 +526,11 @@ class DeliveryFailures(DeliveryFixtures):
         """Messages due with it and after it arrive while the clock stands still."""
         scenario.transport.inject(broken())
         async with scenario.endpoint(mode, number_of_retries=3) as endpoint:
-            await send_all(endpoint, ["bad"], 4 * SECOND, BROKEN)
-            await send_all(endpoint, ["a", "b", "c"], 5 * SECOND)
-            await scenario.poller_sleeps(AT + 4 * SECOND)
+            await send_all(endpoint, ["bad"], 4 * ONE_SECOND, BROKEN)
+            await send_all(endpoint, ["a", "b", "c"], 5 * ONE_SECOND)
+            await scenario.poller_sleeps(AT + 4 * ONE_SECOND)
             scenario.clock.set(DUE_IN_5_SECONDS)
-            await scenario.clock.advance(4 * SECOND)
+            await scenario.clock.advance(4 * ONE_SECOND)
             await scenario.happens(Event.HANDLED, 3)
         assert sorted(scenario.handled_ids()) == ["a", "b", "c"]
 
@@ -541,13 +538,13 @@ class DeliveryFailures(DeliveryFixtures):
         """It waits longer each time, instead of being hammered."""
         scenario.transport.inject(broken())
         async with scenario.endpoint(number_of_retries=4) as endpoint:
-            await endpoint.send(BROKEN, b"", delay=5 * SECOND, check_destination=False)
+            await endpoint.send(BROKEN, b"", delay=5 * ONE_SECOND, check_destination=False)
             await scenario.comes(Event.MOVED_TO_ERROR)
         backed_off = [facts(record)["until"] for record in scenario.signals.records(Event.BACKED_OFF)]
         gaps = [later - earlier for earlier, later in itertools.pairwise(backed_off)]
         assert len(backed_off) == 4
         assert gaps == sorted(gaps)
-        assert gaps[0] >= SECOND
+        assert gaps[0] >= ONE_SECOND
 
     @pytest.mark.parametrize("mode", EVERY_MODE)
     async def test_a_missing_destination_goes_to_the_error_queue_at_once(
@@ -555,8 +552,8 @@ class DeliveryFailures(DeliveryFixtures):
     ) -> None:
         """Trying again would not help; the others in the batch arrive."""
         async with scenario.endpoint(mode, number_of_retries=7) as endpoint:
-            await send_all(endpoint, ["lost"], 5 * SECOND, "nowhere")
-            await send_all(endpoint, ["good"], 5 * SECOND)
+            await send_all(endpoint, ["lost"], 5 * ONE_SECOND, "nowhere")
+            await send_all(endpoint, ["good"], 5 * ONE_SECOND)
             await scenario.advance_to(DUE_IN_5_SECONDS)
             await scenario.happens(Event.HANDLED)
             await scenario.happens(Event.MOVED_TO_ERROR)
@@ -573,7 +570,7 @@ class DeliveryFailures(DeliveryFixtures):
         """Nothing is removed before the next place has it."""
         scenario.transport.inject(Fault("dispatch", error=RuntimeError("no"), when=functools.partial(to, "error")))
         async with scenario.endpoint(mode) as endpoint:
-            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND, check_destination=False)
+            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * ONE_SECOND, check_destination=False)
             await scenario.comes(Event.ERROR_MOVE_FAILED, 3)
             assert await scenario.store.next_due() is not None
             scenario.transport.heal()
@@ -590,12 +587,12 @@ class DeliveryFailures(DeliveryFixtures):
         scenario.transport.inject(Fault("has_queue", before=lambda: asked.append("!")))
         async with scenario.endpoint() as endpoint:
             with pytest.raises(QueueNotFound, match=r"'elsewhere2' does not exist.*check_destination=False") as refused:
-                await endpoint.send("elsewhere2", b"", delay=5 * SECOND)
+                await endpoint.send("elsewhere2", b"", delay=5 * ONE_SECOND)
             assert refused.value.similar in {(), (OTHER_QUEUE,)}
             assert await scenario.store.next_due() is None
             await send_checked(endpoint, ["a", "b", "c"])
             assert len(asked) == 2
-            await endpoint.send("elsewhere2", b"", delay=5 * SECOND, check_destination=False)
+            await endpoint.send("elsewhere2", b"", delay=5 * ONE_SECOND, check_destination=False)
             assert len(asked) == 2
 
     async def test_a_destination_that_cannot_be_looked_for_is_stored(self, scenario: DeliveryScenario) -> None:
@@ -604,7 +601,7 @@ class DeliveryFailures(DeliveryFixtures):
             pytest.skip("not claimed: SupportsQueueLookup")
         scenario.transport.inject(Fault("has_queue", error=BackendUnavailable("no answer")))
         async with scenario.endpoint() as endpoint:
-            await endpoint.send(OTHER_QUEUE, b"", delay=5 * SECOND)
+            await endpoint.send(OTHER_QUEUE, b"", delay=5 * ONE_SECOND)
             assert await scenario.store.next_due() is not None
 
     async def test_an_error_queue_that_does_not_exist_loses_nothing(self, scenario: DeliveryScenario) -> None:
@@ -619,7 +616,7 @@ class DeliveryFailures(DeliveryFixtures):
             on_critical_error=scenario.note_critical,
         )
         async with endpoint:
-            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * SECOND, check_destination=False)
+            await endpoint.send("nowhere", b"body", message_id="m", delay=5 * ONE_SECOND, check_destination=False)
             await scenario.comes(Event.ERROR_MOVE_FAILED, 2)
             assert await scenario.store.next_due() is not None
             await scenario.transport.setup_infrastructure(["errors-of-another-name"])
@@ -645,8 +642,8 @@ class DeliveryFailures(DeliveryFixtures):
         scenario.store.inject(Fault(STORE, error=BackendUnavailable("gone for a second"), calls=1))
         async with scenario.endpoint(mode) as endpoint:
             with pytest.raises(BackendUnavailable, match="gone for a second"):
-                await scenario.runs_until(endpoint.send(ENDPOINT, b"", delay=5 * SECOND))
-            await endpoint.send(ENDPOINT, b"", message_id="second", delay=5 * SECOND)
+                await scenario.runs_until(endpoint.send(ENDPOINT, b"", delay=5 * ONE_SECOND))
+            await endpoint.send(ENDPOINT, b"", message_id="second", delay=5 * ONE_SECOND)
             await scenario.comes(Event.HANDLED)
         assert scenario.handled_ids() == ["second"]
         assert scenario.signals.count(Event.MOVED_TO_ERROR) == 0
@@ -661,7 +658,7 @@ class DeliveryFailures(DeliveryFixtures):
 
         @endpoint.handler
         async def handle(message: Message, context: MessageContext) -> None:
-            await context.send(OTHER_QUEUE, b"", delay=5 * SECOND)
+            await context.send(OTHER_QUEUE, b"", delay=5 * ONE_SECOND)
 
         async with endpoint:
             await endpoint.send(ENDPOINT, b"body", message_id="m")
@@ -680,7 +677,7 @@ class DeliveryFailures(DeliveryFixtures):
         """Not an obscure error from the depths."""
         async with Endpoint("plain", transport=scenario.transport, clock=scenario.clock) as endpoint:
             with pytest.raises(ConfigurationError, match="delayed_delivery="):
-                await endpoint.send(ENDPOINT, b"", delay=SECOND)
+                await endpoint.send(ENDPOINT, b"", delay=ONE_SECOND)
 
     @pytest.mark.parametrize("failure", FAILURES)
     async def test_a_handler_may_fail_with_anything(self, scenario: DeliveryScenario, failure: str) -> None:
@@ -754,7 +751,7 @@ class DeliveryFaults(DeliveryFixtures):
     ) -> None:
         """While the process runs and its log is complete, every message is handled exactly once."""
         async with scenario.endpoint(mode, number_of_retries=3) as endpoint:
-            await send_all(endpoint, IDS, 5 * SECOND)
+            await send_all(endpoint, IDS, 5 * ONE_SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             part = scenario.transport if step == "dispatch" else scenario.store
             part.inject(Fault(step, error=error, calls=1))
@@ -774,7 +771,7 @@ class DeliveryFaults(DeliveryFixtures):
         if step == FETCH and not scenario.transactional:
             pytest.skip("not claimed: a fetch that is rolled back; its lock ends with the lease, in real time")
         async with endpoint:
-            await send_all(endpoint, IDS, 5 * SECOND)
+            await send_all(endpoint, IDS, 5 * ONE_SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             part = scenario.transport if step == "dispatch" else scenario.store
             part.inject(Fault(step, error=error, calls=1, takes_effect=True))
@@ -794,7 +791,7 @@ class DeliveryFaults(DeliveryFixtures):
         @endpoint.handler
         async def handle(message: Message, context: MessageContext) -> None:
             await context.send(OTHER_QUEUE, b"", message_id="now")
-            await context.send(OTHER_QUEUE, b"", message_id="later", delay=5 * SECOND)
+            await context.send(OTHER_QUEUE, b"", message_id="later", delay=5 * ONE_SECOND)
 
         async with endpoint:
             scenario.transport.inject(
@@ -811,10 +808,10 @@ class DeliveryFaults(DeliveryFixtures):
         """Dispatched messages are invisible until the commit."""
         gate, reached = asyncio.Event(), asyncio.Event()
         async with scenario.endpoint(TransactionMode.TRANSACTION_SCOPE) as endpoint:
-            await send_all(endpoint, IDS, 5 * SECOND)
+            await send_all(endpoint, IDS, 5 * ONE_SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.store.inject(Fault("commit", calls=1, before=reached.set, until=gate))
-            await scenario.clock.advance(5 * SECOND)
+            await scenario.clock.advance(5 * ONE_SECOND)
             async with asyncio.timeout(PATIENCE):
                 await reached.wait()
             await settle()
@@ -832,11 +829,11 @@ class DeliveryFaults(DeliveryFixtures):
         gate, reached = asyncio.Event(), asyncio.Event()
         endpoint = scenario.endpoint(mode, batch_size=4)
         async with endpoint:
-            await send_all(endpoint, IDS, 5 * SECOND)
+            await send_all(endpoint, IDS, 5 * ONE_SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             part = scenario.transport if step == "dispatch" else scenario.store
             part.inject(Fault(step, calls=2, before=reached.set, until=gate))
-            await scenario.clock.advance(5 * SECOND)
+            await scenario.clock.advance(5 * ONE_SECOND)
             async with asyncio.timeout(PATIENCE):
                 await reached.wait()
             stopping = asyncio.create_task(endpoint.stop())
@@ -874,20 +871,20 @@ class DeliveryBreakers(DeliveryFixtures):
         async with scenario.endpoint() as endpoint:
             scenario.store.inject(Fault(STORE, error=BackendUnavailable("down")))
             with pytest.raises(BackendUnavailable):
-                await scenario.runs_until(endpoint.send(ENDPOINT, b"", delay=SECOND))
-            await scenario.clock.advance(100 * SECOND)
+                await scenario.runs_until(endpoint.send(ENDPOINT, b"", delay=ONE_SECOND))
+            await scenario.clock.advance(100 * ONE_SECOND)
         assert scenario.critical == []
 
     async def test_storing_keeps_failing(self, scenario: DeliveryScenario) -> None:
         """The store's breaker."""
         scenario.store.inject(Fault(STORE, error=BackendUnavailable("down")))
-        trigger = 5 * SECOND
+        trigger = 5 * ONE_SECOND
         async with scenario.endpoint(store_breaker=trigger) as endpoint:
 
             async def keep_sending() -> None:
                 while not scenario.critical:
                     with pytest.raises(BackendUnavailable):
-                        await endpoint.send(ENDPOINT, b"", delay=SECOND)
+                        await endpoint.send(ENDPOINT, b"", delay=ONE_SECOND)
                     await scenario.clock.sleep(0.1)  # time stands still while the store is at work
 
             sending = asyncio.create_task(keep_sending())
@@ -895,7 +892,7 @@ class DeliveryBreakers(DeliveryFixtures):
             assert scenario.clock.now() >= AT + trigger
             await scenario.runs_until(asyncio.wait_for(sending, PATIENCE))
             scenario.store.heal()
-            await endpoint.send(ENDPOINT, b"", message_id="m", delay=SECOND)
+            await endpoint.send(ENDPOINT, b"", message_id="m", delay=ONE_SECOND)
             await scenario.comes(Event.HANDLED)
         assert scenario.handled_ids() == ["m"]
 
@@ -903,11 +900,11 @@ class DeliveryBreakers(DeliveryFixtures):
     async def test_fetching_keeps_failing(self, scenario: DeliveryScenario, step: Step) -> None:
         """The fetch breaker: for a store whose fetch fails, and for a store whose `next_due` fails."""
         async with scenario.endpoint() as endpoint:
-            await send_all(endpoint, IDS, 5 * SECOND)
+            await send_all(endpoint, IDS, 5 * ONE_SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.store.inject(Fault(step, error=BackendUnavailable("down")))
             await self.critical(scenario, "Failed to fetch due delayed messages from the storage")
-            assert scenario.clock.now() >= DUE_IN_5_SECONDS + 30 * SECOND
+            assert scenario.clock.now() >= DUE_IN_5_SECONDS + 30 * ONE_SECOND
             scenario.store.heal()
             await scenario.comes(Event.HANDLED, len(IDS))
         assert Counter(scenario.handled_ids()) == Counter(IDS)
@@ -921,12 +918,12 @@ class DeliveryBreakers(DeliveryFixtures):
         async with scenario.endpoint(mode) as endpoint:
             if step == "commit" and not scenario.shared:
                 pytest.skip("not claimed: one transaction over transport and store; sends are removed without")
-            await send_all(endpoint, IDS, 5 * SECOND)
+            await send_all(endpoint, IDS, 5 * ONE_SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             part = scenario.transport if step == "dispatch" else scenario.store
             part.inject(Fault(step, error=BackendUnavailable("down")))
             await self.critical(scenario, "Failed to dispatch delayed messages to destination")
-            assert scenario.clock.now() >= DUE_IN_5_SECONDS + 30 * SECOND
+            assert scenario.clock.now() >= DUE_IN_5_SECONDS + 30 * ONE_SECOND
             scenario.heal()
             await scenario.comes(Event.HANDLED, len(IDS))
             await scenario.runs_until(scenario.removed(len(IDS)))
@@ -938,10 +935,10 @@ class DeliveryBreakers(DeliveryFixtures):
         """More than a failed recovery a second, over half a minute; and nothing is lost by it."""
         ids = [f"m{number}" for number in range(40)]
         async with scenario.endpoint(mode) as endpoint:
-            await send_all(endpoint, ids, 5 * SECOND)
+            await send_all(endpoint, ids, 5 * ONE_SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.transport.inject(Fault("dispatch", error=RuntimeError("all dispatches fail")))
-            await scenario.clock.advance(5 * SECOND)
+            await scenario.clock.advance(5 * ONE_SECOND)
             # All of them: a message whose dispatch has failed, but not its move yet, would be moved once the transport
             # heals.
             await scenario.happens(Event.ERROR_MOVE_FAILED, len(ids))
@@ -960,7 +957,7 @@ class DeliveryBreakers(DeliveryFixtures):
             clock=scenario.clock,
         )
         async with endpoint:
-            await send_all(endpoint, IDS, 5 * SECOND)
+            await send_all(endpoint, IDS, 5 * ONE_SECOND)
             await scenario.poller_sleeps(DUE_IN_5_SECONDS)
             scenario.transport.inject(Fault("dispatch", error=BackendUnavailable("down")))
             await scenario.runs_until(asyncio.wait_for(endpoint.wait_stopped(), PATIENCE))
@@ -1156,12 +1153,7 @@ class DeliveryForwarding(DeliveryFixtures):
 
 
 class DeliveryConformance(
-    DeliveryTiming,
-    DeliveryFailures,
-    DeliveryFaults,
-    DeliveryBreakers,
-    DeliveryForwarding,
-    DeliveryBetweenProcesses,
+    DeliveryTiming, DeliveryFailures, DeliveryFaults, DeliveryBreakers, DeliveryForwarding, DeliveryBetweenProcesses
 ):
     """The delivery suite of an endpoint on a transport and a store: subclass it, override `make_backends`, run pytest.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from delayline.clock import SystemClock
+from delayline.clock import ONE_SECOND, SystemClock
 from delayline.endpoint import Endpoint
 from delayline.errors import InvalidMessage, NotStarted, QueueNotFound
 from delayline.message import Headers, Message
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.receiving.context import MessageContext
     from delayline.transport import Transport
-
-SECOND = timedelta(seconds=1)
 
 
 class Arrivals:
@@ -95,7 +93,7 @@ class NativeDeliveryConformance:
         arrivals = Arrivals(endpoint)
         async with endpoint:
             await endpoint.send(ENDPOINT, b"", message_id="long", delay=timedelta(days=3000))
-            await endpoint.send(ENDPOINT, b"", message_id="short", delay=SECOND)
+            await endpoint.send(ENDPOINT, b"", message_id="short", delay=ONE_SECOND)
             assert await arrivals.number(1) == ["short"]
 
     async def test_a_past_due_time_is_now(self, tmp_path: Path) -> None:
@@ -113,7 +111,7 @@ class NativeDeliveryConformance:
         endpoint = await self.make_endpoint(tmp_path)
         arrivals = Arrivals(endpoint)
         async with endpoint:
-            await endpoint.send(ENDPOINT, b"", message_id="m", delay=SECOND)
+            await endpoint.send(ENDPOINT, b"", message_id="m", delay=ONE_SECOND)
         async with endpoint:
             assert await arrivals.number(1) == ["m"]
 
@@ -124,7 +122,7 @@ class NativeDeliveryConformance:
         message = Message("m", AWKWARD_HEADERS, bytes(range(256)))
         async with endpoint:
             assert endpoint.delayed_delivery is not None
-            due = SystemClock().now() + SECOND
+            due = SystemClock().now() + ONE_SECOND
             await endpoint.delayed_delivery.defer(TransportOperation(message, ENDPOINT), due)
             await arrivals.number(1)
         assert arrivals.messages == [message]
@@ -135,8 +133,8 @@ class NativeDeliveryConformance:
         arrivals = Arrivals(endpoint)
         async with endpoint:
             with pytest.raises(QueueNotFound, match="nowhere"):
-                await endpoint.send("nowhere", b"", delay=SECOND)
-            await endpoint.send(ENDPOINT, b"", message_id="m", delay=SECOND)
+                await endpoint.send("nowhere", b"", delay=ONE_SECOND)
+            await endpoint.send(ENDPOINT, b"", message_id="m", delay=ONE_SECOND)
             assert await arrivals.number(1) == ["m"]
 
     async def test_a_message_that_expires_is_refused(self, tmp_path: Path) -> None:
@@ -144,17 +142,17 @@ class NativeDeliveryConformance:
         endpoint = await self.make_endpoint(tmp_path)
         async with endpoint:
             with pytest.raises(InvalidMessage, match="TimeToBeReceived"):
-                await endpoint.send(ENDPOINT, b"", headers={Headers.TIME_TO_BE_RECEIVED: "00:01:00"}, delay=SECOND)
+                await endpoint.send(ENDPOINT, b"", headers={Headers.TIME_TO_BE_RECEIVED: "00:01:00"}, delay=ONE_SECOND)
 
     async def test_nothing_is_delayed_before_the_start(self, tmp_path: Path) -> None:
         """An error, not a hang."""
         endpoint = await self.make_endpoint(tmp_path)
         with pytest.raises(NotStarted):
-            await endpoint.send(ENDPOINT, b"", delay=SECOND)
+            await endpoint.send(ENDPOINT, b"", delay=ONE_SECOND)
 
     async def test_a_handler_that_fails_is_tried_again_later(self, tmp_path: Path) -> None:
         """Delayed retries wait in the back end too; handlers see the same id."""
-        later = Recoverability(immediate_retries=0, delayed_retries=1, time_increase=SECOND)
+        later = Recoverability(immediate_retries=0, delayed_retries=1, time_increase=ONE_SECOND)
         endpoint = await self.make_endpoint(tmp_path, later)
         instants: list[float] = []
 
@@ -177,7 +175,7 @@ class NativeDeliveryConformance:
         @endpoint.handler
         async def pass_on(message: Message, context: MessageContext) -> None:
             if message.id == "first":
-                await context.send(ENDPOINT, b"", message_id=f"second after {context.attempt}", delay=SECOND)
+                await context.send(ENDPOINT, b"", message_id=f"second after {context.attempt}", delay=ONE_SECOND)
                 if context.attempt == 1:
                     raise RuntimeError("the first attempt fails")
 
@@ -191,7 +189,7 @@ class NativeDeliveryConformance:
         endpoint = await self.make_endpoint(tmp_path)
         arrivals = Arrivals(endpoint)
         async with endpoint:
-            await endpoint.send(ENDPOINT, b"", message_id="m", delay=SECOND)
+            await endpoint.send(ENDPOINT, b"", message_id="m", delay=ONE_SECOND)
             assert endpoint.delayed_delivery is not None
             await asyncio.gather(*(endpoint.delayed_delivery.setup_infrastructure() for _ in range(3)))
             assert await arrivals.number(1) == ["m"]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 import pytest
 import pytest_asyncio
 
+from delayline.clock import ONE_HOUR
 from delayline.delayed.store import (
     DelayedMessageStore,
     DueCount,
@@ -648,9 +649,6 @@ class StoreBatches(StoreFixtures):
         assert sorted(ids) == sorted(f"m{number}" for number in range(50))
 
 
-HOUR = timedelta(hours=1)
-
-
 class StoreManagement(StoreFixtures):
     """Listing, cancelling and rescheduling pending messages."""
 
@@ -669,8 +667,8 @@ class StoreManagement(StoreFixtures):
         assert await managed.reschedule("m", LATER) is Outcome.DONE
         assert await managed.next_due() == LATER
         assert await managed.fetch_next_due(LATER - self.step) is None
-        assert await managed.reschedule("m", AT - HOUR) is Outcome.DONE
-        same(await managed.fetch_next_due(AT - HOUR), delayed(due=AT - HOUR))
+        assert await managed.reschedule("m", AT - ONE_HOUR) is Outcome.DONE
+        same(await managed.fetch_next_due(AT - ONE_HOUR), delayed(due=AT - ONE_HOUR))
 
     async def test_unknown_ids_are_not_pending(self, managed: ManagedStore) -> None:
         """Unknown ids change nothing."""
@@ -765,7 +763,7 @@ class StoreManagement(StoreFixtures):
         await managed.store(delayed("1", destination=one))
         await managed.store(delayed("2", destination=other))
         assert [message.id for message in await managed.pending(destination=one)] == ["1"]
-        assert sum(entry.count for entry in await managed.count_by_due(HOUR) if entry.destination == other) == 1
+        assert sum(entry.count for entry in await managed.count_by_due(ONE_HOUR) if entry.destination == other) == 1
 
     async def test_pending_lists_by_due_time(self, managed: ManagedStore) -> None:
         """Earliest first, complete, a single destination where asked, without locking."""
@@ -796,17 +794,17 @@ class StoreManagement(StoreFixtures):
 
     async def test_counts_by_due_time(self, managed: ManagedStore) -> None:
         """Buckets are aligned to 1970, their start belongs to them, their end to the next; earliest first."""
-        dues = {"a": AT, "b": AT + HOUR - self.step, "c": AT + HOUR, "d": AT - self.step}
+        dues = {"a": AT, "b": AT + ONE_HOUR - self.step, "c": AT + ONE_HOUR, "d": AT - self.step}
         for message_id, due in dues.items():
             await managed.store(delayed(message_id, due))
         await managed.store(delayed("e", AT, destination="sales"))
-        counts = await managed.count_by_due(HOUR)
+        counts = await managed.count_by_due(ONE_HOUR)
         assert [entry.start for entry in counts] == sorted(entry.start for entry in counts)
         assert sorted(counts, key=lambda entry: (entry.start, entry.destination)) == [
-            DueCount(AT - HOUR, "billing", 1),
+            DueCount(AT - ONE_HOUR, "billing", 1),
             DueCount(AT, "billing", 2),
             DueCount(AT, "sales", 1),
-            DueCount(AT + HOUR, "billing", 1),
+            DueCount(AT + ONE_HOUR, "billing", 1),
         ]
 
     @pytest.mark.parametrize("bucket", [timedelta(seconds=1), timedelta(minutes=7), timedelta(days=1)])
@@ -821,7 +819,7 @@ class StoreManagement(StoreFixtures):
 
     async def test_an_empty_store_has_no_counts(self, managed: ManagedStore) -> None:
         """Nothing waits, nothing is listed."""
-        assert list(await managed.count_by_due(HOUR)) == []
+        assert list(await managed.count_by_due(ONE_HOUR)) == []
         assert list(await managed.pending()) == []
 
 
@@ -830,20 +828,26 @@ class StoreForecasts(StoreFixtures):
 
     async def test_few_messages_are_counted_exactly(self, forecasting: ForecastingStore) -> None:
         """A bucket has its start and not its end; the first and the last have all that is before and after."""
-        dues = {"a": AT - HOUR, "b": AT, "c": AT + HOUR - self.step, "d": AT + HOUR, "e": LATER + timedelta(days=9999)}
+        dues = {
+            "a": AT - ONE_HOUR,
+            "b": AT,
+            "c": AT + ONE_HOUR - self.step,
+            "d": AT + ONE_HOUR,
+            "e": LATER + timedelta(days=9999),
+        }
         for message_id, due in dues.items():
             await forecasting.store(delayed(message_id, due))
-        forecast = await forecasting.due_forecast([AT, AT + HOUR, LATER])
+        forecast = await forecasting.due_forecast([AT, AT + ONE_HOUR, LATER])
         assert [(bucket.start, bucket.end) for bucket in forecast.buckets] == [
             (None, AT),
-            (AT, AT + HOUR),
-            (AT + HOUR, LATER),
+            (AT, AT + ONE_HOUR),
+            (AT + ONE_HOUR, LATER),
             (LATER, None),
         ]
         assert [bucket.count for bucket in forecast.buckets] == [1, 2, 1, 1]
         assert forecast.exact
         assert not any(bucket.at_least or bucket.destinations for bucket in forecast.buckets)
-        assert forecast.earliest == AT - HOUR
+        assert forecast.earliest == AT - ONE_HOUR
 
     async def test_counts_are_divided_by_destination(self, forecasting: ForecastingStore) -> None:
         """Each bucket has its destinations, the largest first, lookalikes apart."""

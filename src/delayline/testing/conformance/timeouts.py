@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import uuid
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import pytest
 import pytest_asyncio
 
+from delayline.clock import ONE_MINUTE, ONE_SECOND
 from delayline.delayed.store import SupportsSetup, SupportsTransactions
 from delayline.message import Message
 from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from delayline.transaction import Transaction
-
-MINUTE: Final = timedelta(minutes=1)
-SECOND: Final = timedelta(seconds=1)
 
 
 class TransactionalPersister(TimeoutPersister, SupportsTransactions, Protocol):
@@ -78,7 +76,7 @@ async def taken(
     at: datetime,
     limit: int = 100,
     *,
-    hold: timedelta = MINUTE,
+    hold: timedelta = ONE_MINUTE,
     transaction: Transaction | None = None,
 ) -> list[str]:
     """Lease due timeouts for this long, and return their ids."""
@@ -142,7 +140,7 @@ class TimeoutPersisterConformance:
     async def test_adding_an_id_again_changes_nothing(self, persister: TimeoutPersister) -> None:
         """A redelivered message is stored once."""
         await persister.add(a_timeout())
-        await persister.add(a_timeout(due=AT + MINUTE, destination="elsewhere"))
+        await persister.add(a_timeout(due=AT + ONE_MINUTE, destination="elsewhere"))
         kept = await persister.peek(a_timeout().id)
         assert kept is not None
         assert (kept.due, kept.destination) == (AT, "billing")
@@ -170,13 +168,13 @@ class TimeoutPersisterConformance:
 
     async def test_nothing_is_next_in_an_empty_storage(self, persister: TimeoutPersister) -> None:
         """No due timeouts, and nothing to wait for."""
-        chunk = await persister.next_chunk(AT, 10, lease_until=AT + MINUTE)
+        chunk = await persister.next_chunk(AT, 10, lease_until=AT + ONE_MINUTE)
         assert (list(chunk.due), chunk.next_due) == ([], None)
 
     async def test_due_messages_are_fetched_earliest_first_and_once(self, persister: TimeoutPersister) -> None:
         """However long ago it was due; the next look gets the rest."""
         for number, seconds in ((1, 0), (2, -300_000_000), (3, -5), (4, 1)):
-            await persister.add(a_timeout(number, AT + seconds * SECOND))
+            await persister.add(a_timeout(number, AT + seconds * ONE_SECOND))
         ids = [a_timeout(number).id for number in (2, 3, 1)]
         assert await taken(persister, AT, 2) == ids[:2]
         assert await taken(persister, AT, 2) == ids[2:]
@@ -184,17 +182,17 @@ class TimeoutPersisterConformance:
 
     async def test_a_fetch_without_due_messages_returns_the_next_due_time(self, persister: TimeoutPersister) -> None:
         """The earliest future due time, or that of the remaining due timeouts."""
-        await persister.add(a_timeout(1, AT + 5 * SECOND))
-        await persister.add(a_timeout(2, AT + 9 * SECOND))
-        chunk = await persister.next_chunk(AT, 10, lease_until=AT + MINUTE)
-        assert (list(chunk.due), chunk.next_due) == ([], AT + 5 * SECOND)
-        chunk = await persister.next_chunk(AT + 20 * SECOND, 1, lease_until=AT + 2 * MINUTE)
-        assert ([timeout.due for timeout in chunk.due], chunk.next_due) == ([AT + 5 * SECOND], AT + 9 * SECOND)
+        await persister.add(a_timeout(1, AT + 5 * ONE_SECOND))
+        await persister.add(a_timeout(2, AT + 9 * ONE_SECOND))
+        chunk = await persister.next_chunk(AT, 10, lease_until=AT + ONE_MINUTE)
+        assert (list(chunk.due), chunk.next_due) == ([], AT + 5 * ONE_SECOND)
+        chunk = await persister.next_chunk(AT + 20 * ONE_SECOND, 1, lease_until=AT + 2 * ONE_MINUTE)
+        assert ([timeout.due for timeout in chunk.due], chunk.next_due) == ([AT + 5 * ONE_SECOND], AT + 9 * ONE_SECOND)
 
     async def test_a_look_with_a_limit_of_nothing_holds_nothing(self, persister: TimeoutPersister) -> None:
         """It returns when the first is due."""
         await persister.add(a_timeout())
-        chunk = await persister.next_chunk(AT, 0, lease_until=AT + MINUTE)
+        chunk = await persister.next_chunk(AT, 0, lease_until=AT + ONE_MINUTE)
         assert (list(chunk.due), chunk.next_due) == ([], AT)
         assert await taken(persister, AT) == [a_timeout().id]
 
@@ -202,10 +200,10 @@ class TimeoutPersisterConformance:
         """The lease has ended without a removal."""
         await persister.add(a_timeout())
         await taken(persister, AT)
-        chunk = await persister.next_chunk(AT + SECOND, 0, lease_until=AT)
-        assert chunk.next_due == AT + MINUTE
-        assert await taken(persister, AT + MINUTE - SECOND) == []
-        assert await taken(persister, AT + MINUTE) == [a_timeout().id]
+        chunk = await persister.next_chunk(AT + ONE_SECOND, 0, lease_until=AT)
+        assert chunk.next_due == AT + ONE_MINUTE
+        assert await taken(persister, AT + ONE_MINUTE - ONE_SECOND) == []
+        assert await taken(persister, AT + ONE_MINUTE) == [a_timeout().id]
 
     async def test_a_lease_is_extended_or_ended_by_others(self, persister: TimeoutPersister) -> None:
         """The last word counts."""
@@ -219,10 +217,10 @@ class TimeoutPersisterConformance:
     async def test_missing_and_unclaimed_rows_are_not_held(self, persister: TimeoutPersister) -> None:
         """Only a look begins a hold."""
         await persister.add(a_timeout(1))
-        await persister.lease([a_timeout(1).id, a_timeout(2).id], AT + MINUTE)
+        await persister.lease([a_timeout(1).id, a_timeout(2).id], AT + ONE_MINUTE)
         assert await taken(persister, AT) == [a_timeout(1).id]
         await persister.remove(a_timeout(1).id)
-        await persister.lease([a_timeout(1).id], AT + MINUTE)
+        await persister.lease([a_timeout(1).id], AT + ONE_MINUTE)
         assert (await persister.next_chunk(AT, 0, lease_until=AT)).next_due is None
 
     async def test_late_commits_are_found(self, persister: TimeoutPersister) -> None:
@@ -230,7 +228,7 @@ class TimeoutPersisterConformance:
         await persister.add(a_timeout(1, AT))
         await taken(persister, AT)
         await persister.remove(a_timeout(1).id)
-        await persister.add(a_timeout(2, AT - MINUTE))
+        await persister.add(a_timeout(2, AT - ONE_MINUTE))
         assert await taken(persister, AT) == [a_timeout(2).id]
 
     async def test_takers_at_the_same_time_share(self, persister: TimeoutPersister, tmp_path: Path) -> None:
@@ -259,9 +257,9 @@ class TimeoutPersisterConformance:
             pytest.skip("not claimed: SupportsCount")
         assert await persister.count() == TimeoutCount(0, None, None)
         for number in range(3):
-            await persister.add(a_timeout(number, AT + number * SECOND))
+            await persister.add(a_timeout(number, AT + number * ONE_SECOND))
         await taken(persister, AT)
-        assert await persister.count() == TimeoutCount(3, AT, AT + 2 * SECOND)
+        assert await persister.count() == TimeoutCount(3, AT, AT + 2 * ONE_SECOND)
 
     async def test_other_instances_see_stored_messages(self, persister: TimeoutPersister, tmp_path: Path) -> None:
         """A second persister over the same storage."""
@@ -338,12 +336,12 @@ class TimeoutPersisterConformance:
     async def test_expired_timeouts_are_locked_earliest_first_and_removed(self, locking: LockingTimeouts) -> None:
         """As many as fit, but at least one; leased timeouts and timeouts not due are excluded."""
         for number, seconds in ((1, 0), (2, -300_000_000), (3, -5), (4, -1), (5, 7), (6, -400_000_000)):
-            await locking.add(a_timeout(number, AT + seconds * SECOND, body=bytes(range(256)) * 4))
+            await locking.add(a_timeout(number, AT + seconds * ONE_SECOND, body=bytes(range(256)) * 4))
         assert await taken(locking, AT, 1, hold=timedelta(hours=1)) == [a_timeout(6).id]
         for limit, room, wanted, left in (
-            (2, 1 << 20, (2, 3), AT - SECOND),
+            (2, 1 << 20, (2, 3), AT - ONE_SECOND),
             (9, 1, (4,), AT),
-            (9, 1500, (1,), AT + 7 * SECOND),
+            (9, 1500, (1,), AT + 7 * ONE_SECOND),
         ):
             async with locking.transaction() as transaction:
                 locked = await locking.lock_due(AT, limit, max_bytes=room, transaction=transaction)
@@ -354,12 +352,12 @@ class TimeoutPersisterConformance:
                 assert await locking.remove_many(ids, transaction) == len(ids)
         async with locking.transaction() as transaction:
             locked = await locking.lock_due(AT, 9, max_bytes=1 << 20, transaction=transaction)
-        assert (list(locked.due), locked.next_due) == ([], AT + 7 * SECOND)
+        assert (list(locked.due), locked.next_due) == ([], AT + 7 * ONE_SECOND)
 
     async def test_locked_timeouts_are_free_after_a_rollback(self, locking: LockingTimeouts) -> None:
         """Set aside it is held, even where it was held before and forgotten; a rollback forgets that too."""
         await locking.add(a_timeout())
-        await taken(locking, AT, hold=SECOND)
+        await taken(locking, AT, hold=ONE_SECOND)
 
         async def lock(at: datetime, *, aside_until: datetime, fails: bool = False) -> int:
             async with locking.transaction() as transaction:
@@ -369,11 +367,11 @@ class TimeoutPersisterConformance:
                     raise RolledBack
             return len(locked.due)
 
-        later = AT + MINUTE
+        later = AT + ONE_MINUTE
         with pytest.raises(RolledBack):
-            await lock(AT + SECOND, aside_until=later, fails=True)
-        assert await lock(AT + SECOND, aside_until=later) == 1
-        assert await lock(later - SECOND, aside_until=later) == 0
+            await lock(AT + ONE_SECOND, aside_until=later, fails=True)
+        assert await lock(AT + ONE_SECOND, aside_until=later) == 1
+        assert await lock(later - ONE_SECOND, aside_until=later) == 0
         assert (await locking.next_chunk(AT, 0, lease_until=AT)).next_due == later
         assert await taken(locking, later) == [a_timeout().id]
 
