@@ -49,7 +49,7 @@ class ForkGuard:
         if self.forked:
             raise NotStarted(
                 f"{what} was started before this process was forked, and its threads and connections are its parent's: "
-                "make and start another one after the server has forked its workers"
+                "make and start another after the server has forked its workers"
             )
 
 
@@ -81,7 +81,7 @@ class LoopGuard(ForkGuard):
         if self._loop.is_closed():
             raise ConfigurationError(
                 f"{what} was started on an event loop that has ended, as each asyncio.run does, and nothing of it runs "
-                "any more: make another one and start and use it within one asyncio.run, or from synchronous code with "
+                "any more: make another and start and use it within one asyncio.run, or from synchronous code with "
                 "SyncEndpoint"
             )
         raise ConfigurationError(

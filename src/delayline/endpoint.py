@@ -542,7 +542,7 @@ class Endpoint:
     def _bind(self, draining: DelayedDelivery | None) -> list[DelayedDelivery]:
         """Bind the delayed deliveries of this endpoint, and return them."""
         if self.draining is not None and self.draining is self.delayed_delivery:
-            raise ConfigurationError("draining= is the delayed_delivery itself: leave it out, or name the new one")
+            raise ConfigurationError("draining= is the delayed_delivery itself: leave it out, or name the new delivery")
         deliveries = [delivery for delivery in (self.delayed_delivery, draining) if delivery is not None]
         for delivery in deliveries:
             delivery.bind(self._host)
@@ -709,7 +709,7 @@ def _delivery(setting: str, given: DelayedDelivery | DelayedMessageStore | None)
 
 def _error_queue(error_queue: str, name: str) -> str:
     if error_queue == name:
-        raise ConfigurationError(f"error_queue={error_queue!r} is the endpoint's own queue: name another one")
+        raise ConfigurationError(f"error_queue={error_queue!r} is the endpoint's own queue: name another")
     return check_endpoint_name(error_queue)
 
 

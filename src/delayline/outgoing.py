@@ -285,7 +285,7 @@ def due_time(now: datetime, delay: timedelta | None, deliver_at: datetime | None
     try:
         return now + delay if delay else None
     except OverflowError as error:
-        raise InvalidDueTime(f"delay={delay!r} leads beyond year 9999: use a shorter one") from error
+        raise InvalidDueTime(f"delay={delay!r} leads beyond year 9999: use a shorter delay") from error
 
 
 def check_name(what: str, name: str, longest: int) -> None:

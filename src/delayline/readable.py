@@ -34,7 +34,7 @@ def parse_delay(written: str) -> timedelta:
         if parts and _PART.sub("", written.lower()) == "":
             return sum((timedelta(**{_UNITS[unit]: float(number)}) for number, unit in parts), timedelta(0))
     except OverflowError as error:
-        raise InvalidDueTime(f"delay {written!r} is longer than time lasts: use a shorter one") from error
+        raise InvalidDueTime(f"delay {written!r} is longer than time lasts: use a shorter delay") from error
     raise InvalidDueTime(f"delay {written!r} is not understood: write {DELAYS}")
 
 
@@ -50,7 +50,7 @@ def parse_instant(written: str) -> datetime:
     try:
         return instant.astimezone(UTC)
     except OverflowError as error:
-        raise InvalidDueTime(f"time {written!r} lies beyond year 9999 in UTC: use an earlier one") from error
+        raise InvalidDueTime(f"time {written!r} lies beyond year 9999 in UTC: use an earlier time") from error
 
 
 def _short(what: str, written: str, forms: str) -> str:

@@ -164,7 +164,7 @@ class Sender:
             replace = on_conflict == "replace"
             result = await self._delivery.defer_or_replace(outgoing.operation, due, replace=replace)
         if result is StoreResult.DISPATCHING:
-            problem = "is being dispatched and cannot be replaced: give the new one another id"
+            problem = "is being dispatched and cannot be replaced: give the new message another id"
             raise DuplicateMessage(message_id, f"message {message_id!r} {problem}")
         if result is StoreResult.KEPT and on_conflict == "raise":
             problem = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"

@@ -51,7 +51,7 @@ class Settings:
     two_phase: bool = _setting(
         False,
         setting_values.yes_or_no,
-        "Make transactions of queues and store in two SQL databases one, by a two-phase commit.",
+        "Join transactions of queues and store in two SQL databases by a two-phase commit.",
         "true",
     )
     table_name: str | None = _setting(

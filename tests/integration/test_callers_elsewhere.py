@@ -72,7 +72,7 @@ async def test_another_sqlite_file_is_refused(tmp_path: Path) -> None:
             with contextlib.closing(sqlite3.connect(file)) as connection:
                 with pytest.raises(ConfigurationError, match=f"is on the {named}, .* SQLite file .*shop.db: begin it"):
                     await shop.send("shop", "", delay=LATER, transaction=connection)
-                with pytest.raises(ConfigurationError, match="begin it on a connection to that one"):
+                with pytest.raises(ConfigurationError, match="begin it on a connection to that database"):
                     await shop.send("shop", "", transaction=connection)
 
 

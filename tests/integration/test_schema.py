@@ -154,7 +154,7 @@ async def test_a_newer_schema_is_refused(url: str) -> None:
         store.initialize("sales", TransactionMode.RECEIVE_ONLY),
     ):
         with pytest.raises(
-            NewerSchema, match=r"version 7 of 'queues'.*version 6.*this one has 5.*pip install --upgrade"
+            NewerSchema, match=r"version 7 of 'queues'.*version 6.*this delayline has 5.*pip install --upgrade"
         ):
             await start
     await transport.stop()
@@ -334,7 +334,9 @@ async def test_the_names_of_runs_are_taken_apart_in_place(revision_2: str) -> No
     await asyncio.to_thread(writer.create)
     repeated = await asyncio.to_thread(writer.commit, [], run="nightly", fingerprint=Fingerprint(7))
     assert (repeated.stored, repeated.repeated) == (7, True)
-    with pytest.raises(DifferentInput, match="'nightly' was used for another input: it had 7 rows, and this one has 8"):
+    with pytest.raises(
+        DifferentInput, match="'nightly' was used for another input: it had 7 rows, and this input has 8"
+    ):
         await asyncio.to_thread(writer.commit, [], run="nightly", fingerprint=Fingerprint(8))
 
 

@@ -268,14 +268,14 @@ def test_a_name_is_kept_with_its_input(url: str, make_job: Callable[..., BulkWri
     # Then the same rows are taken for a repetition, and others are refused with the name
     repeated = again.commit([again.write([rows("a")])], run="nightly", fingerprint=Fingerprint.of(rows("a")))
     assert repeated.repeated
-    with pytest.raises(DifferentInput, match=r"the run 'nightly' .* it had 1 rows, and this one has 2"):
+    with pytest.raises(DifferentInput, match=r"the run 'nightly' .* it had 1 rows, and this input has 2"):
         other.commit([other.write([rows("b", "c")])], run="nightly", fingerprint=Fingerprint.of(rows("b", "c")))
-    with pytest.raises(DifferentInput, match="the rows of this one have other ids"):
+    with pytest.raises(DifferentInput, match="the rows of this input have other ids"):
         other.commit([other.write([rows("b")])], run="nightly", fingerprint=Fingerprint.of(rows("b")))
     changed = other.write([rows("a", body=b"changed")])
     seen = Fingerprint.of(rows("a", body=b"changed"))
     assert other.commit([changed], run="nightly", fingerprint=seen, on_conflict="keep").repeated
-    with pytest.raises(DifferentInput, match="the rows of this one have other contents"):
+    with pytest.raises(DifferentInput, match="the rows of this input have other contents"):
         other.commit([changed], run="nightly", fingerprint=seen, on_conflict="replace")
     # And a sink's and a stream's row are not those of a job with such a name
     assert other.committed("nightly", sink=Sink.COLD) is None

@@ -49,7 +49,7 @@ def test_other_rows_under_a_name_are_refused_and_the_same_ones_repeated(spark: S
     # And when other rows come under that name, more of them or as many, nothing is stored
     for rows, how in (
         (prefixed(spark, "x", 50), "it had 4 rows, and this one has 50"),
-        (frame(spark, "a", "b", "c", ""), "the rows of this one have other ids"),
+        (frame(spark, "a", "b", "c", ""), "the rows of this input have other ids"),
     ):
         with pytest.raises(DifferentInput, match=f"the run 'nightly' was used for another input: {how}"):
             schedule(rows, target(store), run="nightly", spark=spark)
@@ -60,7 +60,7 @@ def test_a_run_that_replaces_may_not_come_again_with_other_contents(spark: Spark
     changed = frame(spark, "a", body=[b"changed"])
     for data, run in ((frame(spark, "a"), "monday"), (changed, "tuesday")):
         assert schedule(data, target(store), on_conflict="replace", run=run, spark=spark).stored == 1
-    with pytest.raises(DifferentInput, match="the rows of this one have other contents"):
+    with pytest.raises(DifferentInput, match="the rows of this input have other contents"):
         schedule(changed, target(store), on_conflict="replace", run="monday", spark=spark)
     assert store.messages()[0].message.body == b"changed"
 
@@ -72,7 +72,7 @@ def test_the_data_source_refuses_other_rows_too(spark: SparkSession, store: Stor
 
     write(frame(spark, "a", "b"))
     write(frame(spark, "b", "a"))
-    with pytest.raises(DifferentInput, match="it had 2 rows, and this one has 3"):
+    with pytest.raises(DifferentInput, match="it had 2 rows, and this input has 3"):
         write(frame(spark, "a", "b", "c"))
     assert store.ids() == ["a", "b"]
 
@@ -109,7 +109,7 @@ def test_a_broker_gets_nothing_of_other_rows_under_the_name_of_a_job_that_has_be
         with pytest.raises((DelaylineError, PySparkException), match="fails on purpose"):
             job("a")
     # Then other rows are refused under its name, and its own are published
-    with pytest.raises(DifferentInput, match="the rows of this one have other ids"):
+    with pytest.raises(DifferentInput, match="the rows of this input have other ids"):
         job("b")
     job("a")
     assert len(in_levels(rabbitmq_url, V2)) == 20

@@ -64,7 +64,7 @@ def test_it_belongs_to_one_endpoint() -> None:
     with pytest.raises(NotStarted, match="belongs to no endpoint yet"):
         _ = delivery.host
     Endpoint("a", transport=MemoryTransport(), delayed_delivery=delivery)
-    with pytest.raises(ConfigurationError, match="belongs to endpoint 'a'; create another one for endpoint 'b'"):
+    with pytest.raises(ConfigurationError, match="belongs to endpoint 'a'; create another for endpoint 'b'"):
         Endpoint("b", transport=MemoryTransport(), delayed_delivery=delivery)
 
 

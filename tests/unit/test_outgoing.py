@@ -151,8 +151,8 @@ def test_due_times(delay: timedelta | None, deliver_at: datetime | None, due: da
         (None, datetime(2026, 5, 1), "2026, 5, 1", "tzinfo=ZoneInfo"),  # noqa: DTZ001 - the naive one is the point
         (timedelta(seconds=-1), None, "days=-1, seconds=86399", "cannot be due before it is sent"),
         (timedelta(1), NOW, "days=1", "give one of them"),
-        (timedelta(days=3_000_000), None, "3000000", "use a shorter one"),
-        (timedelta.max, None, "999999999", "use a shorter one"),
+        (timedelta(days=3_000_000), None, "3000000", "use a shorter delay"),
+        (timedelta.max, None, "999999999", "use a shorter delay"),
         (None, datetime.max.replace(tzinfo=timezone(timedelta(hours=-1))), "9999", "beyond year 9999"),
         (5, None, "5", r"use timedelta\(seconds"),
         (None, "tomorrow", "'tomorrow'", "must be an aware datetime"),

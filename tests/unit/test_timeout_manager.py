@@ -314,7 +314,7 @@ def test_a_negative_wait_is_refused(wait: timedelta) -> None:
 def test_a_delivery_has_one_endpoint() -> None:
     delivery = TimeoutManagerDelivery(MemoryTimeoutPersister())
     Endpoint("sales", transport=MemoryTransport(), delayed_delivery=delivery)
-    with pytest.raises(ConfigurationError, match="another one for endpoint 'billing'"):
+    with pytest.raises(ConfigurationError, match="another for endpoint 'billing'"):
         Endpoint("billing", transport=MemoryTransport(), delayed_delivery=delivery)
 
 
@@ -380,7 +380,7 @@ async def test_an_external_timeout_manager_without_a_queue_is_an_error(clock: Ma
         await endpoint.send("crm", b"", deliver_at=START - FIVE)
     with pytest.raises(NotStarted, match="not started"):
         await delivery.defer(None, START)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="another one for endpoint 'billing'"):
+    with pytest.raises(ConfigurationError, match="another for endpoint 'billing'"):
         Endpoint("billing", transport=MemoryTransport(), delayed_delivery=delivery)
     with pytest.raises(UnsupportedTransactionMode):
         Endpoint(

@@ -154,7 +154,7 @@ def _translated(error: AzureError, doing: str) -> Exception | None:
     if isinstance(error, ServiceRequestError | ServiceResponseError):
         return BackendUnavailable(
             f"cannot {doing}: {type(error).__name__}, no answer. {MAYBE_DONE}Is the account's name right, and does it "
-            "have queues and tables? One for blobs alone, or a premium one, does not"
+            "have queues and tables? An account for blobs alone, or a premium account, does not"
         )
     return None
 

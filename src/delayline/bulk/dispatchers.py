@@ -184,7 +184,7 @@ class DispatcherControl:
     def _must_be_there(self) -> None:
         table = self._tables.dispatchers
         if not self._read(lambda connection: inspect(connection).has_table(table.name, schema=table.schema)):
-            raise BackendUnusable(f"no dispatcher has ever run on {self._dialect}: start one first")
+            raise BackendUnusable(f"no dispatcher has ever run on {self._dialect}: start a dispatcher first")
 
     def _read(self, work: Callable[[Connection], Result]) -> Result:
         self._dialect.connections.must_exist()

@@ -108,7 +108,7 @@ class JournalExport:
             with self._dialect.connections.look() as connection:
                 if not inspect(connection).has_table(entries.name, schema=entries.schema):
                     raise BackendUnusable(
-                        f"no journal is kept in {self._dialect}: begin one with `delayline setup --journal true`"
+                        f"no journal is kept in {self._dialect}: begin a journal with `delayline setup --journal true`"
                     )
                 return work(connection)
         except self._dialect.errors.kinds as error:

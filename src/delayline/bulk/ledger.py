@@ -195,7 +195,7 @@ class JobLedger:
             return None
         if key.kind is RunKind.STREAM and last > batch:
             raise DifferentInput(
-                f"batch {batch} of {key.run!r} comes after batch {last} was stored: the checkpoint is an old one, and "
+                f"batch {batch} of {key.run!r} comes after batch {last} was stored: the checkpoint is old, and "
                 "this batch may have other rows. Nothing of it was stored; start the stream with a new checkpoint and "
                 "on_conflict='keep'"
             )
@@ -276,9 +276,9 @@ def check_input(run: str, kept: str | None, rows: int, given: Fingerprint | None
     if (given if contents else given[:2]) == (before if contents else before[:2]):
         return
     if given.rows != before.rows:
-        how = f"it had {before.rows:,} rows, and this one has {given.rows:,}"
+        how = f"it had {before.rows:,} rows, and this input has {given.rows:,}"
     else:
-        how = "the rows of this one have other " + ("ids" if given.ids != before.ids else "contents")
+        how = "the rows of this input have other " + ("ids" if given.ids != before.ids else "contents")
     raise DifferentInput(
         f"the run {run!r} was used for another input: {how}. Nothing was stored now. Give each input a run name of its "
         "own; under this name only the earlier rows may come again"

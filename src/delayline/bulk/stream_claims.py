@@ -157,7 +157,7 @@ class StreamClaims:
         owner, last = connection.execute(self._mine().with_for_update()).one()
         if owner != self._owner:
             raise BackendUnavailable(
-                f"another stream has begun to read as {self._app!r}: only one may. Stop it, or give this one another "
+                f"another stream has begun to read as {self._app!r}: only one may. Stop it, or give yours another "
                 '.option("app", ...)'
             )
         claimed = self._claimed

@@ -311,7 +311,7 @@ def _due(given: Fields, now: datetime) -> datetime:
     try:
         return (now + delay).astimezone(UTC)
     except OverflowError as error:
-        raise InvalidDueTime(f"{way} {_SHOW.repr(given[way])} leads beyond year 9999: use a shorter one") from error
+        raise InvalidDueTime(f"{way} {_SHOW.repr(given[way])} leads beyond year 9999: use a shorter delay") from error
 
 
 def _milliseconds(value: object) -> timedelta:

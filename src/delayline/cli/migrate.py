@@ -72,7 +72,7 @@ def on_a_source(command: Command) -> Command:
         click.option("--source", "source_url", required=True, metavar="URL", help=where, envvar=SOURCE_VARIABLE),
         click.option("--schema", metavar="NAME", help="Where the source's tables are; the user's own if left out."),
         click.option("--journal", metavar="URL", help=kept, envvar=JOURNAL_VARIABLE),
-        click.option("--table", metavar="NAME", help="Of azure-storage: its table, where it is not the usual one."),
+        click.option("--table", metavar="NAME", help="Of azure-storage: its table, where it is not the usual table."),
         click.option("--container", metavar="NAME", help="Of azure-storage: its container, likewise."),
     )
     decorated: Command = with_source
@@ -285,7 +285,7 @@ def abort(screen: Screen, plan: Plan) -> None:
     )
 )
 @on_a_source
-@click.option("--run", "name", metavar="NAME", help="Which migration; the last one if left out.")
+@click.option("--run", "name", metavar="NAME", help="Which migration; the latest if left out.")
 @json_option
 def status(screen: Screen, source: TableSource, name: str | None) -> None:
     """Show the progress of a migration, and its rejected rows with reasons."""
@@ -337,7 +337,7 @@ def history(screen: Screen, source: TableSource) -> None:
 )
 @on_a_source
 @to_a_target
-@click.option("--run", "name", metavar="NAME", help="Which migration; the last one if left out.")
+@click.option("--run", "name", metavar="NAME", help="Which migration; the latest if left out.")
 @json_option
 def verify(screen: Screen, source: TableSource, target: Target | None, name: str | None) -> None:
     """Compare source, target and journal, message by message; changes nothing.
@@ -474,7 +474,7 @@ def _print_verified(screen: Screen, check: Verified) -> None:
             (len(check.changed), "pending there with another due time or destination"),
         ]
     else:
-        screen.echo("the target cannot list its messages; it has confirmed each of the moved ones")
+        screen.echo("the target cannot list its messages; it has confirmed each moved message")
     if check.skipped:
         rows += [(check.skipped, "skipped: rows without a readable due time stay in the source; see status")]
     rows += [(len(check.doubled), "moved, and in the source too")]

@@ -77,7 +77,7 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
             description = f"{describe_setting(name)} [{variable_of(name)}]"
             decorated = click.option(flag_of(name), name, metavar="TEXT", help=description)(decorated)
         return click.option(
-            "--config", type=click.Path(), help=f"Settings file; ./{FILE_NAME} where there is one.", metavar="FILE"
+            "--config", type=click.Path(), help=f"Settings file; ./{FILE_NAME} if it exists.", metavar="FILE"
         )(decorated)
 
     chosen = names or setting_names()

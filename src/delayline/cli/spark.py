@@ -318,7 +318,7 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
     )
 )
 @click.argument("path")
-@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write it as one HTML page, too.")
+@click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write it as an HTML page, too.")
 @click.option("--delivered", metavar="PARQUET", help="Receipts of the receivers, columns id and at, to judge by.")
 @click.option(
     "--patience",

@@ -158,7 +158,7 @@ class Overview(PageQueries):
         """Return what `delayline doctor` finds."""
         settings = self.back_ends.settings
         if settings is None:
-            raise ConfigurationError("the doctor needs settings: give the dashboard those of this endpoint")
+            raise ConfigurationError("the doctor needs settings: give the dashboard the settings of this endpoint")
         refuse_memory(settings.resolved_store_url)
         refuse_memory(settings.resolved_transport_url)
         check_urls(settings)

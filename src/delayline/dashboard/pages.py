@@ -89,7 +89,7 @@ class Pages:
             raise ConfigurationError("the dashboard needs an endpoint to show: give one or more")
         if len(self._services) < len(services):
             raise ConfigurationError(
-                f"two of the endpoints have one name: {', '.join(sorted(service.name for service in services))}"
+                f"two of the endpoints have the same name: {', '.join(sorted(service.name for service in services))}"
             )
         self._clock = clock
         self._notices: OrderedDict[str, Notice] = OrderedDict()

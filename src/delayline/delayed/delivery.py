@@ -263,7 +263,7 @@ class StoredDelivery:
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this StoredDelivery belongs to endpoint {self._host.endpoint_name!r}; "
-                f"create another one for endpoint {host.endpoint_name!r}"
+                f"create another for endpoint {host.endpoint_name!r}"
             )
         self._host = host
 

@@ -232,7 +232,7 @@ class MigrationJournal:
         """Raise BackendUnavailable if another process has ended the run; otherwise lock it for this transaction."""
         state = connection.execute(select(self.runs.c.state).where(self.runs.c.run == name).with_for_update()).scalar()
         if state not in (RunState.PREPARING, RunState.RUNNING):
-            raise BackendUnavailable(f"migration {name} was {state} by another process: this one stops")
+            raise BackendUnavailable(f"migration {name} was {state} by another process: this run stops")
 
     def add_partition(self, connection: Connection, run: str, held: HeldPartition, batches: Mapping[int, int]) -> None:
         """Record the held rows of an endpoint, and the sizes of its batches."""
@@ -314,7 +314,7 @@ class MigrationJournal:
             self._must_be_marked(begun.state, run)
             return
         if begun.attempts != attempt:
-            raise BackendUnavailable(f"another task works on batch {batch} now: this one's work does not count")
+            raise BackendUnavailable(f"another task works on batch {batch} now: this attempt's work does not count")
         before = and_(self.rejected_in(run, partition), lost.batch == batch, lost.attempt == attempt)
         connection.execute(delete(self.rejected).where(before))
         rows = [

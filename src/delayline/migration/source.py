@@ -61,7 +61,9 @@ class TableSource(ABC):
     """The column with the endpoint's name, if endpoints share the table."""
     outside: ClassVar[str] = "it has no due time, or one beyond the years 1753 to 9999"
     """Why some rows of an endpoint are never moved."""
-    ownerless: ClassVar[str] = "it names no endpoint, so no --endpoint has it: write one into its row, or delete it"
+    ownerless: ClassVar[str] = (
+        "it names no endpoint, so no --endpoint has it: write its endpoint into its row, or delete it"
+    )
     """Why rows of a shared table without an endpoint are never moved."""
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:

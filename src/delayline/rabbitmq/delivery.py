@@ -123,7 +123,7 @@ class DelayLevelDelivery:
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this DelayLevelDelivery belongs to endpoint {self._host.endpoint_name!r}; "
-                f"create another one for endpoint {host.endpoint_name!r}"
+                f"create another for endpoint {host.endpoint_name!r}"
             )
         self._host, self._transport = host, transport
         self._levels = DelayInfrastructure.named(transport.address.delays)

@@ -223,7 +223,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
             name: value for name, value in offset.items() if name != OFFSET_KEY
         }:
             raise ConfigurationError(
-                f"the checkpoint belongs to another stream: its offset is {offset}, this one reads {self._identity}. "
+                f"the checkpoint belongs to another stream: its offset is {offset}, this reads {self._identity}. "
                 "Give each stream its own checkpointLocation"
             )
         return number

@@ -318,7 +318,7 @@ def _text(name: str, kinds: dict[str, DataType]) -> Column:
     if name not in kinds:
         raise ConfigurationError(
             f"the source has no column {name!r}, only {', '.join(key for key in kinds if key not in OWN_COLUMNS)}: "
-            "name the right one in Columns(...), or add it"
+            "name the right column in Columns(...), or add it"
         )
     return F.col(_quoted(name)).cast("string")
 

@@ -253,7 +253,7 @@ class Database(ABC):
                 )
             raise ConfigurationError(
                 f"transaction= is on the {theirs.name}, and the messages are in the {self.dialect}: "
-                "begin it on a connection to that one"
+                "begin it on a connection to that database"
             )
         if theirs.table != ours.table:
             raise ConfigurationError(
@@ -330,7 +330,7 @@ class Database(ABC):
         if product != self.dialect.sql.name and not {product, self.dialect.sql.name} <= {"mysql", "mariadb"}:
             raise ConfigurationError(
                 f"transaction= is a connection to {product}, and the messages are in the {self.dialect}: "
-                "begin it on a connection to that one"
+                "begin it on a connection to that database"
             )
         return self.dialect.catalog.identify(connection, table)
 

@@ -310,7 +310,7 @@ def borrow_django(given: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 -
     if wrapper.needs_rollback:
         raise TransactionAborted(
             f"the transaction on Django's connection {wrapper.alias!r} is aborted, as something in it has failed "
-            "before: roll it back by leaving its atomic() block, and send in a new one"
+            "before: roll it back by leaving its atomic() block, and send in a new transaction"
         )
     if wrapper.autocommit and not wrapper.in_atomic_block:
         raise _autocommit("send inside `with transaction.atomic():` of Django")

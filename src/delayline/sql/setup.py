@@ -236,7 +236,7 @@ def read_versions(connection: Connection, schema: str | None) -> Mapping[str, Sc
         if versions is not None and versions.usable_from > group.revision:
             raise NewerSchema(
                 f"the database has schema version {versions.revision} of {group.feature!r}, which a delayline with "
-                f"version {versions.usable_from} or newer can use; this one has {group.revision}: "
+                f"version {versions.usable_from} or newer can use; this delayline has {group.revision}: "
                 "upgrade it with `pip install --upgrade delayline`"
             )
     return found

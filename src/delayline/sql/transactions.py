@@ -81,7 +81,7 @@ class EnlistedTransaction(Transaction):
         except PendingRollbackError as error:  # from SQLAlchemy, on any database; its text may contain parameters
             raise TransactionAborted(
                 "transaction= is aborted, as something in it has failed before or its connection was lost: roll it "
-                "back, and send in a new one"
+                "back, and send in a new transaction"
             ) from error
         except InvalidRequestError as error:
             raise ConfigurationError(f"transaction= cannot be used: {str(error).partition(chr(10))[0]}") from error

@@ -91,7 +91,9 @@ class TwoPhaseCommit:
         """Keep the decisions in that schema of the transport's database. Raises UnsupportedTransactionMode."""
         decides_of(database)
         if self._deciding not in (None, database):
-            raise ConfigurationError("a TwoPhaseCommit takes one transport's database: give the other one its own")
+            raise ConfigurationError(
+                "a TwoPhaseCommit takes one transport's database: give the other transport its own"
+            )
         self._deciding, self._decisions = database, Decisions(database.dialect, schema)
         self._add(database, first=True)
 

@@ -155,7 +155,7 @@ class MinuteHistory(Measurements):
                         await self.write(clock.now())
                     except DelaylineError as error:
                         log_text = (
-                            "The minute row of endpoint %s was not written, the next one will hold its counts: %s"
+                            "The minute row of endpoint %s was not written, the next row will hold its counts: %s"
                         )
                         endpoint = self.snapshot().endpoint
                         emit(logger, logging.WARNING, Event.BACKGROUND_TASK_FAILED, log_text, endpoint, error)

@@ -86,7 +86,7 @@ class Probes:
                 self._heartbeat.touch()
             except OSError as error:
                 raise ConfigurationError(
-                    f"cannot write the heartbeat file {str(self._heartbeat)!r}: {error.strerror}. Choose another one"
+                    f"cannot write the heartbeat file {str(self._heartbeat)!r}: {error.strerror}. Choose another"
                 ) from error
         self._beats = asyncio.create_task(self._beat(), name="delayline heartbeat")
         return self

@@ -152,7 +152,7 @@ class TimeoutManagerDelivery:
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this TimeoutManagerDelivery belongs to endpoint {self._host.endpoint_name!r}; "
-                f"create another one for endpoint {host.endpoint_name!r}"
+                f"create another for endpoint {host.endpoint_name!r}"
             )
         self._host = host
         if len(self.dispatcher_queue) > MAXIMUM_DESTINATION_LENGTH:
@@ -422,7 +422,7 @@ class ExternalTimeoutManager:
         if self._host is not None and self._host.endpoint_name != host.endpoint_name:
             raise ConfigurationError(
                 f"this ExternalTimeoutManager belongs to endpoint {self._host.endpoint_name!r}; "
-                f"create another one for endpoint {host.endpoint_name!r}"
+                f"create another for endpoint {host.endpoint_name!r}"
             )
         self._host = host
 

@@ -51,7 +51,7 @@ class CeleryScheduled(ExportedFiles):
         """Return the tasks, each once: a task that a worker has given back may be at another worker by now."""
         if which.endpoints is None or len(which.endpoints) != 1:
             raise ConfigurationError(
-                "Celery's tasks belong to no endpoint: name the one whose store receives them with --endpoint"
+                "Celery's tasks belong to no endpoint: name with --endpoint the endpoint whose store receives them"
             )
         tasks = [
             _collected(entry, which.endpoints[0])

@@ -223,8 +223,8 @@ def _the_endpoint(which: Selection) -> str:
         raise ConfigurationError("delay levels are emptied whole: leave out --cutoff")
     if which.endpoints is None or len(which.endpoints) != 1:
         raise ConfigurationError(
-            "delay levels belong to no endpoint: name one with --endpoint, the one in whose store the messages are to "
-            "wait; each keeps its own destination"
+            "delay levels belong to no endpoint: name with --endpoint the endpoint in whose store the messages "
+            "are to wait; each keeps its own destination"
         )
     return which.endpoints[0]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 ABORTED: Final = (
     "the transaction on {place} is aborted, as a statement in it has failed before: roll it back, and repeat it in a "
-    "new one"
+    "new transaction"
 )
 GIVEN_UP: Final = {"40001", "40P01"}
 READ_ONLY: Final = "25006"
@@ -36,7 +36,7 @@ UNUSABLE_TEXTS: Final = {
     "does not support SSL": "Set sslmode in the URL to what the server offers",
     "SSL": "Check sslmode and the certificates",
     "permission denied for database": "As its owner: GRANT CONNECT ON DATABASE",
-    "does not exist": "Create it, or name another one in the URL",
+    "does not exist": "Create it, or name another database in the URL",
 }
 TOO_MANY_SESSIONS: Final = (
     "too many clients",
