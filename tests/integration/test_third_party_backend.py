@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import tomllib
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.dashboard.pages import client_of, csrf_of
+from tests.installing import install
 
 from delayline.composition import endpoint_from
 from delayline.dashboard import Actor
@@ -27,20 +27,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples/folder_backend"
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """A folder for PYTHONPATH with the example, and the entry points of its distribution, as an installer puts them."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    site = tmp_path / "site"
-    information = site / f"{project['name'].replace('-', '_')}-{project['version']}.dist-info"
-    information.mkdir(parents=True)
-    (information / "METADATA").write_text(
-        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
-    )
-    groups = [
-        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in points.items())
-        for group, points in project["entry-points"].items()
-    ]
-    (information / "entry_points.txt").write_text("".join(groups))
-    (site / "folder_backend.py").symlink_to(EXAMPLE / "folder_backend.py")
-    return site
+    return install(EXAMPLE, tmp_path / "site")
 
 
 @pytest.fixture

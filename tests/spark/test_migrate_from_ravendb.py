@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from examples.ravendb_source.ravendb_source import RavenDb
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.arrivals import arrivals_at
 from tests.spark.broker import in_levels, with_levels
@@ -18,7 +19,7 @@ from tests.spark.stores import StoreAt
 
 from delayline.delayed.delivery import StoredDelivery
 from delayline.errors import BackendUnusable, ConfigurationError
-from delayline.migration import Migration, Plan, preview, source_at, target_at
+from delayline.migration import Migration, Plan, preview, target_at
 from delayline.migration.verify import verify
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
@@ -67,7 +68,7 @@ def test_timeouts_move_to_a_store_whose_endpoint_delivers_them(
     export(
         tmp_path / "b.ravendbdump", timeout(1, PAST), timeout(10, Destination=old, Time="2031-05-06T07:08:09.0000001Z")
     )
-    source = source_at("ravendb", str(tmp_path / "*.ravendbdump"), journal=postgresql_url)
+    source = RavenDb(str(tmp_path / "*.ravendbdump"), postgresql_url)
     target = target_at(postgresql_url)
     assert target is not None
     plan = Plan(source, target, [ENDPOINT], batch_size=2)
@@ -109,7 +110,7 @@ def test_timeouts_move_to_levels_and_a_cut_off_file_moves_nothing(
     path = export(tmp_path / "dump", *(timeout(n, Destination="billing", N=str(hash(n)) * 99) for n in range(3000)))
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) * 2 // 3])
-    source = source_at("ravendb", str(path), journal=journal)
+    source = RavenDb(str(path), journal)
     plan = Plan(source, target_at(rabbitmq_url), [ENDPOINT], cutoff=LATER)
     # When it is moved, nothing is
     with pytest.raises(BackendUnusable, match="is not a complete RavenDB export"):
@@ -124,4 +125,4 @@ def test_timeouts_move_to_levels_and_a_cut_off_file_moves_nothing(
     assert found.header.properties.message_id == "message-1"
     assert found.header.properties.headers["Ключ 🔑"] == "Größe"
     with pytest.raises(ConfigurationError, match="there is no file"):
-        preview(Plan(source_at("ravendb", str(tmp_path / "none*"), journal=journal), None), spark)
+        preview(Plan(RavenDb(str(tmp_path / "none*"), journal), None), spark)

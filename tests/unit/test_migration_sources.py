@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from click.testing import CliRunner
+from tests.installing import install
 
 from delayline.cli import main
-from delayline.errors import BackendUnusable, ConfigurationError
+from delayline.errors import ConfigurationError
 from delayline.migration import source_at
 from delayline.migration.collected import KEY, CollectedMessage, Selection, key_of
+from delayline.migration.sources import SOURCE_GROUP
 from delayline.migration.sources.celery_tasks import NoMessage, task_of
-from delayline.migration.sources.ravendb import _collected, documents
 from delayline.migration.tally import Bounds, Tally
 
 if TYPE_CHECKING:
-    from pathlib import Path
+    pass
 
 NOW = datetime(2026, 5, 6, tzinfo=UTC)
 
@@ -26,9 +28,17 @@ NOW = datetime(2026, 5, 6, tzinfo=UTC)
     ("kind", "named", "said"),
     [
         ("mainframe", {}, "no source of kind 'mainframe': choose from nservicebus-sql, "),
-        ("ravendb", {}, "a source of kind 'ravendb' needs a database for the journal: name it with --journal"),
+        (
+            "celery-levels",
+            {},
+            "a source of kind 'celery-levels' needs a database for the journal: name it with --journal",
+        ),
         ("nhibernate", {"journal": "sqlite:///x.db"}, "the journal of a source of kind 'nhibernate' is in its own"),
-        ("ravendb", {"journal": "sqlite:///x.db", "table": "T"}, "only a source of kind 'azure-storage' has a table"),
+        (
+            "celery-levels",
+            {"journal": "sqlite:///x.db", "table": "T"},
+            "only a source of kind 'azure-storage' has a table",
+        ),
     ],
 )
 def test_wrong_sources_are_reported(kind: str, named: dict[str, str], said: str) -> None:
@@ -36,12 +46,31 @@ def test_wrong_sources_are_reported(kind: str, named: dict[str, str], said: str)
         source_at(kind, "sqlite:///y.db", **named)
 
 
+def test_an_installed_distribution_adds_a_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given an example's distribution on Python's path
+    site = install(Path(__file__).parents[2] / "examples/ravendb_source", tmp_path / "site")
+    monkeypatch.syspath_prepend(site)
+    # When a source of its kind is asked for, it is made as the package's own are
+    source = source_at("ravendb", "none.ravendbdump", journal="sqlite:///y.db")
+    assert str(source) == "RavenDB's export none.ravendbdump"
+    with pytest.raises(ConfigurationError, match="a source of kind 'ravendb' needs a database for the journal"):
+        source_at("ravendb", "none.ravendbdump")
+    with pytest.raises(ConfigurationError, match=r"'mainframe': choose from nservicebus-sql, .*, ravendb"):
+        source_at("mainframe", "none")
+    # and an entry point that leads to no source is the distribution's fault
+    [points] = site.glob("*.dist-info/entry_points.txt")
+    for value, said in (("ravendb_source:Gone", "cannot be imported: .*Reinstall"), ("json:loads", "is no subclass")):
+        points.write_text(f"[{SOURCE_GROUP}]\nravendb = {value}\n")
+        with pytest.raises(ConfigurationError, match=f"the source '{value}' of kind 'ravendb' {said}"):
+            source_at("ravendb", "none.ravendbdump", journal="sqlite:///y.db")
+
+
 def test_the_commands_take_a_journal(tmp_path: object) -> None:
-    words = ["migrate", "history", "--from", "ravendb", "--source", "none.ravendbdump"]
+    words = ["migrate", "history", "--from", "celery-scheduled", "--source", "none.json"]
     result = CliRunner().invoke(main, words, prog_name="delayline")
     assert (result.exit_code, "--journal" in result.output) == (2, True)
     result = CliRunner().invoke(main, [*words, "--journal", f"sqlite:///{tmp_path}/journal.db"], prog_name="delayline")
-    assert "no migration has run from RavenDB's export none.ravendbdump" in result.output
+    assert "no migration has run from Celery's export none.json" in result.output
 
 
 def test_a_message_is_kept_under_names_that_databases_take() -> None:
@@ -75,38 +104,6 @@ def test_looks_in_several_tasks_add_up() -> None:
     assert sales.destinations == {"billing": 2, None: 1}
     assert {why.partition(" ")[0]: sales.examples[why] for why in sales.reasons} == {"destination": "c", "due": "d"}
     assert total.endpoints["x"].rows == 1
-
-
-def test_hostile_exports_of_ravendb_end_with_a_sentence(tmp_path: Path) -> None:
-    for content in (
-        b'{"Docs":[{"@metadata":{"@export-type":"Attachment"},"Size":-60}',
-        b'{"Docs":[{"@metadata":{"@export-type":"Attachment"},"Size":' + b"9" * 4500 + b"}",
-        b'{"Docs":[' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"]}",
-    ):
-        export = tmp_path / "x.ravendbdump"
-        export.write_bytes(content)
-        with pytest.raises(BackendUnusable, match="is not a complete RavenDB export"):
-            list(documents(export))
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"@metadata": "x"},
-        {"@metadata": {"@id": ["x"]}},
-        {"OwningTimeoutManager": {"a": 1}},
-        {"Destination": {"Queue": ["x"]}},
-        {"Destination": ["x"]},
-        {"Time": 9**4000},
-        {"Headers": {"a": "\ud800"}},
-        {"State": 5},
-    ],
-)
-def test_a_hostile_document_of_ravendb_is_one_row(changed: dict[str, Any]) -> None:
-    good = {"Destination": "billing", "Time": "2030-01-01T00:00:00Z", "State": "", "Headers": {}, "Id": "a"}
-    one = _collected({**good, "OwningTimeoutManager": "sales", **changed})
-    assert one.key
-    assert one.id == "a"
 
 
 def test_a_hostile_header_of_a_celery_task_is_that_tasks_fault() -> None:

@@ -6,13 +6,13 @@ import gzip
 import io
 import json
 import tracemalloc
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from examples.ravendb_source import ravendb_source as ravendb
+from examples.ravendb_source.ravendb_source import _collected, documents
 
 from delayline.errors import BackendUnusable
-from delayline.migration.sources import ravendb
-from delayline.migration.sources.ravendb import documents
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,3 +79,35 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.
     # Then a few chunks were in memory
     assert number == 4001
     assert peak < 12 * ravendb.CHUNK_BYTES
+
+
+def test_hostile_exports_of_ravendb_end_with_a_sentence(tmp_path: Path) -> None:
+    for content in (
+        b'{"Docs":[{"@metadata":{"@export-type":"Attachment"},"Size":-60}',
+        b'{"Docs":[{"@metadata":{"@export-type":"Attachment"},"Size":' + b"9" * 4500 + b"}",
+        b'{"Docs":[' + b'{"a":' * 50_000 + b"1" + b"}" * 50_000 + b"]}",
+    ):
+        export = tmp_path / "x.ravendbdump"
+        export.write_bytes(content)
+        with pytest.raises(BackendUnusable, match="is not a complete RavenDB export"):
+            list(documents(export))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"@metadata": "x"},
+        {"@metadata": {"@id": ["x"]}},
+        {"OwningTimeoutManager": {"a": 1}},
+        {"Destination": {"Queue": ["x"]}},
+        {"Destination": ["x"]},
+        {"Time": 9**4000},
+        {"Headers": {"a": "\ud800"}},
+        {"State": 5},
+    ],
+)
+def test_a_hostile_document_of_ravendb_is_one_row(changed: dict[str, Any]) -> None:
+    good = {"Destination": "billing", "Time": "2030-01-01T00:00:00Z", "State": "", "Headers": {}, "Id": "a"}
+    one = _collected({**good, "OwningTimeoutManager": "sales", **changed})
+    assert one.key
+    assert one.id == "a"

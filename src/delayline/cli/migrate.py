@@ -38,7 +38,6 @@ SOURCE_KINDS: Final = (
     "apscheduler",
     "rabbitmq-levels",
     "azure-storage",
-    "ravendb",
     "celery-levels",
     "celery-scheduled",
 )

@@ -31,7 +31,6 @@ DUPLICATE_KEY: Final = frozenset({2627, 2601})
 ALREADY_THERE: Final = frozenset({2714, 1913})
 #: After the following errors the server has rolled the transaction back.
 ROLLED_BACK_NUMBERS: Final = frozenset({1205, 3903, 3930, 3998})
-CONNECTION_LOST: Final = 20003
 ENDED: Final = "delayline: the transaction has ended"
 """The text of the error of ours for a statement whose transaction an earlier error has ended."""
 DATABASE_READ_ONLY: Final = 3906
