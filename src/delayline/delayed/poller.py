@@ -109,6 +109,8 @@ class Poller:
         self._stopping = asyncio.Event()
         self._woken = asyncio.Event()
         self._wakes_at: datetime | None = None
+        #: The earliest due time, before the end of the sleep, of a message stored during it.
+        self._earlier: datetime | None = None
         self._task: asyncio.Task[None] | None = None
         #: How many messages of a failed batch are still to be moved singly.
         self._singles_left = 0
@@ -138,6 +140,7 @@ class Poller:
     def signal(self, due: datetime) -> None:
         """Wake the poller if `due` is earlier than the end of its sleep. Never blocks; signals coalesce."""
         if self._wakes_at is None or due < self._wakes_at:
+            self._earlier = due if self._earlier is None else min(due, self._earlier)
             self._woken.set()
 
     async def _run(self) -> None:
@@ -182,10 +185,9 @@ class Poller:
         if self._mover.has_failures or self._mover.try_unsent(now):
             return
         latest = min(now + self._maximum_sleep, self._mover.set_aside_until or LATEST_TIME)
-        if due is None or due > latest:
-            await self._sleep_until(latest)
-        elif await self._sleep_until(due):
-            self._known = Forwarded(0, due)
+        slept_until = await self._sleep_until(latest if due is None else min(due, latest))
+        if slept_until is not None and slept_until != latest:
+            self._known = Forwarded(0, slept_until)
 
     async def _finish_earlier(self) -> bool:
         """Finish what is left of earlier batches, some of it, and return whether another may be moved."""
@@ -412,14 +414,27 @@ class Poller:
             await self._sleep_until(now + LOCKED_ELSEWHERE)
             return
         look_again = min(until, now + self._looks_after)
-        if await self._sleep_until(look_again):
+        slept_until = await self._sleep_until(look_again)
+        if slept_until == look_again:
             self._known, self._looks_after = Forwarded(0, look_again), min(2 * self._looks_after, LOCKED_HERE)
         else:
             self._looks_after = LOCKED_ELSEWHERE
 
-    async def _sleep_until(self, wake_at: datetime) -> bool:
-        """Sleep, and return whether nothing has ended the sleep before its time."""
-        self._wakes_at = wake_at
+    async def _sleep_until(self, wake_at: datetime) -> datetime | None:
+        """Sleep until then, or until an earlier message stored meanwhile is due, and return which of the two it was.
+
+        Returns None if the store has to be asked: a message is due already, or was stored before the sleep began.
+        """
+        while await self._is_woken_before(wake_at):
+            earlier = self._earlier
+            if self._stopping.is_set() or earlier is None or earlier <= self._clock.now():
+                return None
+            self._woken.clear()
+            wake_at = earlier
+        return wake_at
+
+    async def _is_woken_before(self, wake_at: datetime) -> bool:
+        self._wakes_at, self._earlier = wake_at, None
         seconds = (wake_at - self._clock.now()).total_seconds()
         if seconds > 0 and not self._woken.is_set():
             if logger.isEnabledFor(logging.DEBUG):
@@ -430,7 +445,7 @@ class Poller:
                 self._observer.slept(time.monotonic() - asleep, notified=self._woken.is_set())
             if logger.isEnabledFor(logging.DEBUG):
                 emit(logger, logging.DEBUG, Event.WOKE, "woke")
-        return not self._woken.is_set()
+        return self._woken.is_set()
 
     async def _pause(self, wait: Coroutine[None, None, None]) -> None:
         await first_of(self._stopping.wait(), wait)
