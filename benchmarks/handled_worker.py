@@ -182,6 +182,8 @@ async def steadily(settings: Settings, send: Callable[[bytes], Awaitable[None]])
 
 def main() -> None:
     """Do what the arguments say."""
+    import uvloop
+
     from benchmarks import peers_postgresql, peers_rabbitmq
 
     action, peer, url, settings = sys.argv[1:]
@@ -191,7 +193,8 @@ def main() -> None:
     with contextlib.suppress(KeyboardInterrupt):
         if peer != "delayline":
             url = url.partition(" ")[0]
-        asyncio.run(found(url, json.loads(settings)))
+        run = uvloop.run if peer == "PgQueuer" else asyncio.run  # as `pgq run` does
+        run(found(url, json.loads(settings)))
 
 
 if __name__ == "__main__":

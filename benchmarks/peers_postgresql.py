@@ -49,9 +49,10 @@ def _bare_at(url: str) -> ModuleType:
 
 
 async def pgqueuer_fill(url: str, settings: Settings) -> None:
-    """Enqueue jobs for `work`."""
+    """Enqueue jobs for `work`, after `pgq install` and `pgq autovac`."""
     async with _pgqueuer(url) as queries:
         await queries.install()
+        await queries.optimize_autovacuum()
         due = due_of(settings)
         for batch in bodies(settings["number"]):
             after = [due - datetime.now(UTC)] * len(batch) if due else None
@@ -60,12 +61,17 @@ async def pgqueuer_fill(url: str, settings: Settings) -> None:
 
 
 async def pgqueuer_work(url: str, settings: Settings) -> None:
-    """Handle with PgQueuer, in batches of 100; it looks for due jobs ten times a second."""
+    """Handle with PgQueuer, in batches of 100; it looks for due jobs ten times a second.
+
+    Without `force_custom_plan` the plan of its statement is made while it looks and nothing is due, for one row. It then
+    sorts all due jobs for each batch, until the server analyzes the table: 180 microseconds a message instead of 48.
+    """
     import asyncpg
     from pgqueuer import PgQueuer
     from pgqueuer.db import AsyncpgDriver
 
-    queuer, records = PgQueuer(AsyncpgDriver(await asyncpg.connect(url))), Records()
+    connection = await asyncpg.connect(url, server_settings={"plan_cache_mode": "force_custom_plan"})
+    queuer, records = PgQueuer(AsyncpgDriver(connection)), Records()
 
     @queuer.entrypoint("work")
     async def work(job: Any) -> None:  # noqa: ANN401 - PgQueuer's Job
