@@ -169,9 +169,11 @@ class Composer:
 
         Raises InvalidMessage or InvalidDueTime, naming value and remedy.
         """
+        return self._compose(send, related_to, self._now(send.deliver_at))
+
+    def _compose(self, send: Send, related_to: Message | None, now: datetime) -> Outgoing:
         destination, body, headers, message_id, delay, deliver_at, expires, correlation_id = send
         check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
-        now = self._latest() if deliver_at is None else self._earliest()
         due = due_time(now, delay, deliver_at)
         if message_id is None:
             message_id = new_message_id(now)
@@ -198,11 +200,13 @@ class Composer:
     def compose_many(self, sends: Iterable[Send], related_to: Message | None = None) -> list[Outgoing]:
         """Return the checked operations; raises as `compose`, with the position of the message."""
         composed: list[Outgoing] = []
+        latest, earliest = self._latest(), self._earliest()
         for position, send in enumerate(sends):
             if not isinstance(send, Send):
                 raise InvalidMessage(f"message {position} of send_many is {send!r}: give Send(destination, body, ...)")
             try:
-                composed.append(self.compose(send, related_to))
+                now = latest if send.deliver_at is None else earliest
+                composed.append(self._compose(send, related_to, now))
             except InvalidMessage as error:
                 raise type(error)(f"message {position} of send_many: {error}") from error
         return composed

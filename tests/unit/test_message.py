@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from delayline import DelayedMessage, Headers, InvalidMessage, Message
 from delayline.clock import from_microseconds
 from delayline.errors import CorruptBody, CorruptHeaders
-from delayline.message import decode_headers, encode_body, from_wire_time, new_message_id, to_wire_time
+from delayline.message import decode_headers, encode_body, encode_headers, from_wire_time, new_message_id, to_wire_time
 
 ANY_TEXT = st.text(st.characters(exclude_categories=()))  # lone surrogates and astral characters too
 ZONES = st.integers(-23 * 60, 23 * 60).map(lambda minutes: timezone(timedelta(minutes=minutes)))
@@ -167,3 +167,16 @@ def test_a_body_that_is_not_json_is_an_error_of_delayline_s(body: bytes) -> None
 def test_a_body_that_is_not_text_is_an_error_of_delayline_s() -> None:
     with pytest.raises(CorruptBody, match=r"body of message 'm' is not UTF-8 text.*message\.body"):
         _ = Message("m", {}, b"\xff").text
+
+
+def test_headers_that_are_subclasses_of_str_are_encoded_as_text() -> None:
+    class Text(str):
+        __slots__ = ()
+
+    assert encode_headers({Text("name"): Text("value")}) == b'{"name":"value"}'
+
+
+@given(st.dictionaries(ANY_TEXT, ANY_TEXT))
+def test_headers_are_encoded_as_the_standard_library_does(headers: dict[str, str]) -> None:
+    expected = json.dumps(headers, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass")
+    assert encode_headers(headers) == expected
