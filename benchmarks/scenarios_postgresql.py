@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks import bare_postgresql as bare
 from benchmarks import peers_postgresql as peers
-from benchmarks.common import ROUNDS, Figures, against, scaled
+from benchmarks.common import ROUNDS, Figures, against, scaled, send_many_rate, together_rate
 from benchmarks.on_server import Product, messages, store_rate
 from benchmarks.servers import postgresql
 
@@ -39,16 +39,24 @@ async def pg_immediate_sends(folder: Path) -> Figures:
 
 
 async def pg_store_many(folder: Path) -> Figures:
-    """`store_many` of 1 000, against binary COPY, 1 000 a commit, and PgQueuer's enqueue of 1 000."""
+    """`store_many` of 1 000, against binary COPY, 1 000 a commit; it and sends, against PgQueuer's enqueue of 1 000."""
     rates, theirs, number, due = [], [], scaled(100_000), datetime.now(UTC) + timedelta(days=365)
+    together, awaited = [], []
     with postgresql() as (url,):
         for turn in range(ROUNDS):
             raw = bare.many_rate(url, number)
             ours = await store_rate(url, messages(f"many{turn}", number, lambda _: due))
             rates.append((ours, raw))
-            theirs.append((ours, await peers.pgqueuer_enqueue(url, number)))
+            enqueued = await peers.pgqueuer_enqueue(url, number)
+            theirs.append((ours, enqueued))
+            together.append((await send_many_rate(url, number), enqueued))
+            awaited.append((await together_rate(url, number), enqueued))
     figures, beside = against("binary COPY", rates), against("PgQueuer", theirs)
-    return figures | {"PgQueuer /s": beside["PgQueuer /s"], "times PgQueuer": beside["ratio"]}
+    figures |= {"PgQueuer /s": beside["PgQueuer /s"], "times PgQueuer": beside["ratio"]}
+    for name, sends in (("send_many", together), ("awaited sends", awaited)):
+        sent = against("PgQueuer", sends)
+        figures |= {f"{name} /s": sent["delayline /s"], f"{name}, times PgQueuer": sent["ratio"]}
+    return figures
 
 
 async def pg_burst(folder: Path) -> Figures:
