@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 from delayline import DelayedMessage, Endpoint, Message, MessageContext, QueueNotFound, TransactionMode
-from delayline.errors import BackendUnusable, DispatchFailed, InvalidMessage, NotStarted
+from delayline.errors import BackendUnusable, ConfigurationError, DispatchFailed, InvalidMessage, NotStarted
 from delayline.spi import (
     Backend,
     BackendOptions,
@@ -272,16 +272,18 @@ class FolderPending:
             buckets.append(DueBucket(start, end, len(within), destinations=names))
         return DueForecast(buckets, messages[0].due if messages else None)
 
-    async def cancel(self, message_id: str) -> Outcome:
-        return self._change(message_id, None)
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
+        return self._change(message_id, None, transaction)
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
-        return self._change(message_id, due)
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
+        return self._change(message_id, due, transaction)
 
     def _messages(self) -> list[DelayedMessage]:
         return [message for _, message in self._folder.waiting(self._endpoint)]
 
-    def _change(self, message_id: str, due: datetime | None) -> Outcome:
+    def _change(self, message_id: str, due: datetime | None, transaction: Transaction | None) -> Outcome:
+        if transaction is not None:
+            raise ConfigurationError("files take no part in a transaction: leave transaction= out")
         for file, message in self._folder.waiting(self._endpoint):
             if message.id == message_id:
                 try:

@@ -6,6 +6,7 @@ Authors of stores and transports find their protocols in `delayline.spi`; the ti
 import typing
 
 from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.store import Outcome
 from delayline.endpoint import Endpoint
 from delayline.errors import (
     BackendUnavailable,
@@ -77,6 +78,7 @@ __all__ = [
     "MessageContext",
     "MoveToErrors",
     "NotStarted",
+    "Outcome",
     "QueueNotFound",
     "Recoverability",
     "Retry",

@@ -22,7 +22,8 @@ from delayline.delayed.delivery import (
     storage_of,
 )
 from delayline.delayed.host import DeliveryHost
-from delayline.delayed.store import SupportsRightsCheck, managed
+from delayline.delayed.pending import PendingMessages
+from delayline.delayed.store import SupportsRightsCheck
 from delayline.errors import (
     BackendUnavailable,
     BackendUnusable,
@@ -65,7 +66,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from delayline.clock import Clock
-    from delayline.delayed.store import DelayedMessageStore, OnConflict, SupportsManagement
+    from delayline.delayed.store import DelayedMessageStore, OnConflict
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
     from delayline.observer import Observer
@@ -219,14 +220,14 @@ class Endpoint:
         return self._handlers.functions
 
     @property
-    def delayed(self) -> SupportsManagement:
-        """Management of pending messages: list, count, cancel, reschedule.
+    def delayed(self) -> PendingMessages:
+        """The pending messages: list, count, cancel, reschedule, send now.
 
         Raises ConfigurationError if the delayed delivery does not support it.
         """
         if self.delayed_delivery is None:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery, and so no pending messages")
-        return managed(management_of(self.delayed_delivery))
+        return PendingMessages(management_of(self.delayed_delivery), self._clock)
 
     @property
     def queues(self) -> SupportsQueueLimits:

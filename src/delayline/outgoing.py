@@ -12,7 +12,7 @@ import reprlib
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
 
 from delayline.clock import latest_of
 from delayline.delayed.delivery import SupportsDeferMany
@@ -80,6 +80,17 @@ class Outgoing(NamedTuple):
     due: datetime | None
     check: bool = False
     """Whether its destination is looked for before it is deferred."""
+
+
+class PendingChange(NamedTuple):
+    """A change of a pending message that a handler has asked for; `due` is None to cancel the message."""
+
+    message_id: str
+    due: datetime | None
+
+
+#: What a handler has asked for, in its order.
+Effect: TypeAlias = Outgoing | PendingChange
 
 
 def report_sent(observer: Observer, sends: Sequence[Outgoing], seconds: float, error: Exception | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from delayline.checks import ForkGuard
@@ -12,15 +13,15 @@ from delayline.external import UNSET, ExternalTransaction, WaitingThread, checke
 from delayline.transaction import THREAD_WAITS
 
 if TYPE_CHECKING:
-    from collections.abc import Coroutine, Iterable
+    from collections.abc import Callable, Coroutine, Iterable, Sequence
     from concurrent.futures import Future
     from datetime import datetime, timedelta
     from types import TracebackType
 
-    from delayline.delayed.store import OnConflict
+    from delayline.delayed.store import DueCount, OnConflict, Outcome
     from delayline.endpoint import Endpoint
     from delayline.external import ExternalConnection, Unset
-    from delayline.message import Body
+    from delayline.message import Body, DelayedMessage
     from delayline.outgoing import HeaderMap, Send
     from delayline.sending import Sent
 
@@ -113,8 +114,8 @@ class SyncEndpoint:
         Raises:
             DelaylineError: The errors of `Endpoint.send`.
         """
-        external, thread = checked_transaction(transaction), WaitingThread()
-        work = self.endpoint.send(
+        work = partial(
+            self.endpoint.send,
             destination,
             body,
             headers=headers,
@@ -123,11 +124,10 @@ class SyncEndpoint:
             deliver_at=deliver_at,
             expires=expires,
             correlation_id=correlation_id,
-            transaction=UNSET if external is None else ExternalTransaction(external, thread),
             check_destination=check_destination,
             on_conflict=on_conflict,
         )
-        return thread.wait_for(self._start(work))
+        return self.run_in(transaction, work)
 
     def send_many(
         self,
@@ -149,16 +149,32 @@ class SyncEndpoint:
         Raises:
             DelaylineError: The errors of `Endpoint.send_many`.
         """
+        work = partial(self.endpoint.send_many, messages, check_destination=check_destination)
+        return self.run_in(transaction, work)
+
+    @property
+    def delayed(self) -> SyncPendingMessages:
+        """The pending messages; raises ConfigurationError where `Endpoint.delayed` does."""
+        return SyncPendingMessages(self)
+
+    def run_in(
+        self, transaction: ExternalConnection | Unset, work: Callable[..., Coroutine[Any, Any, Result]]
+    ) -> Result:
+        """Run a coroutine function of the endpoint that takes `transaction=`, with one of the calling thread's.
+
+        Args:
+            transaction: The external transaction, whose connection is used on the calling thread; UNSET for none.
+            work: The coroutine function.
+
+        Returns:
+            The coroutine's result.
+        """
         external, thread = checked_transaction(transaction), WaitingThread()
-        work = self.endpoint.send_many(
-            messages,
-            transaction=UNSET if external is None else ExternalTransaction(external, thread),
-            check_destination=check_destination,
-        )
-        return thread.wait_for(self._start(work))
+        given = UNSET if external is None else ExternalTransaction(external, thread)
+        return thread.wait_for(self._start(work(transaction=given)))
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Run any of the endpoint's coroutines, as in `sync.run(endpoint.delayed.cancel(message_id))`.
+        """Run any of the endpoint's coroutines, as in `sync.run(endpoint.setup())`.
 
         Args:
             work: The coroutine.
@@ -206,3 +222,76 @@ async def _cancel_others() -> None:
     for task in others:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
+
+
+class SyncPendingMessages:
+    """The pending messages of a SyncEndpoint; its methods block and may be called from any thread.
+
+    Args:
+        sync: The endpoint.
+    """
+
+    def __init__(self, sync: SyncEndpoint) -> None:
+        self._sync = sync
+        self._pending = sync.endpoint.delayed
+
+    def cancel(self, message_id: str, *, transaction: ExternalConnection | Unset = UNSET) -> Outcome:
+        """Delete a pending message; see `PendingMessages.cancel`.
+
+        Args:
+            message_id: Id of the message.
+            transaction: An external transaction, whose connection is used on the calling thread.
+
+        Returns:
+            What has become of the message.
+        """
+        return self._sync.run_in(transaction, partial(self._pending.cancel, message_id))
+
+    def reschedule(self, message_id: str, due: datetime, *, transaction: ExternalConnection | Unset = UNSET) -> Outcome:
+        """Give a pending message a new due time; see `PendingMessages.reschedule`.
+
+        Args:
+            message_id: Id of the message.
+            due: The new due time, with a time zone; a past time means now.
+            transaction: An external transaction, whose connection is used on the calling thread.
+
+        Returns:
+            What has become of the message.
+        """
+        return self._sync.run_in(transaction, partial(self._pending.reschedule, message_id, due))
+
+    def send_now(self, message_id: str, *, transaction: ExternalConnection | Unset = UNSET) -> Outcome:
+        """Dispatch a pending message now; see `PendingMessages.send_now`.
+
+        Args:
+            message_id: Id of the message.
+            transaction: An external transaction, whose connection is used on the calling thread.
+
+        Returns:
+            What has become of the message.
+        """
+        return self._sync.run_in(transaction, partial(self._pending.send_now, message_id))
+
+    def pending(self, *, destination: str | None = None, limit: int = 100, offset: int = 0) -> Sequence[DelayedMessage]:
+        """Return pending messages, earliest due first.
+
+        Args:
+            destination: The destination of the messages; by default all.
+            limit: The most messages to return.
+            offset: How many messages to leave out first.
+
+        Returns:
+            The messages.
+        """
+        return self._sync.run(self._pending.pending(destination=destination, limit=limit, offset=offset))
+
+    def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
+        """Return counts by destination and due bucket, earliest first.
+
+        Args:
+            bucket: The length of a bucket; buckets are aligned to 1970 UTC.
+
+        Returns:
+            The counts that are not zero.
+        """
+        return self._sync.run(self._pending.count_by_due(bucket))

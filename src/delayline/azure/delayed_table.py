@@ -240,8 +240,9 @@ class AzureDelayedTable(SingleMessageVerbs):
 
         return stop
 
-    async def cancel(self, message_id: str) -> Outcome:
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a waiting message; it is looked for in the whole table where a .NET endpoint has stored it."""
+        _refuse(transaction)
         async with self._turn:
             row = await self._where.find(message_id)
             outcome = await self._outcome(row)
@@ -252,8 +253,9 @@ class AzureDelayedTable(SingleMessageVerbs):
             await self._settle()
             return outcome
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
         """Move a waiting message to another due time."""
+        _refuse(transaction)
         due = in_utc(due)
         async with self._turn:
             row = await self._where.find(message_id)

@@ -25,10 +25,12 @@ from delayline.delayed.store import (
     found_of,
     spans_of,
 )
+from delayline.errors import ConfigurationError
 from delayline.message import DelayedMessage, Message, in_utc
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
 from delayline.sql.store import SqlDelayedMessageStore
+from delayline.sql.transactions import EnlistedTransaction
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -75,14 +77,15 @@ class TwoTierStore(SqlDelayedMessageStore):
         super().__init__(url, table_name=table_name, schema=schema, journal=journal)
         self._folder = ColdFolder(cold_tier)
 
-    async def cancel(self, message_id: str) -> Outcome:
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a waiting message, in the files by looking through all their ids."""
-        return await self._wherever(message_id, super().cancel, None)
+        return await self._wherever(message_id, partial(super().cancel, transaction=transaction), None, transaction)
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
         """Move a waiting message to another due time; it waits in the database from then on, however far that is."""
         due = in_utc(due)
-        return await self._wherever(message_id, partial(super().reschedule, due=due), due)
+        move = partial(super().reschedule, due=due, transaction=transaction)
+        return await self._wherever(message_id, move, due, transaction)
 
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
@@ -217,7 +220,11 @@ class TwoTierStore(SqlDelayedMessageStore):
         return await asyncio.to_thread(count)
 
     async def _wherever(
-        self, message_id: str, in_the_store: Callable[[str], Awaitable[Outcome]], due: datetime | None
+        self,
+        message_id: str,
+        in_the_store: Callable[[str], Awaitable[Outcome]],
+        due: datetime | None,
+        transaction: Transaction | None,
     ) -> Outcome:
         """Change the message in the store, or else take it out of the files and, given a due time, store it."""
         while True:
@@ -231,24 +238,33 @@ class TwoTierStore(SqlDelayedMessageStore):
             rows = {name: row for name, row in rows.items() if message_id not in snapshot.dead.get(name, ())}
             if not rows:
                 return Outcome.NOT_PENDING
-            if await self._take_out(rows, due):
+            if isinstance(transaction, EnlistedTransaction):
+                raise ConfigurationError(
+                    f"message {message_id!r} waits in the cold tier, whose catalog takes no part in a transaction of "
+                    "yours: leave transaction= out, after your commit"
+                )
+            if transaction is not None:
+                taken_out = await self._take_out(rows, due, transaction)
+            else:
+                async with self.transaction() as own:
+                    taken_out = await self._take_out(rows, due, own)
+            if taken_out:
                 return Outcome.DONE
 
-    async def _take_out(self, rows: Mapping[str, ColdRow], due: datetime | None) -> bool:
+    async def _take_out(self, rows: Mapping[str, ColdRow], due: datetime | None, transaction: Transaction) -> bool:
         """Cancel the message in its files; False where they were promoted, compacted or looked at elsewhere."""
         dead = {name: {row.id: row.destination} for name, row in rows.items()}
-        async with self.transaction() as transaction:
-            buried = await self._database.write(partial(self._catalog.bury, dead=dead), transaction)
-            if buried:
-                message, journal = _message_of(next(iter(rows.values()))), self._kept_journal
-                if due is None:
-                    note = partial(journal.note_one, event=JournalEvent.CANCELLED, message=message)
-                    await self._noted(note, transaction)
-                else:
-                    since = await self._noted(journal.last, transaction) or 0
-                    await self.store(DelayedMessage(message.message, message.destination, due), transaction)
-                    note = partial(journal.rename, since=since, ids=[message.id], event=JournalEvent.RESCHEDULED)
-                    await self._noted(note, transaction)
+        buried = await self._database.write(partial(self._catalog.bury, dead=dead), transaction)
+        if buried:
+            message, journal = _message_of(next(iter(rows.values()))), self._kept_journal
+            if due is None:
+                note = partial(journal.note_one, event=JournalEvent.CANCELLED, message=message)
+                await self._noted(note, transaction)
+            else:
+                since = await self._noted(journal.last, transaction) or 0
+                await self.store(DelayedMessage(message.message, message.destination, due), transaction)
+                note = partial(journal.rename, since=since, ids=[message.id], event=JournalEvent.RESCHEDULED)
+                await self._noted(note, transaction)
         return buried
 
     async def _noted(self, note: Callable[[Connection], Result], transaction: Transaction) -> Result | None:

@@ -404,20 +404,23 @@ class DueCount:
 class SupportsManagement(Protocol):
     """Capability: list, cancel and reschedule pending messages."""
 
-    async def cancel(self, message_id: str) -> Outcome:
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a pending message, unless the poller has it already.
 
         Args:
             message_id: Id of the message.
+            transaction: The transaction of the deletion, until whose end the message is neither dispatched nor gone;
+                without it the message is deleted durably on return.
         """
         ...
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
         """Give a pending message a new due time, unless the poller has it already.
 
         Args:
             message_id: Id of the message.
             due: The new due time, with a time zone; a past time means now.
+            transaction: The transaction of the change; see `cancel`.
 
         Raises:
             InvalidDueTime: The store cannot keep that time.

@@ -144,21 +144,13 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
         self._listeners.append(callback)
         return lambda: self._listeners.remove(callback)
 
-    async def cancel(self, message_id: str) -> Outcome:
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a waiting message."""
-        outcome = self._outcome(message_id)
-        if outcome is Outcome.DONE:
-            self._delete([message_id])
-        return outcome
+        return self._change(message_id, None, transaction)
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
         """Move a waiting message to another due time."""
-        due, outcome = in_utc(due), self._outcome(message_id)
-        if outcome is Outcome.DONE:
-            message = self._messages[message_id]
-            self._delete([message_id])
-            self._insert([replace(message, due=due)])
-        return outcome
+        return self._change(message_id, in_utc(due), transaction)
 
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
@@ -222,6 +214,24 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
         failed = [self._messages[message_id] for message_id in ids if message_id in self._messages]
         self._delete(ids)
         self._insert([replace(message, due=at, number_of_retries=message.number_of_retries + 1) for message in failed])
+
+    def _change(self, message_id: str, due: datetime | None, transaction: Transaction | None) -> Outcome:
+        """Delete a waiting message, or move it to that due time; in a transaction it is locked until its end."""
+        outcome = self._outcome(message_id)
+        if outcome is Outcome.DONE:
+            moved = [] if due is None else [replace(self._messages[message_id], due=due)]
+
+            def change() -> None:
+                self._delete([message_id])
+                self._insert(moved)
+
+            if transaction is None:
+                change()
+            else:
+                self._locked.add(message_id)
+                in_memory(transaction).on_commit(change)
+                in_memory(transaction).on_rollback(lambda: self._locked.discard(message_id))
+        return outcome
 
     def _delete(self, ids: Sequence[str]) -> None:
         for message_id in ids:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from delayline.clock import Clock
+    from delayline.transaction import Transaction
 
     Deferred = tuple[TransportOperation, datetime]
 
@@ -119,11 +120,11 @@ class ManagedAsSent:
         """Return the clock that due times are measured with: the store's, else this machine's."""
         return self._store.clock() if isinstance(self._store, SupportsClock) else SystemClock()
 
-    async def cancel(self, message_id: str) -> Outcome:
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a pending message, unless the poller has it already."""
-        return await self._store.cancel(message_id)
+        return await self._store.cancel(message_id, transaction)
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
         """Give a pending message a new due time, until which it waits in the store, unless the poller has it already.
 
         Raises ConfigurationError for a message for the levels in a store that cannot replace messages.
@@ -131,7 +132,12 @@ class ManagedAsSent:
         found = await self._whole(message_id)
         sent = None if found is None else as_sent(found)
         if found is None or sent is found or sent is None:
-            return await self._store.reschedule(message_id, due)
+            return await self._store.reschedule(message_id, due, transaction)
+        if transaction is not None:
+            raise ConfigurationError(
+                f"message {message_id!r} waits in the store for the delay levels, and cannot be rescheduled in a "
+                "transaction: leave transaction= out, or cancel the message in it and send another"
+            )
         if not isinstance(self._store, SupportsReplacement):
             raise ConfigurationError(
                 f"{type(self._store).__name__} cannot replace messages, so {message_id!r}, which waits there for the "

@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable
 from delayline.message import Headers
+from delayline.outgoing import Outgoing
 from delayline.receiving.context import MessageContext
 from delayline.receiving.handling import Stopping
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 
-    from delayline.outgoing import Composer, Outgoing
+    from delayline.outgoing import Composer
     from delayline.receiving.completion import Completion, RetryNotices
     from delayline.receiving.handlers import Call, Handlers
     from delayline.receiving.intake import MessageTasks
@@ -45,7 +46,7 @@ class HandlerAttempts:
         """Return an attempt. Raises CorruptHeaders, UnknownMessageType or InvalidPayload."""
         message = received.message
         calls = self.handlers.calls(message.logical)
-        context = MessageContext(message, self.queue, number, self.composer, self.transactions)
+        context = MessageContext(message, self.queue, number, self.composer, self.transactions, self.completion.pending)
         return HandlerAttempt(self, received, calls, context)
 
 
@@ -72,7 +73,7 @@ class HandlerAttempt:
     @property
     def outgoing(self) -> Sequence[Outgoing]:
         """What the handlers have sent."""
-        return self._context.outgoing
+        return [effect for effect in self._context.effects if isinstance(effect, Outgoing)]
 
     def run(self) -> Coroutine[object, object, None]:
         """Run the handlers, once the limit of their type admits the message."""
@@ -87,7 +88,7 @@ class HandlerAttempt:
         context, attempts = self._context, self._attempts
         is_retry = Headers.RETRY_ID in self._received.message.headers
         complete = attempts.notices.complete if is_retry else attempts.completion.complete
-        return complete(self._received, context.outgoing, context.own)
+        return complete(self._received, context.effects, context.own)
 
     def gave_way(self, error: Exception) -> bool:
         """Return whether the handlers' own transaction has ended in favour of another."""

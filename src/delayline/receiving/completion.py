@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from itertools import groupby, takewhile
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
+from delayline.delayed.delivery import management_of
+from delayline.delayed.store import SupportsManagement
 from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.grouping import Grouping
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, control_message, to_wire_time
-from delayline.outgoing import Outgoing, check_name, hand_over
+from delayline.outgoing import Outgoing, PendingChange, check_name, hand_over
 from delayline.receiving.intake import MOST_OUTSIDE
 from delayline.transaction import TransactionMode, again_after_conflicts
 from delayline.transport import (
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.message import Message
     from delayline.observer import SupportsTraces
-    from delayline.outgoing import Destinations
+    from delayline.outgoing import Destinations, Effect
     from delayline.receiving.intake import Intake
     from delayline.receiving.transactions import HandlerTransaction, HandlerTransactions, TransactionLost
     from delayline.transaction import Transaction
@@ -50,14 +53,14 @@ class _Completion(NamedTuple):
     """A handled message, with what is done in the transaction of its removal."""
 
     received: ReceivedMessage
-    sends: Sequence[Outgoing] = ()
+    effects: Sequence[Effect] = ()
     work: Callable[[Transaction | None], Awaitable[None]] | None = None
     """The work of a satellite."""
 
     @property
     def needs_transaction(self) -> bool:
         """Whether there is more to do than to remove the message."""
-        return bool(self.sends or self.work)
+        return bool(self.effects or self.work)
 
 
 class Completion:
@@ -65,7 +68,8 @@ class Completion:
 
     Args:
         intake: The queue.
-        delivery: Takes the delayed sends of handlers; None for no such delivery, or no handlers.
+        delivery: Takes the delayed sends of handlers, and has the pending messages that they change; None for no such
+            delivery, or no handlers.
         destinations: Where destinations of delayed sends are looked for; None for nowhere.
         transactions: The handlers' own transactions; None for no handlers.
         together: Whether messages are completed in groups, if the receiver supports that.
@@ -87,6 +91,9 @@ class Completion:
         self._queue = intake.queue
         self._receiver = intake.receiver
         self._delivery = delivery
+        management = None if delivery is None else management_of(delivery)
+        self.pending = management if isinstance(management, SupportsManagement) else None
+        """Changes pending messages; None where they cannot be changed."""
         self._destinations = destinations
         self._transactions = transactions
         self._traces = traces
@@ -107,14 +114,14 @@ class Completion:
         return True
 
     async def complete(
-        self, received: ReceivedMessage, outgoing: Sequence[Outgoing], own: HandlerTransaction | None = None
+        self, received: ReceivedMessage, effects: Sequence[Effect], own: HandlerTransaction | None = None
     ) -> None:
-        """Dispatch the sends and remove the message from its queue, in the order of the transaction mode.
+        """Let the handler's effects happen and remove the message from its queue, in the order of the transaction mode.
 
         Args:
             received: The message.
-            outgoing: The sends.
-            own: The handler's own transaction, in which both are done.
+            effects: The handler's sends and changes of pending messages, in its order.
+            own: The handler's own transaction, in which all is done.
 
         Raises:
             AlreadyHandled: It has left its queue meanwhile.
@@ -122,22 +129,22 @@ class Completion:
         """
         with UNTRACED if self._traces is None else self._traces.settling(self._queue):
             if own is not None and own.connection is not None:
-                await self._complete_in(own, received, outgoing)
+                await self._complete_in(own, received, effects)
                 return
-            if outgoing:
-                await self._check(outgoing)
+            if effects:
+                await self._check(effects)
             match self._mode:
                 case TransactionMode.NONE:
-                    await self._send(outgoing, None)
+                    await self._take_effect(effects, None)
                     return
                 case TransactionMode.RECEIVE_ONLY:
-                    await self._send(outgoing, None)
+                    await self._take_effect(effects, None)
                     completion = _Completion(received)
                 case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
-                    await self._send([send for send in outgoing if send.due is not None], None)
-                    completion = _Completion(received, [send for send in outgoing if send.due is None])
+                    await self._take_effect([effect for effect in effects if _is_in_store(effect)], None)
+                    completion = _Completion(received, [effect for effect in effects if not _is_in_store(effect)])
                 case TransactionMode.TRANSACTION_SCOPE:
-                    completion = _Completion(received, outgoing)
+                    completion = _Completion(received, effects)
             if not await self._completions.run_to_end(completion):
                 raise self._already_handled(received)
 
@@ -157,21 +164,19 @@ class Completion:
         """Return the outage that has ended a handler's transaction, if that is what the error says."""
         return None if self._transactions is None else self._transactions.outage(own, error)
 
-    async def _complete_in(
-        self, own: HandlerTransaction, received: ReceivedMessage, outgoing: Sequence[Outgoing]
-    ) -> None:
-        """Remove the message and dispatch the sends in the handler's own transaction, and commit it."""
+    async def _complete_in(self, own: HandlerTransaction, received: ReceivedMessage, effects: Sequence[Effect]) -> None:
+        """Remove the message, with all effects, in the handler's own transaction, and commit it."""
         assert self._transactions is not None  # noqa: S101 - which has opened it
         try:
-            await self._check(outgoing)
+            await self._check(effects)
             transaction = await self._transactions.enlist(own)
-            later = [send for send in outgoing if send.due is not None]
-            if later and not self._transactions.reaches(self._delivery, transaction):
-                await self._send(later, None)
-                outgoing = [send for send in outgoing if send.due is None]
+            stored = [effect for effect in effects if _is_in_store(effect)]
+            if stored and not self._transactions.reaches(self._delivery, transaction):
+                await self._take_effect(stored, None)
+                effects = [effect for effect in effects if not _is_in_store(effect)]
             was_there = await self._receiver.acknowledge(received, transaction)
             if was_there:
-                await self._send(outgoing, transaction)
+                await self._take_effect(effects, transaction)
         except BaseException as error:
             outage = self.outage(own, error)
             await own.roll_back()
@@ -189,11 +194,13 @@ class Completion:
             raise
         await self._receiver.release(received)  # its row is gone, the claim is not
 
-    async def _check(self, outgoing: Sequence[Outgoing]) -> None:
+    async def _check(self, effects: Sequence[Effect]) -> None:
         """Raise QueueNotFound if a delayed message has a destination that does not exist."""
-        for send in outgoing:
-            if send.due is not None and send.check and self._destinations is not None:
-                await self._destinations.check(send.operation.destination)
+        if self._destinations is None:
+            return
+        for effect in effects:
+            if isinstance(effect, Outgoing) and effect.due is not None and effect.check:
+                await self._destinations.check(effect.operation.destination)
 
     def _already_handled(self, received: ReceivedMessage) -> AlreadyHandled:
         return AlreadyHandled(
@@ -201,7 +208,7 @@ class Completion:
         )
 
     async def _complete_group(self, group: Sequence[_Completion]) -> Sequence[bool]:
-        """Remove the messages from the queue and dispatch the sends of the messages that were there, together."""
+        """Remove the messages from the queue, with the effects of those that were there, together."""
         if not any(completion.needs_transaction for completion in group):
             return await self._acknowledge(group, None)
         return await again_after_conflicts(partial(self._complete_in_transaction, group))
@@ -213,7 +220,7 @@ class Completion:
         async with transport.transaction() as transaction:
             removed = await self._acknowledge(group, transaction)
             completed = [completion for completion, was_there in zip(group, removed, strict=True) if was_there]
-            await self._send([send for completion in completed for send in completion.sends], transaction)
+            await self._take_effect([effect for completion in completed for effect in completion.effects], transaction)
             for completion in completed:
                 if completion.work is not None:
                     await completion.work(transaction)
@@ -224,9 +231,27 @@ class Completion:
             return await self._prefetching.acknowledge_many([each.received for each in group], transaction)
         return [await self._receiver.acknowledge(each.received, transaction) for each in group]
 
-    async def _send(self, sends: Sequence[Outgoing], transaction: Transaction | None) -> None:
-        if sends:
-            await hand_over(self._transport, self._delivery, sends, transaction)
+    async def _take_effect(self, effects: Sequence[Effect], transaction: Transaction | None) -> None:
+        """Dispatch the sends and change pending messages, in their order; sends that follow each other together."""
+        for kind, run in groupby(effects, type):
+            if kind is Outgoing:
+                await hand_over(self._transport, self._delivery, cast("list[Outgoing]", list(run)), transaction)
+            else:
+                for change in run:
+                    await self._change(cast("PendingChange", change), transaction)
+
+    async def _change(self, change: PendingChange, transaction: Transaction | None) -> None:
+        assert self.pending is not None  # noqa: S101 - else the context has refused the change
+        given = () if transaction is None else (transaction,)
+        if change.due is None:
+            await self.pending.cancel(change.message_id, *given)
+        else:
+            await self.pending.reschedule(change.message_id, change.due, *given)
+
+
+def _is_in_store(effect: Effect) -> bool:
+    """Return whether an effect is in the delayed message store, and not in a queue."""
+    return not isinstance(effect, Outgoing) or effect.due is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,22 +265,24 @@ class RetryNotices:
     completion: Completion
 
     async def complete(
-        self, received: ReceivedMessage, outgoing: Sequence[Outgoing], own: HandlerTransaction | None
+        self, received: ReceivedMessage, effects: Sequence[Effect], own: HandlerTransaction | None
     ) -> None:
         """Complete the message; without the notice if that cannot be sent. See `Completion.complete`."""
         notice = await self._notice(received.message)
         if notice is None:
-            await self.completion.complete(received, outgoing, own)
+            await self.completion.complete(received, effects, own)
             return
         try:
-            await self.completion.complete(received, [notice, *outgoing], own)
+            await self.completion.complete(received, [notice, *effects], own)
         except DispatchFailed as failed:
             if set(failed.failures) != {0} or own is not None:
                 raise
             self.intake.reports.unacknowledged(received.message, failed.failures[0])
-            sent = self.intake.host.mode in (TransactionMode.NONE, TransactionMode.RECEIVE_ONLY)  # all but the notice
-            rest = [send for send in outgoing if send.due is not None or not sent]
-            await self.completion.complete(received, rest)
+            if self.intake.host.mode in (TransactionMode.NONE, TransactionMode.RECEIVE_ONLY):
+                # All immediate sends but the notice are out, up to the first change of a pending message.
+                first = list(takewhile(lambda effect: isinstance(effect, Outgoing), effects))
+                effects = [*filter(_is_in_store, first), *effects[len(first) :]]
+            await self.completion.complete(received, effects)
 
     async def _notice(self, message: Message) -> Outgoing | None:
         """Return the notice; None if the message names no queue for it, or a queue that cannot be sent to."""

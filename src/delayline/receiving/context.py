@@ -7,7 +7,8 @@ from collections.abc import Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
-from delayline.outgoing import Send
+from delayline.message import MAXIMUM_ID_LENGTH, in_utc
+from delayline.outgoing import PendingChange, Send, check_name
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Iterable
@@ -17,8 +18,9 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
     from sqlalchemy.orm import Session, sessionmaker
 
+    from delayline.delayed.store import SupportsManagement
     from delayline.message import Body, Message
-    from delayline.outgoing import Composer, HeaderMap, Outgoing
+    from delayline.outgoing import Composer, Effect, HeaderMap, Outgoing
     from delayline.receiving.transactions import (
         ConnectionPool,
         HandlerTransaction,
@@ -68,15 +70,18 @@ class MessageContext:
         attempt: int,
         composer: Composer,
         transactions: HandlerTransactions | None = None,
+        pending: SupportsManagement | None = None,
     ) -> None:
         self.message = received.logical
         self.queue = queue
         self.attempt = attempt
         """Which attempt of this round this is, from 1."""
-        self.outgoing: list[Outgoing] = []
+        self.effects: list[Effect] = []
+        """What the handlers have sent, and the pending messages that they have changed."""
         self._received = received
         self._composer = composer
         self._transactions = transactions
+        self._pending = pending
         self.own: HandlerTransaction | None = None
         """The transaction that the handler has asked for."""
         self._over = False
@@ -187,6 +192,48 @@ class MessageContext:
         self._keep(self._composer.again(self._received, self.queue, delay=delay, deliver_at=deliver_at))
         return Recorded(None)
 
+    def cancel(self, message_id: str) -> Awaitable[None]:
+        """Cancel a pending message of this endpoint when the handler has succeeded, in the way of its sends.
+
+        A message that is gone, or being dispatched, is left alone: where the handler has to know that, it awaits
+        `endpoint.delayed.cancel(message_id, transaction=await context.transaction())`.
+
+        Args:
+            message_id: Id of the message, 1 to 250 characters.
+
+        Returns:
+            An awaitable of None.
+
+        Raises:
+            ConfigurationError: By the call: the endpoint has no pending messages that can be changed.
+            InvalidMessage: By the call: the id is invalid, or the handler has ended.
+
+        Example:
+            ```python
+            @shop.handles(OrderPaid)
+            async def paid(order: OrderPaid, context: MessageContext) -> None:
+                context.cancel(f"order-{order.number}-reminder")
+            ```
+        """
+        return self._keep_change(PendingChange(message_id, None))
+
+    def reschedule(self, message_id: str, due: datetime) -> Awaitable[None]:
+        """Give a pending message of this endpoint a new due time when the handler has succeeded; see `cancel`.
+
+        Args:
+            message_id: Id of the message, 1 to 250 characters.
+            due: The new due time, with a time zone; a past time means now.
+
+        Returns:
+            An awaitable of None.
+
+        Raises:
+            ConfigurationError: By the call: the endpoint has no pending messages that can be changed.
+            InvalidDueTime: By the call: the time has no time zone.
+            InvalidMessage: By the call: the id is invalid, or the handler has ended.
+        """
+        return self._keep_change(PendingChange(message_id, in_utc(due)))
+
     @overload
     def transaction(self, source: Engine) -> Connection: ...
     @overload
@@ -249,11 +296,26 @@ class MessageContext:
         """Take nothing more: the handlers have ended."""
         self._over = True
 
+    def _keep_change(self, change: PendingChange) -> Awaitable[None]:
+        check_name("message_id", change.message_id, MAXIMUM_ID_LENGTH)
+        if self._pending is None:
+            raise ConfigurationError(
+                "this endpoint has no pending messages that a handler could change: pass delayed_delivery="
+                "StoredDelivery(...), with a store that has SupportsManagement"
+            )
+        if self._over:
+            raise InvalidMessage(
+                f"the handler of message {self.message.id!r} has ended: this change would be lost. Await in the "
+                "handler all tasks that it starts, or use Endpoint.delayed"
+            )
+        self.effects.append(change)
+        return Recorded(None)
+
     def _keep(self, outgoing: Outgoing) -> str:
         if self._over:
             raise InvalidMessage(
                 f"the handler of message {self.message.id!r} has ended: this message would be lost. Await in the "
                 "handler all tasks that it starts, or use Endpoint.send"
             )
-        self.outgoing.append(outgoing)
+        self.effects.append(outgoing)
         return outgoing.operation.message.id

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from sqlalchemy import bindparam, select
+from sqlalchemy import bindparam, false, select, update
 
 from delayline.clock import SystemClock
 from delayline.delayed.columns import StoredRow
@@ -371,6 +371,7 @@ class NumberStatements:
         claimed = statements.waiting.where(columns.seq == bindparam("sequence"), is_due)
         self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
         self.claimed_row = Prepared(claimed, sql, ["sequence", "until"])
+        self.touch = Prepared(update(statements.table).values(seq=columns.seq).where(false()), sql, [])
         self.number = Prepared(select(columns.seq).where(columns.id == bindparam("key")), sql, ["key"])
 
 
@@ -431,11 +432,13 @@ class FileRowClaims:
             self._unclaim(messages)
         return result
 
-    async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
+    async def manage(
+        self, message_id: str, work: Callable[[Connection], object], transaction: Transaction | None = None
+    ) -> Outcome:
         """Run `work` unless another process has claimed the message."""
         taken: list[int] = []
         try:
-            return await self._database.write(partial(self._if_unclaimed, message_id, work, taken))
+            return await self._database.write(partial(self._if_unclaimed, message_id, work, taken), transaction)
         finally:
             self._claims.release(taken)  # after the commit: before it a poller would still see the row
 
@@ -502,6 +505,9 @@ class FileRowClaims:
     def _if_unclaimed(
         self, message_id: str, work: Callable[[Connection], object], taken: list[int], connection: Connection
     ) -> Outcome:
+        # A transaction of the user's may not have begun. From this statement on it has the file's write lock, under
+        # which messages are claimed.
+        self._numbers.touch.change(connection)
         number = self._numbers.number.one(connection, message_id)
         if number is None:
             return Outcome.NOT_PENDING

@@ -86,8 +86,10 @@ class RowClaims(Protocol):
         """
         ...
 
-    async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
-        """Run `work` unless another process has claimed the message."""
+    async def manage(
+        self, message_id: str, work: Callable[[Connection], object], transaction: Transaction | None = None
+    ) -> Outcome:
+        """Run `work` unless another process has claimed the message, which none can before the transaction's end."""
         ...
 
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
@@ -213,9 +215,11 @@ class ServerRowClaims:
         self._leased.difference_update(message.id for message in messages)
         return result
 
-    async def manage(self, message_id: str, work: Callable[[Connection], object]) -> Outcome:
+    async def manage(
+        self, message_id: str, work: Callable[[Connection], object], transaction: Transaction | None = None
+    ) -> Outcome:
         """Run `work` unless the message is locked or leased."""
-        return await self._database.write(partial(self._if_free, message_id, work))
+        return await self._database.write(partial(self._if_free, message_id, work), transaction)
 
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues inside the server."""

@@ -361,7 +361,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
 
         return stop
 
-    async def cancel(self, message_id: str) -> Outcome:
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a waiting message."""
         deletion, journal = self._statements.delete, self._kept_journal
 
@@ -369,15 +369,17 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             journal.mark_cancelled(connection, message_id)
             deletion.change(connection, [message_id])
 
-        return await self._locking.manage(message_id, remove)
+        return await self._locking.manage(message_id, remove, transaction)
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
         """Move a waiting message to another due time."""
         due = in_utc(due)
         at, move = self._database.dialect.values.to_due(due), self._statements.move
-        outcome = await self._locking.manage(message_id, lambda connection: move.change(connection, at, [message_id]))
+        outcome = await self._locking.manage(
+            message_id, lambda connection: move.change(connection, at, [message_id]), transaction
+        )
         if outcome is Outcome.DONE:
-            await self._notify(due)
+            await self._notify(due, transaction)
         return outcome
 
     @long_work

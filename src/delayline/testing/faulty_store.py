@@ -167,11 +167,13 @@ class _Batches(Faulty):
 class _Management(Faulty):
     _inner: SupportsManagement
 
-    async def cancel(self, message_id: str) -> Outcome:
-        return await self.faults.call("cancel", lambda: self._inner.cancel(message_id), message_id)
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
+        return await self.faults.call("cancel", lambda: self._inner.cancel(message_id, transaction), message_id)
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
-        return await self.faults.call("reschedule", lambda: self._inner.reschedule(message_id, due), message_id, due)
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
+        return await self.faults.call(
+            "reschedule", lambda: self._inner.reschedule(message_id, due, transaction), message_id, due
+        )
 
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0

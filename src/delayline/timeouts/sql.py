@@ -483,16 +483,17 @@ class SqlTimeoutPersister(StoreOnDatabase):
         """Call `callback` with the new due time whenever a process reschedules a timeout."""
         return self._database.notifications.subscribe(self._channel, lambda due: callback(from_microseconds(due)))
 
-    async def cancel(self, message_id: str) -> Outcome:
+    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete the timeouts with this id or message id; a pending request for it then finds nothing."""
-        return await self._database.write(partial(self._management.cancel, message_id=message_id))
+        return await self._database.write(partial(self._management.cancel, message_id=message_id), transaction)
 
-    async def reschedule(self, message_id: str, due: datetime) -> Outcome:
+    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
         """Change the due time of the timeouts with this id or message id, unless they were requested for dispatch."""
         due = in_utc(due)
-        outcome = await self._database.write(partial(self._management.reschedule, message_id=message_id, due=due))
+        move = partial(self._management.reschedule, message_id=message_id, due=due)
+        outcome = await self._database.write(move, transaction)
         if outcome is Outcome.DONE:
-            await self._database.notify_on_commit({self._channel: to_microseconds(due)}, None)
+            await self._database.notify_on_commit({self._channel: to_microseconds(due)}, transaction)
         return outcome
 
     @long_work

@@ -649,6 +649,10 @@ class StoreBatches(StoreFixtures):
         assert sorted(ids) == sorted(f"m{number}" for number in range(50))
 
 
+class _RolledBack(Exception):
+    """The error with which a transaction is left."""
+
+
 class StoreManagement(StoreFixtures):
     """Listing, cancelling and rescheduling pending messages."""
 
@@ -729,6 +733,36 @@ class StoreManagement(StoreFixtures):
         async with asyncio.timeout(PATIENCE):
             assert await answer in {Outcome.DISPATCHING, Outcome.NOT_PENDING}
         assert await managed.next_due() is None
+
+    @pytest.mark.parametrize("verb", ["cancel", "reschedule"])
+    @pytest.mark.parametrize("commits", [True, False], ids=["commit", "rollback"])
+    async def test_a_change_in_a_transaction_is_seen_at_its_commit(
+        self, managed: ManagedStore, verb: str, commits: bool
+    ) -> None:
+        """Until then the message is not dispatched, and holds up no others; a rollback leaves it as it was."""
+        if not isinstance(managed, SupportsTransactions):
+            pytest.skip("not claimed: SupportsTransactions")
+        await managed.store(delayed())
+        await managed.store(delayed("other"))
+        fetched: list[str] = []
+        with contextlib.suppress(_RolledBack):
+            async with asyncio.timeout(PATIENCE), managed.transaction() as transaction:
+                if verb == "cancel":
+                    outcome = await managed.cancel("m", transaction)
+                else:
+                    outcome = await managed.reschedule("m", LATER, transaction)
+                assert outcome is Outcome.DONE
+                if managed.locks_rows:
+                    while (message := await managed.fetch_next_due(AT)) is not None:
+                        fetched.append(message.id)
+                    assert fetched == ["other"]
+                if not commits:
+                    raise _RolledBack
+        while (message := await managed.fetch_next_due(AT)) is not None:
+            fetched.append(message.id)
+        assert sorted(fetched) == ([] if commits else ["m"]) + ["other"]
+        later = await managed.fetch_next_due(LATER)
+        assert (later is not None) == (commits and verb == "reschedule")
 
     async def test_an_answer_holds_whatever_the_race(self, managed: ManagedStore) -> None:
         """Of cancel and fetch at the same moment only one has the message, never both, never neither."""
