@@ -229,3 +229,19 @@ def test_any_frames_are_read_alike_whole_and_in_pieces(frames: Sequence[bytes], 
     data = b"".join(frames)
     whole, pieces = asyncio.run(receive(data, len(data) or 1)), asyncio.run(receive(data, size))
     assert whole == pieces
+
+
+HEADER_OF_NO_SIZE = struct.pack(">BHI", 2, 2, 0) + b"\xce"
+DELIVERY_WITHOUT_KEY = struct.pack(">BHIHH", 1, 2, 4 + 5, 60, 60) + b"\x04mine" + b"\xce"
+
+
+@pytest.mark.parametrize("frame", [HEADER_OF_NO_SIZE, DELIVERY_WITHOUT_KEY], ids=["header", "method"])
+async def test_a_frame_that_is_too_short_is_not_read_into_the_next(frame: bytes) -> None:
+    """Given a frame whose payload ends too early, when others come with it, then the connection ends all the same."""
+    connection = await connected(GREETING)
+    channel = Channel(connection, 2)
+    connection._channels[2] = channel
+    channel._consumers["mine"] = lambda delivery: None
+    connection.data_received(frame + 10 * (struct.pack(">BHI", 8, 0, 0) + b"\xce"))
+    assert isinstance(connection.lost, Unavailable)
+    connection.abort()

@@ -215,24 +215,23 @@ class Channel:
         if self._consumers.pop(consumer, None) is not None:
             self.on_cancel()
 
-    def on_method(self, kind: int, data: bytes, at: int) -> bool:
+    def on_method(self, kind: int, data: bytes) -> bool:
         """Take a method of class `basic` that is frequent, or has content behind it; False for another method.
 
         Args:
             kind: The method's number.
-            data: The received bytes.
-            at: Where the method's arguments begin.
+            data: The method's arguments.
         """
         if kind == DELIVER:
-            consumer, at = _short_string(data, at)
+            consumer, at = _short_string(data, 0)
             self._expect(self._consumers.get(consumer, _drop), data, at)
         elif kind in (ACK, NACK):
-            self.on_answer(kind, *_tag(data, at))
+            self.on_answer(kind, *_tag(data))
         elif kind == GET_OK:
-            self._expect(lambda delivery: self._connection.answer(self.number, delivery), data, at)
+            self._expect(lambda delivery: self._connection.answer(self.number, delivery), data, 0)
         elif kind == RETURN:
-            code = int.from_bytes(data[at : at + 2], "big")
-            text, at = _short_string(data, at + 2)
+            code = int.from_bytes(data[:2], "big")
+            text, at = _short_string(data, 2)
             exchange, at = _short_string(data, at)
             key, _ = _short_string(data, at)
             self._content = _Content(
@@ -252,10 +251,10 @@ class Channel:
         key, _ = _short_string(data, at)
         self._content = _Content(take, tag, bool(redelivered & 1), exchange, key)
 
-    def on_header(self, data: bytes, at: int, end: int) -> None:
+    def on_header(self, data: bytes) -> None:
         """Take the size and the property flags and list of a message."""
-        _, _, self._size = _content_head(data, at)
-        self._properties = data[at + CONTENT_HEAD : end]
+        _, _, self._size = _content_head(data)
+        self._properties = data[CONTENT_HEAD:]
         if not self._size:
             self._complete(b"")
 
@@ -326,13 +325,13 @@ def read_frames(data: bytes, channels: Mapping[int, Channel], on_method: Callabl
             raise ValueError(f"a frame without an end, {data[start : start + 16]!r}")
         channel = channels.get(number)
         if kind == FRAME_METHOD:
-            group, method = _method_ids(data, payload)
-            if channel is None or group != BASIC or not channel.on_method(method, data, payload + METHOD_IDS):
+            group, method = _method_ids(data[payload:end])
+            if channel is None or group != BASIC or not channel.on_method(method, data[payload + METHOD_IDS : end]):
                 on_method(number, _method(data, start, end + 1))
         elif channel is not None and kind == FRAME_BODY:
             channel.on_body(data[payload:end])
         elif channel is not None and kind == FRAME_HEADER:
-            channel.on_header(data, payload, end)
+            channel.on_header(data[payload:end])
         start = end + 1
     return data[start:]
 
@@ -342,12 +341,12 @@ def _method(data: bytes, start: int, end: int) -> Any:  # noqa: ANN401 - each me
     try:
         return frame.unmarshal(data[start:end])[2]
     except (PAMQPException, ValueError):
-        close = CLOSES.get(_method_ids(data, start + FRAME_START))
+        close = CLOSES.get(_method_ids(data[start + FRAME_START : end]))
         if close is None:
             raise
         at = start + FRAME_START + METHOD_IDS
         text, rest = _short_string(data[:end], at + 2)  # brokers cut it at 255 bytes, inside a character too
-        return close(int.from_bytes(data[at : at + 2], "big"), text, *_method_ids(data, rest))
+        return close(int.from_bytes(data[at : at + 2], "big"), text, *_method_ids(data[rest:end]))
 
 
 def _no_frame(found: bytes) -> str:
@@ -359,6 +358,8 @@ def _no_frame(found: bytes) -> str:
 def _short_string(data: bytes, at: int) -> tuple[str, int]:
     """Return the short string at this position, with invalid UTF-8 escaped, and its end."""
     end = at + 1 + data[at]
+    if end > len(data):
+        raise ValueError("a short string that ends behind its frame")
     return data[at + 1 : end].decode("utf-8", "backslashreplace"), end
 
 
