@@ -17,6 +17,7 @@ from tests.eventually import eventually_async
 
 from delayline import Endpoint, Event, Message, MessageContext, Recoverability
 from delayline.cli import main
+from delayline.dashboard.model import ActionJob
 from delayline.dashboard.service import EndpointService
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
@@ -521,7 +522,11 @@ class TestRetried:
         async with EndpointService(settings) as service:
             found = (await service.errors.groups()).groups  # type: ignore[union-attr]
             key = next(group.key for group in found if group.exception_type == "B")
-            await service.errors.retry_all(key, actor="me", rate=500)
+
+            async def started() -> bool:  # not where the broker gives no answer in time
+                return isinstance(await service.errors.retry_all(key, actor="me", rate=500), ActionJob)
+
+            await eventually_async(started)
             await eventually_async(lambda: service.actions.jobs()[0].finished)
             job = service.actions.jobs()[0]
             assert (job.done, job.failed, list(job.problems)) == (30, 0, [])
