@@ -43,6 +43,7 @@ async def pending(kept: RecordingEndpoint) -> list[str]:
     return [message.id for message in await kept.endpoint.delayed.pending()]
 
 
+@pytest.mark.sample(3)
 async def test_a_message_cancelled_in_a_transaction_is_gone_at_its_commit(endpoint_: RecordingEndpoint) -> None:
     # Given a reminder
     await remind(endpoint_)
@@ -56,6 +57,7 @@ async def test_a_message_cancelled_in_a_transaction_is_gone_at_its_commit(endpoi
     assert await endpoint_.endpoint.delayed.cancel(REMINDER) is Outcome.NOT_PENDING
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("verb", ["cancel", "reschedule", "send_now"])
 async def test_a_rollback_leaves_the_message_as_it_was(endpoint_: RecordingEndpoint, verb: str) -> None:
     await remind(endpoint_)
@@ -73,6 +75,7 @@ async def test_a_rollback_leaves_the_message_as_it_was(endpoint_: RecordingEndpo
     assert await delayed.pending() == [before]
 
 
+@pytest.mark.sample(3)
 async def test_a_message_sent_now_in_a_transaction_is_handled_at_its_commit(endpoint_: RecordingEndpoint) -> None:
     await remind(endpoint_)
     async with endpoint_.begin() as work:
@@ -82,6 +85,7 @@ async def test_a_message_sent_now_in_a_transaction_is_handled_at_its_commit(endp
     await endpoint_.handles("reminder")
 
 
+@pytest.mark.sample(3)
 async def test_unknown_ids_spoil_nothing(endpoint_: RecordingEndpoint) -> None:
     async with endpoint_.begin() as work:
         await work.do("INSERT INTO orders VALUES (17)")
@@ -90,6 +94,7 @@ async def test_unknown_ids_spoil_nothing(endpoint_: RecordingEndpoint) -> None:
     await endpoint_.handles("paid")
 
 
+@pytest.mark.sample(3)
 async def test_a_message_that_falls_due_in_an_open_transaction_waits_for_its_end(
     endpoint_: RecordingEndpoint,
 ) -> None:
