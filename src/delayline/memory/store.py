@@ -72,6 +72,7 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
         if transaction is None:
             self._insert(messages)
         else:
+            in_memory(transaction).stored |= {message.id for message in messages}
             in_memory(transaction).on_commit(lambda: self._insert(messages))
 
     async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
@@ -217,20 +218,24 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
 
     def _change(self, message_id: str, due: datetime | None, transaction: Transaction | None) -> Outcome:
         """Delete a waiting message, or move it to that due time; in a transaction it is locked until its end."""
+
+        def change() -> None:
+            message = self._messages[message_id]
+            self._delete([message_id])
+            self._insert([] if due is None else [replace(message, due=due)])
+
         outcome = self._outcome(message_id)
-        if outcome is Outcome.DONE:
-            moved = [] if due is None else [replace(self._messages[message_id], due=due)]
-
-            def change() -> None:
-                self._delete([message_id])
-                self._insert(moved)
-
-            if transaction is None:
-                change()
-            else:
-                self._locked.add(message_id)
-                in_memory(transaction).on_commit(change)
-                in_memory(transaction).on_rollback(lambda: self._locked.discard(message_id))
+        if outcome is Outcome.DONE and transaction is None:
+            change()
+        elif outcome is Outcome.DONE and transaction is not None:
+            self._locked.add(message_id)
+            in_memory(transaction).on_commit(change)
+            in_memory(transaction).on_rollback(lambda: self._locked.discard(message_id))
+        elif outcome is Outcome.NOT_PENDING and transaction and message_id in in_memory(transaction).stored:
+            outcome = Outcome.DONE
+            if due is None:
+                in_memory(transaction).stored.discard(message_id)
+            in_memory(transaction).on_commit(change)
         return outcome
 
     def _delete(self, ids: Sequence[str]) -> None:

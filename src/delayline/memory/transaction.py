@@ -21,6 +21,8 @@ class MemoryTransaction(Transaction):
         super().__init__(DOMAIN)
         self._effects: list[Callable[[], None]] = []
         self._compensations: list[Callable[[], None]] = []
+        self.stored: set[str] = set()
+        """Ids of delayed messages that are stored at the commit."""
 
     def on_commit(self, effect: Callable[[], None]) -> None:
         """Run `effect` at the commit; it must not fail."""
