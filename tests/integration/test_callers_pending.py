@@ -7,11 +7,15 @@ import contextlib
 import sqlite3
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.ext.asyncio import create_async_engine
+from sqlalchemy.pool import NullPool
 from tests.eventually import eventually_async
+from tests.integration.cold_rows import hold
 from tests.integration.test_callers import LATER, RecordingEndpoint, RolledBack, endpoint_
 
 from delayline import (
@@ -27,8 +31,10 @@ from delayline import (
     StoredDelivery,
     SyncEndpoint,
 )
+from delayline.bulk import TwoTierStore
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from pathlib import Path
 
 __all__ = ["endpoint_"]
@@ -179,6 +185,53 @@ def test_synchronous_code_cancels_on_its_own_thread(tmp_path: Path) -> None:
         assert shop.delayed.cancel(REMINDER, transaction=connection) is Outcome.DONE
         connection.commit()
         assert shop.delayed.send_now(REMINDER) is Outcome.NOT_PENDING
+
+
+@pytest.mark.parametrize("kind", ["pymysql", "sqlalchemy", "asyncmy"])
+async def test_on_mariadb(mariadb_url: str, kind: str) -> None:
+    # Given a reminder, in a store with a journal
+    store = SqlDelayedMessageStore(mariadb_url, journal=True)
+    async with Endpoint("shop", transport=SqlTransport(mariadb_url), delayed_delivery=store) as shop:
+        await shop.send("shop", "reminder", message_id=REMINDER, delay=LATER)
+        [before] = await shop.delayed.pending()
+        # When it is changed in a transaction that rolls back, and then in one that commits
+        for ending in ("rollback", "commit"):
+            async with on_mariadb(mariadb_url, kind) as connection:
+                delayed = shop.delayed
+                assert await delayed.reschedule(REMINDER, before.due + LATER, transaction=connection) is Outcome.DONE
+                assert await delayed.cancel(REMINDER, transaction=connection) is Outcome.DONE
+                assert await delayed.cancel(REMINDER, transaction=connection) is Outcome.NOT_PENDING
+                assert await delayed.pending() == [before]
+                end = getattr(connection, ending)()
+                if end is not None:
+                    await end
+            assert await shop.delayed.pending() == ([before] if ending == "rollback" else [])
+
+
+@contextlib.asynccontextmanager
+async def on_mariadb(url: str, kind: str) -> AsyncIterator[Any]:
+    if kind == "asyncmy":
+        engine = create_async_engine(url.replace("mariadb:", "mariadb+asyncmy:"), poolclass=NullPool)
+        async with engine.connect() as connection:
+            yield connection
+        return
+    with create_engine(url.replace("mariadb:", "mariadb+pymysql:"), poolclass=NullPool).connect() as connection:
+        yield connection.connection.dbapi_connection if kind == "pymysql" else connection
+
+
+async def test_a_message_of_the_cold_tier_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    # Given a message in a file of the cold tier
+    url = f"sqlite:///{tmp_path}/shop.db"
+    store = TwoTierStore(url, cold_tier=str(tmp_path / "cold"))
+    async with Endpoint("shop", transport=SqlTransport(url), delayed_delivery=store) as shop:
+        await hold(store, (REMINDER, shop.clock.now() + 100 * LATER))
+        with contextlib.closing(sqlite3.connect(tmp_path / "shop.db")) as connection:
+            with pytest.raises(ConfigurationError, match=r"waits in the cold tier.*leave transaction= out"):
+                await shop.delayed.cancel(REMINDER, transaction=connection)
+            connection.rollback()
+        async with store.transaction() as transaction:
+            assert await shop.delayed.cancel(REMINDER, transaction=transaction) is Outcome.DONE
+        assert await shop.delayed.pending() == []
 
 
 @pytest.mark.parametrize("verb", ["cancel", "reschedule"])

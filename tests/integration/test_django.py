@@ -135,6 +135,27 @@ def test_a_send_in_djangos_atomic_is_committed_and_rolled_back_with_it(
     """)
 
 
+def test_a_cancel_in_djangos_atomic_is_committed_and_rolled_back_with_it(in_django: Callable[[str], None]) -> None:
+    in_django("""
+    with SyncEndpoint(shop) as sync:
+        sync.send("shop", "", delay=DAY, message_id="reminder")
+        for given in (connection, "default"):
+            try:
+                with transaction.atomic():
+                    assert sync.delayed.cancel("reminder", transaction=given) == "done"
+                    raise LookupError
+            except LookupError:
+                pass
+            assert waiting(sync) == ["reminder"], waiting(sync)
+        text = refused(lambda: sync.delayed.cancel("reminder", transaction=connection))
+        assert "atomic" in text, text
+        with transaction.atomic():
+            assert sync.delayed.cancel("reminder", transaction=connection) == "done"
+            assert waiting(sync) == ["reminder"], waiting(sync)
+        assert waiting(sync) == [], waiting(sync)
+    """)
+
+
 def test_a_send_in_an_aborted_atomic_is_refused(in_django: Callable[[str], None]) -> None:
     """Django silently rolls back a transaction that is marked for rollback: the message would be lost."""
     in_django("""
