@@ -25,9 +25,9 @@ from delayline import Endpoint, Event, StoredDelivery, TransactionMode
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.locked_moves import LockedForwarding
 from delayline.sql.moves import Moved
 from delayline.sql.postgresql.moves import PostgresqlForwarding
-from delayline.sql.server import LockedForwarding
 from delayline.sql.sqlite.moves import FileForwarding
 from delayline.testing import Fault, FaultyStore, FaultyTimeoutPersister, FaultyTransport
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery

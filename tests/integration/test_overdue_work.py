@@ -11,8 +11,8 @@ import pytest
 from tests.eventually import eventually_async
 
 from delayline import BackendUnavailable, SqlDatabase, SqlTransport
-from delayline.sql.server import SessionClaims
 from delayline.sql.server_database import ServerDatabase
+from delayline.sql.session_claims import SessionClaims
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

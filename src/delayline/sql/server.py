@@ -1,35 +1,16 @@
-"""Common parts of the server dialects: connections in autocommit, transactions by statements, and session claims.
-
-Session claims on queue rows end with their holder's connection: they are a session's locks on names or numbers. A row
-lock would need a transaction that stays open while a handler runs, and an open transaction keeps the server from
-cleaning up behind all others. A claim hides a message from other receivers; what makes its handling count once is
-the row, which can be deleted once only.
-"""
+"""Common parts of the server dialects: connections in autocommit, and transactions by statements."""
 
 from __future__ import annotations
 
-import contextlib
-import threading
-import time
-from abc import ABC, abstractmethod
-from collections import Counter
-from functools import partial
+from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 from sqlalchemy import (
     URL,
-    and_,
-    bindparam,
     create_engine,
-    delete,
     event,
-    exists,
-    func,
-    insert,
-    literal_column,
     null,
     or_,
-    select,
     update,
 )
 from sqlalchemy.exc import ArgumentError, DBAPIError, PendingRollbackError
@@ -40,21 +21,16 @@ from delayline.sql.deadlines import (
     LOCK_TIMEOUT,
     LONG_WORK,
     SERVER_TIMEOUT,
-    STOPPING_EACH,
     WATCH,
     AnswerDeadline,
     StopLimit,
 )
 from delayline.sql.dialect import Connections, Dialect, DriverErrors, TransactionControl
-from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import in_order
-from delayline.sql.statements import EXPIRY_MARKER, MARKER
 from delayline.sql.urls import hosts_of
-from delayline.sql.workers import is_given_up
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sqlalchemy import Column, ColumnElement, Connection, Table
     from sqlalchemy.sql.base import ReadOnlyColumnCollection
@@ -470,229 +446,3 @@ def run(connection: Connection, sql: str, *values: Any) -> list[Any]:  # noqa: A
 def cause_of(error: BaseException) -> BaseException:
     """Return the driver's error inside SQLAlchemy's."""
     return error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
-
-
-RECLAIM_EVERY: Final = 1.0  # seconds between looks whether the session of claims is used by something that has ended
-FORGOTTEN_AT_ONCE: Final = 100  # locks on rows that are gone; a server has room for some thousands
-
-
-class SessionClaims(ABC):
-    """This process's claims on the rows of a table. Safe to call from any thread; `take` blocks for a round trip."""
-
-    def __init__(self, database: ServerSessions) -> None:
-        self._database = database
-        self._session = database.session()
-        self._claimed: set[int] = set()
-        self._released: list[int] = []
-        self._lock = threading.Lock()  # never held for long: `release` is called on event loops
-        self._in_use = threading.Lock()
-        self._locked_by: Connection | None = None
-
-    @abstractmethod
-    def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
-        """Lock rows that no other session has locked, without waiting, and return them."""
-
-    @abstractmethod
-    def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
-        """Unlock rows that this session has locked."""
-
-    def exchange(self, connection: Connection, released: Sequence[int], rows: Sequence[int]) -> set[int]:
-        """Unlock the released rows, if any, then lock rows as `try_lock` does."""
-        if released:
-            self.unlock(connection, released)
-        return self.try_lock(connection, rows)
-
-    def take(self, rows: Iterable[int], limit: int) -> list[int]:
-        """Claim up to `limit` of the rows, in their order, and return them; skips rows with other claims."""
-        with self._in_session():
-            with self._lock:
-                wanted = [row for row in rows if row not in self._claimed]
-            claimed: list[int] = []
-            try:
-                while wanted and len(claimed) < limit:
-                    some, wanted = wanted[: limit - len(claimed)], wanted[limit - len(claimed) :]
-                    claimed += self._session.run(partial(self._try, rows=some))
-            except BaseException:
-                self._session.close()  # the session's end also ends locks whose acquisition was not confirmed
-                raise
-            with self._lock:
-                if is_given_up():
-                    self._released += claimed
-                    return []
-                self._claimed.update(claimed)
-            return claimed
-
-    def release(self, rows: Iterable[int]) -> None:
-        """Give up claims: here at once, for other sessions with the next `flush`."""
-        if self._give_up(rows):
-            self._database.spawn(self.flush)
-
-    def forget(self, rows: Iterable[int]) -> None:
-        """Give up claims on rows that are gone: the next `take` unlocks them on its way, a round trip cheaper."""
-        if self._give_up(rows) > FORGOTTEN_AT_ONCE:
-            self._database.spawn(self.flush)
-
-    def flush(self) -> None:
-        """Make released rows available to other sessions; blocks for a round trip."""
-        with self._in_session():
-            if self._released:
-                self._session.run(self._unlock_released)
-
-    def number_claimed_after(self, row: int) -> int:
-        """Return how many rows this process holds whose numbers are higher."""
-        with self._lock:
-            return sum(claimed > row for claimed in self._claimed)
-
-    def holds(self, row: int) -> bool:
-        """Return whether this process holds the row, as of its last request."""
-        return row in self._claimed
-
-    def close(self) -> None:
-        """Give up every claim."""
-        in_use = self._in_use.acquire(timeout=STOPPING_EACH)
-        try:
-            self._session.close()  # which ends the claims; a thread that still uses it is cut off
-            with self._lock:
-                self._claimed.clear()
-                self._released.clear()
-        finally:
-            if in_use:
-                self._in_use.release()
-
-    @contextlib.contextmanager
-    def _in_session(self) -> Iterator[None]:
-        """Keep other threads from the session. Raises BackendUnavailable where others keep it for too long."""
-        dialect, begun = self._database.dialect, time.monotonic()
-        end = begun + 2 * dialect.connections.server_timeout
-        while not self._in_use.acquire(timeout=RECLAIM_EVERY):
-            self._reclaim()
-            if time.monotonic() > dialect.connections.stops.end_of(end, begun):
-                raise BackendUnavailable(
-                    f"{dialect} has not answered an earlier request on the connection of the claims: check that the "
-                    "server and the network are alive, or raise server_timeout"
-                )
-        try:
-            yield
-        finally:
-            self._in_use.release()
-
-    def _reclaim(self) -> None:  # noqa: B027 - for sessions that an event loop uses too
-        """End a use of the session that cannot end by itself."""
-
-    def _give_up(self, rows: Iterable[int]) -> int:
-        """Give them up here; return how many are to be unlocked."""
-        with self._lock:
-            known = self._claimed.intersection(rows)
-            self._claimed -= known
-            self._released += known
-            return len(self._released)
-
-    def _try(self, connection: Connection, rows: list[int]) -> list[int]:
-        locked = self.exchange(connection, self._settle(connection), rows)
-        return [row for row in rows if row in locked]
-
-    def _unlock_released(self, connection: Connection) -> None:
-        if released := self._settle(connection):
-            self.unlock(connection, released)
-
-    def _settle(self, connection: Connection) -> list[int]:
-        """Return the rows to unlock; after a lost connection, lock again the rows that are still free."""
-        self._lock_again(connection)
-        return self._take_released()
-
-    def _take_released(self) -> list[int]:
-        """Return the rows to unlock; the caller unlocks them."""
-        with self._lock:
-            released, self._released = self._released, []
-        return released
-
-    def _lock_again(self, connection: Connection) -> None:
-        """Lock rows that are still free again after a lost connection."""
-        if connection is not self._locked_by:
-            with self._lock:
-                before = set(self._claimed)
-                self._released.clear()
-            again = self.try_lock(connection, list(before)) if before else before
-            with self._lock:
-                self._claimed -= before - again
-            self._locked_by = connection
-
-
-class LockedForwarding:
-    """Moves the earliest due messages that are not locked, on servers that need a statement per step."""
-
-    one_statement = False
-
-    def __init__(self, table: Table, tables: QueueTables, dialect: Server) -> None:
-        columns, sql = table.c, dialect.sql
-        size = func.length(columns.headers) + func.length(columns.body)
-        known = exists().where(tables.queues.c.name == dialect.words.exact(columns.destination))
-        movable = self.movable(columns, known)
-        is_due = and_(columns.due <= bindparam("until"), dialect.leases(table, tables).free)
-        heads = select(columns.id, columns.due, columns.destination, size, movable).where(is_due)
-        heads = heads.order_by(*in_order(table)).limit(bindparam("number")).with_for_update(skip_locked=True)
-        chosen = dialect.words.one_of(columns.id, "keys")
-        moved = select(columns.destination, columns.id, columns.headers, self.body(columns)).where(chosen)
-        move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved.order_by(*in_order(table)))
-        since = columns.due >= bindparam("since")
-        self._heads = Prepared(heads, sql, ["until", "number"])
-        self._heads_since = Prepared(heads.where(since), sql, ["until", "number", "since"])
-        self._move = Prepared(move, sql, ["keys"])
-        self._remove = Prepared(delete(table).where(chosen), sql, ["keys"])
-
-    def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
-        """Return the condition for messages that only need moving; `known`: their queue exists."""
-        markers: list[ColumnElement[bytes]] = [bindparam("marker", MARKER), bindparam("expiry", EXPIRY_MARKER)]
-        return and_(*(func.instr(columns.headers, marker) == literal_column("0") for marker in markers), known)
-
-    def body(self, columns: Columns) -> ColumnElement[bytes]:
-        """Return the body, as the queue takes it."""
-        return columns.body
-
-    def run(
-        self,
-        connection: Connection,
-        until: object,
-        *,
-        limit: int,
-        max_bytes: int,
-        counted: bool = False,
-        since: object | None = None,
-    ) -> Moved:
-        """Move messages, only from `since` on if given, and return the result, with `counts` if `counted`."""
-        if since is None:
-            heads = self._heads.rows(connection, until, limit)
-        else:
-            heads = self._heads_since.rows(connection, until, limit, since)
-        movable = [head for head in heads if head[-1]]
-        chosen, left = _fitting(movable, max_bytes), len(heads) - len(movable)
-        if not chosen:
-            return Moved(0, set(), left, until if heads else None)
-        if not self.move(connection, [head[0] for head in chosen]):
-            return Moved(0, set(), len(heads), until)
-        more, reached = len(chosen) < len(movable) or len(heads) == limit, chosen[-1][1]
-        return Moved(
-            len(chosen),
-            {head[2] for head in chosen},
-            left,
-            until if more else None,
-            None if left else reached,
-            Counter((head[2], head[1]) for head in chosen) if counted else None,
-        )
-
-    def move(self, connection: Connection, ids: Sequence[str]) -> bool:
-        """Move messages that are locked; False where that is left to the poller's own hands, and nothing is done."""
-        moved = self._move.change_each(connection, keys=ids)
-        removed = self._remove.change_each(connection, keys=ids)
-        if not moved == removed == len(ids):
-            raise RuntimeError(f"{len(ids)} messages were locked, {moved} were moved and {removed} removed")
-        return True
-
-
-def _fitting(heads: Sequence[Any], max_bytes: int) -> Sequence[Any]:
-    """Return as many as fit, at least the first."""
-    for number, (_, _, _, size, _) in enumerate(heads):
-        max_bytes -= size
-        if number and max_bytes < 0:
-            return heads[:number]
-    return heads

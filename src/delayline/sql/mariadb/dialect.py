@@ -18,11 +18,13 @@ from delayline.errors import InvalidMessage
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords
 from delayline.sql.due_forecast import explanation
+from delayline.sql.locked_moves import LockedForwarding
 from delayline.sql.mariadb.catalog import HEADROOM, MariadbCatalog, largest
 from delayline.sql.mariadb.connections import MariadbConnections, MysqlConnections
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
-from delayline.sql.server import LockedForwarding, Server, ServerTransactions, SessionClaims, run
+from delayline.sql.server import Server, ServerTransactions, run
+from delayline.sql.session_claims import SessionClaims
 from delayline.sql.staging import need_arrow
 from delayline.sql.timeouts import TimeoutShape
 

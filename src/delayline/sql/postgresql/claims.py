@@ -12,7 +12,8 @@ from delayline.errors import DelaylineError
 from delayline.sql.claims import Page, TransactionsInProgress
 from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
-from delayline.sql.server import SessionClaims, run
+from delayline.sql.server import run
+from delayline.sql.session_claims import SessionClaims
 from delayline.sql.workers import is_given_up
 
 if TYPE_CHECKING:

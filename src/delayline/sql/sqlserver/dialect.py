@@ -31,10 +31,12 @@ from delayline.errors import BackendUnusable, ConfigurationError, CorruptHeaders
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, encode_headers
 from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, conflict_columns
+from delayline.sql.locked_moves import LockedForwarding
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import BINARY, untyped
-from delayline.sql.server import LEASE, LockedForwarding, Server, ServerTransactions, SessionClaims, run
+from delayline.sql.server import LEASE, Server, ServerTransactions, run
+from delayline.sql.session_claims import SessionClaims
 from delayline.sql.sqlserver.catalog import SqlServerCatalog, only_row
 from delayline.sql.sqlserver.connections import SqlServerConnections
 from delayline.sql.sqlserver.errors import DUPLICATE_KEY, NO_SUCH_OBJECT, number_of, text_of
