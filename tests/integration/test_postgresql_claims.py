@@ -24,7 +24,7 @@ from delayline.testing.conformance.transport import ids, received
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
-    from delayline.sql.claims import Page
+    from delayline.sql.claims_in_statements import Page
     from delayline.transport import ReceivedMessage
 
 PATIENCE = 20.0

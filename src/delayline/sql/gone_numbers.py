@@ -19,7 +19,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import DelaylineError
-from delayline.sql.claims import TransactionsInProgress
+from delayline.sql.claims_in_statements import TransactionsInProgress
 from delayline.sql.server_database import ServerDatabase
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline.sql.claims import ClaimsInStatements
+    from delayline.sql.claims_in_statements import ClaimsInStatements
     from delayline.sql.database import Database
     from delayline.sql.statements import QueueStatements
 

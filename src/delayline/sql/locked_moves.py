@@ -25,6 +25,7 @@ class LockedForwarding:
     """Moves the earliest due messages that are not locked, on servers that need a statement per step."""
 
     one_statement = False
+    can_claim = False
 
     def __init__(self, table: Table, tables: QueueTables, dialect: Server) -> None:
         columns, sql = table.c, dialect.sql

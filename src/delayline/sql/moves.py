@@ -1,23 +1,14 @@
-"""Moves of due messages from a store to their queues inside a database.
-
-A move may claim messages for a receiver of this process that waits for some, which saves the receiver's own look:
-
-    poller -> ServerRowClaims.forward -> ClaimingForwarding.run_for -> WaitingReceiver.moved, on the receiver's loop
-                     |                     a statement moves the messages to their queues, and locks some
-                     +- ClaimsInStatements.waiting_receiver: who waits, and for how many
-"""
+"""Moves of due messages from a store to their queues inside a database."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection
-
-    from delayline.sql.claims import ClaimsInStatements, WaitingReceiver
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +33,8 @@ class Forwarding(Protocol):
 
     one_statement: bool
     """Whether `run` is a single statement."""
+    can_claim: bool
+    """Whether `ClaimsInStatements.move` can run it."""
 
     def run(
         self,
@@ -59,34 +52,5 @@ class Forwarding(Protocol):
 
         Messages that need more than moving are passed over: their queue does not exist, or their headers hold
         properties that are meant for the dispatch only, or a time to be received.
-        """
-        ...
-
-
-@runtime_checkable
-class ClaimingForwarding(Forwarding, Protocol):
-    """Forwarding whose moves can claim messages for a receiver, in the statement that moves them."""
-
-    async def run_for(
-        self,
-        receiver: WaitingReceiver,
-        claims: ClaimsInStatements,
-        until: object,
-        *,
-        limit: int,
-        max_bytes: int,
-        counted: bool,
-        since: object | None,
-    ) -> Moved:
-        """Move messages as `run` does, on the connection of the claims, and return the messages that are `claimed` too.
-
-        Args:
-            receiver: The receiver, which may get messages of its queue.
-            claims: This process's claims on the rows of the queues.
-            until: The latest due time.
-            limit: The most messages to move.
-            max_bytes: The most bytes to move, if it is more than a message.
-            counted: Whether the result has `counts`.
-            since: The earliest due time, None for any.
         """
         ...

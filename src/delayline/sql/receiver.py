@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING, Any, Final
 from delayline.errors import BackendUnavailable, DelaylineError, NotStarted
 from delayline.events import Event, emit
 from delayline.message import Message
-from delayline.sql.claims import ClaimsInStatements, Page
+from delayline.sql.claims_in_statements import ClaimsInStatements, Page, WaitingReceiver
 from delayline.sql.gone_numbers import GoneNumbers
 from delayline.sql.queue_limits import LIMITS_CHANGED
 from delayline.sql.statements import queue_channel
@@ -84,7 +84,7 @@ IDLE_LOOK_SHARE: Final = 5
 OUT_OF_ORDER: Final = -2  # the time in a notification of messages that may have lower numbers than the last
 
 
-class SqlReceiver:
+class SqlReceiver(WaitingReceiver):
     """Takes messages from a queue; the claims of a process that ends are free again at once.
 
     While it waits, a move may claim messages for it, see `WaitingReceiver`.
@@ -100,6 +100,7 @@ class SqlReceiver:
         admission: QueueAdmission,
         crashes: CrashCounts,
     ) -> None:
+        super().__init__(queue)
         self._database = database
         self._statements = statements
         self._claims = claims
@@ -121,15 +122,12 @@ class SqlReceiver:
         """When the next look is worth it."""
         self._is_notified = False
         """Whether messages may have come since the last look began."""
-        self.queue = queue
-        self.wanted = 0
-        self.loop = asyncio.get_running_loop()
         self._receiving = False
         self._removals: set[asyncio.Future[None]] = set()
         self._moved: list[ReceivedMessage] = []
         """Messages that moves have claimed for the `receive` in progress."""
         self._in_statements = claims if isinstance(claims, ClaimsInStatements) else None
-        self._unregister = _nothing if self._in_statements is None else self._in_statements.register(self)
+        self._unregister = _nothing if self._in_statements is None else self._in_statements.receivers.add(self)
         self._gone = GoneNumbers(database, self._in_statements, statements, queue, partial(self._notified, 0))
         self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._notified)
 

@@ -17,7 +17,6 @@ from sqlalchemy import bindparam, func, select
 
 from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
-from delayline.sql.moves import ClaimingForwarding
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 
     from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
-    from delayline.sql.claims import ClaimsInStatements
+    from delayline.sql.claims_in_statements import ClaimsInStatements
     from delayline.sql.database import Database
     from delayline.sql.file_database import FileDatabase
     from delayline.sql.moves import Moved
@@ -144,8 +143,7 @@ class ServerRowClaims:
         self._statements = statements
         self._leases = database.dialect.leases(statements.table, tables)
         self._locks = LockStatements(statements, database.dialect, self._leases)
-        self._forwarding = forwarding = database.dialect.forwarding(statements.table, tables)
-        self._claiming = forwarding if isinstance(forwarding, ClaimingForwarding) else None
+        self._forwarding = database.dialect.forwarding(statements.table, tables)
         self._queued = tables.queued.fullname
         self._last_moved = 0
         self._from_due = database.dialect.values.from_due
@@ -304,17 +302,16 @@ class ServerRowClaims:
 
     async def _forward_to_receiver(self, settings: Mapping[str, Any]) -> Moved | None:
         """Move messages, claiming some for a receiver that waits, and pass them to it; None where none waits."""
-        forwarding = self._claiming
-        if forwarding is None:
+        if not self._forwarding.can_claim:
             return None
         claims = cast("ClaimsInStatements", self._database.claims(self._queued))
-        receiver = claims.waiting_receiver()
+        receiver = claims.receivers.first()
         # After a large move the next would keep the claims' connection from acknowledgements and looks.
         if receiver is None or self._last_moved > receiver.wanted:
             return None
         query, since = self._begin()
         try:
-            moved = await forwarding.run_for(receiver, claims, **settings, since=since)
+            moved = await claims.move(self._forwarding, receiver, **settings, since=since)
         except BaseException:
             self._watermark.abandon(query)
             raise

@@ -9,8 +9,9 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from delayline.errors import DelaylineError
-from delayline.sql.claims import Page, TransactionsInProgress
+from delayline.sql.claims_in_statements import Page, TransactionsInProgress, WaitingReceivers
 from delayline.sql.moves import Moved
+from delayline.sql.postgresql.moves import PostgresqlForwarding, PostgresqlMove
 from delayline.sql.prepared import Prepared
 from delayline.sql.server import run
 from delayline.sql.session_claims import SessionClaims
@@ -21,9 +22,9 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.claims import WaitingReceiver
+    from delayline.sql.claims_in_statements import WaitingReceiver
+    from delayline.sql.moves import Forwarding
     from delayline.sql.postgresql.dialect import Postgresql
-    from delayline.sql.postgresql.moves import PostgresqlMove
     from delayline.sql.prepared import StatementResult
     from delayline.sql.server import ServerSessions
 
@@ -82,7 +83,7 @@ class AdvisoryLockClaims(SessionClaims):
         self._statements = LoopStatements(database, dialect.connections, shared)
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
-        self._receivers: list[WaitingReceiver] = []
+        self.receivers = WaitingReceivers()
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
         """Lock free rows in a single round trip."""
@@ -97,22 +98,21 @@ class AdvisoryLockClaims(SessionClaims):
         """Unlock, in a single round trip."""
         run(connection, ADVISORY_UNLOCK, self._base, list(rows))
 
-    def register(self, receiver: WaitingReceiver) -> Callable[[], None]:
-        """Claim moved messages for the receiver while it waits for some; return how to stop."""
-        self._receivers.append(receiver)
-
-        def unregister() -> None:
-            with contextlib.suppress(ValueError):
-                self._receivers.remove(receiver)
-
-        return unregister
-
-    def waiting_receiver(self) -> WaitingReceiver | None:
-        """Return a receiver that waits for messages, if there is any."""
-        return next((receiver for receiver in list(self._receivers) if receiver.wanted), None)
-
-    async def move(self, move: PostgresqlMove) -> Moved:
-        """Run the move on the claims' connection, and claim the rows that it has locked."""
+    async def move(
+        self,
+        forwarding: Forwarding,
+        receiver: WaitingReceiver,
+        until: object,
+        *,
+        limit: int,
+        max_bytes: int,
+        counted: bool,
+        since: object | None,
+    ) -> Moved:
+        """Move messages on the claims' connection, and claim up to as many of the queue as the receiver waits for."""
+        assert isinstance(forwarding, PostgresqlForwarding)  # noqa: S101 - there are no others on PostgreSQL
+        statements, queue, wanted = forwarding.statements[counted, True], receiver.queue, receiver.wanted
+        move = PostgresqlMove(statements, until, limit, max_bytes, counted, since, queue, wanted)
 
         def claimed(moved: Moved) -> tuple[Moved, list[int]]:
             return moved, [row[0] for row in moved.claimed]

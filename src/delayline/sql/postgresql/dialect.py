@@ -23,7 +23,7 @@ from delayline.sql.postgresql.catalog import USUAL, PostgresqlCatalog
 from delayline.sql.postgresql.claims import AdvisoryLockClaims
 from delayline.sql.postgresql.connections import PostgresqlConnections, driver_of
 from delayline.sql.postgresql.errors import ABORTED
-from delayline.sql.postgresql.moves import PostgresqlClaimingForwarding, PostgresqlForwarding
+from delayline.sql.postgresql.moves import PostgresqlForwarding
 from delayline.sql.postgresql.notifications import PostgresqlNotifications
 from delayline.sql.postgresql.timeouts import PostgresqlTimeouts
 from delayline.sql.postgresql.two_phase import PostgresqlTwoPhase
@@ -245,8 +245,7 @@ class Postgresql(Server):
 
     def forwarding(self, table: Table, tables: QueueTables) -> PostgresqlForwarding:
         """A statement."""
-        way = PostgresqlForwarding if self.connections.pgbouncer else PostgresqlClaimingForwarding
-        return way(table, tables, self)
+        return PostgresqlForwarding(table, tables, self)
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.sql.moves import Moved
-from delayline.sql.postgresql.claims import AdvisoryLockClaims
 from delayline.sql.prepared import Prepared
 from delayline.sql.statements import EXPIRY_MARKER, MARKER
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
-    from delayline.sql.claims import ClaimsInStatements, WaitingReceiver
     from delayline.sql.postgresql.dialect import Postgresql
     from delayline.sql.schema import QueueTables
 
@@ -75,7 +73,9 @@ class PostgresqlForwarding:
         quote = dialect.sql.identifier_preparer.format_table
         tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}
-        self._statements = {
+        self.can_claim = not dialect.connections.pgbouncer
+        """Messages are claimed by locks of a session, which clients of a pooler would share."""
+        self.statements = {
             (counted, claiming): tuple(
                 Prepared.of_text(
                     MOVE_DUE.format(
@@ -105,32 +105,12 @@ class PostgresqlForwarding:
         since: object | None = None,
     ) -> Moved:
         """Move messages, only from `since` on if given, and return the result, with `counts` if `counted`."""
-        statements = self._statements[counted, False]
+        statements = self.statements[counted, False]
         return PostgresqlMove(statements, until, limit, max_bytes, counted, since).run(connection)
 
 
-class PostgresqlClaimingForwarding(PostgresqlForwarding):
-    """Moves that claim messages too: by locks of a session, which clients of a pooler would share."""
-
-    async def run_for(
-        self,
-        receiver: WaitingReceiver,
-        claims: ClaimsInStatements,
-        until: object,
-        *,
-        limit: int,
-        max_bytes: int,
-        counted: bool,
-        since: object | None,
-    ) -> Moved:
-        """Move messages, and lock up to as many of the receiver's queue as it waits for."""
-        assert isinstance(claims, AdvisoryLockClaims)  # noqa: S101 - there are no others on PostgreSQL
-        statements, queue, wanted = self._statements[counted, True], receiver.queue, receiver.wanted
-        return await claims.move(PostgresqlMove(statements, until, limit, max_bytes, counted, since, queue, wanted))
-
-
 class PostgresqlMove(NamedTuple):
-    """A move of due messages; see `ClaimingForwarding.run_for`."""
+    """A move of due messages; see `Forwarding.run` and `ClaimsInStatements.move`."""
 
     statements: Sequence[Prepared]
     """One that moves all due messages if they fit in `max_bytes`, and one that moves those that fit."""
