@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
-from delayline.bulk.cold_folder import ColdFolder, HourWriter, schema
+from delayline.bulk.cold_folder import ColdFolder, HourWriter
+from delayline.delayed.arrow import MESSAGE_SCHEMA
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -24,9 +25,9 @@ def rows(*messages: tuple[str, datetime], destination: str = "billing") -> pa.Re
         ['{"n":"ü"}'] * len(messages),
         [message_id.encode() for message_id, _ in messages],
     ]
-    kinds = schema()
     return pa.RecordBatch.from_arrays(
-        [pa.array(column, kind.type) for column, kind in zip(columns, kinds, strict=True)], schema=kinds
+        [pa.array(column, kind.type) for column, kind in zip(columns, MESSAGE_SCHEMA, strict=True)],
+        schema=MESSAGE_SCHEMA,
     )
 
 

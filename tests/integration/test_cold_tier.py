@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from delayline.bulk.cold_folder import ColdRow
+    from delayline.delayed.columns import StoredRow
 
 NOON = datetime(2030, 1, 2, 12, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -129,7 +129,7 @@ async def test_a_message_that_is_promoted_while_it_is_looked_for_is_cancelled_in
     [file] = await hold(store, ("a", NOON))
     find = store._folder.find
 
-    def promoted_meanwhile(files: Sequence[ColdFile], message_id: str) -> dict[str, ColdRow]:
+    def promoted_meanwhile(files: Sequence[ColdFile], message_id: str) -> dict[str, StoredRow]:
         # When its file is promoted before it can be cancelled there
         found = find(files, message_id)
         asyncio.run_coroutine_threadsafe(promote(), loop).result(20)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any, Final
 from azure.core.exceptions import AzureError
 
 from delayline.azure.names import BEHIND_INDEX, INDEX, Key, due_of, id_key, latest_due, message_key, place_key
+from delayline.delayed.columns import STORED_COLUMNS, StoredRow, message_of
 from delayline.errors import CorruptHeaders, DelaylineError, InvalidMessage
-from delayline.message import DelayedMessage, Message
+from delayline.message import in_utc
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -24,14 +25,17 @@ if TYPE_CHECKING:
 
     from delayline.azure.names import Key
     from delayline.azure.table import Table
+    from delayline.message import DelayedMessage, Message
 
 
 Entity = dict[str, Any]
 
+#: The property of each column that is not in the row's key.
+PROPERTIES: Final = {column.name: column.azure for column in STORED_COLUMNS if column.azure}
 #: Azure's limit for a property that is a text.
 LONGEST_TEXT: Final = 32 * 1024
 #: Columns that .NET neither writes nor reads. A row without the first was not written here.
-RETRIES_COLUMN: Final = "NumberOfRetries"
+RETRIES_COLUMN: Final = PROPERTIES["retry_count"]
 ENCODED_HEADERS: Final = "EncodedHeaders"
 #: Column of an index row: the row key of the message.
 PLACE_COLUMN: Final = "Place"
@@ -63,16 +67,14 @@ def row_of(message: DelayedMessage) -> TableRow:
 
 def to_entity(row: TableRow) -> Entity:
     """Return the entity of a message; raises InvalidMessage for a message that is too large for an entity."""
-    message = row.message.message
-    headers, encoded = _headers(message)
+    headers, encoded = _headers(row.message.message)
+    kept = StoredRow.of(row.message, in_utc, lambda _: b"")
+    properties = {PROPERTIES[name]: value for name, value in kept._asdict().items() if name in PROPERTIES}
     entity: Entity = {
         "PartitionKey": row.key.partition,
         "RowKey": row.key.row,
-        "Destination": row.message.destination,
-        "Body": message.body,
-        "MessageId": message.id,
-        "Headers": headers,
-        RETRIES_COLUMN: row.message.number_of_retries,
+        **{name: value for name, value in properties.items() if value is not None},
+        PROPERTIES["headers"]: headers,
     }
     return entity if encoded is None else entity | {ENCODED_HEADERS: encoded}
 
@@ -92,17 +94,20 @@ def _row_in(entity: Mapping[str, Any]) -> TableRow:
     due = due_of(key.row)
     if due is None or not key.row.startswith(key.partition):
         raise ForeignRow("its keys are not a due time (yyyyMMddHH, yyyyMMddHHmmss_id)")
-    message_id, destination = entity.get("MessageId"), entity.get("Destination")
-    if not isinstance(message_id, str) or not message_id or not isinstance(destination, str) or not destination:
-        raise ForeignRow("it has no MessageId or no Destination")
-    body, headers, retries = entity.get("Body", b""), entity.get(ENCODED_HEADERS), entity.get(RETRIES_COLUMN)
+    values = {name: entity[PROPERTIES[name]] for name in PROPERTIES if PROPERTIES[name] in entity}
+    retries = values.pop("retry_count", None)
+    headers = entity.get(ENCODED_HEADERS)
     if headers is None:
-        headers = str(entity.get("Headers") or "").encode("utf-8", "surrogatepass")
-    if not isinstance(body, bytes) or not isinstance(headers, bytes):
+        headers = str(values.get("headers") or "").encode("utf-8", "surrogatepass")
+    row = StoredRow(**{
+        "id": "", "destination": "", "body": b"", **values,
+        "due": due, "headers": headers, "retry_count": retries if isinstance(retries, int) and retries >= 0 else 0,
+    })  # fmt: skip
+    if not isinstance(row.id, str) or not row.id or not isinstance(row.destination, str) or not row.destination:
+        raise ForeignRow("it has no MessageId or no Destination")
+    if not isinstance(row.body, bytes) or not isinstance(row.headers, bytes):
         raise ForeignRow("its Body or EncodedHeaders is not binary")
-    number = retries if isinstance(retries, int) and retries >= 0 else 0
-    message = Message.from_encoded(message_id, headers, body)
-    return TableRow(key, DelayedMessage(message, destination, due, number), own=retries is not None)
+    return TableRow(key, message_of(row, in_utc), own=retries is not None)
 
 
 def place_entity(message_id: str, key: Key) -> Entity:

@@ -14,6 +14,7 @@ from collections import Counter
 from functools import partial
 from importlib.util import find_spec
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -28,22 +29,14 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from delayline.delayed.columns import StoredRow
+
 ROWS_AT_ONCE: Final = 10_000
 #: A file's rows at most: a task takes a file, so an hour of many messages is several.
 ROWS_A_FILE: Final = 250_000
 #: Hadoop's names of S3, as Spark users write them.
 S3: Final = re.compile(r"^s3[an]://")
 FILE_SUFFIX: Final = ".parquet"
-
-
-class ColdRow(NamedTuple):
-    """A message of a file."""
-
-    due: datetime
-    id: str
-    destination: str
-    headers: str
-    body: bytes
 
 
 class FoundFile(NamedTuple):
@@ -82,12 +75,13 @@ class ColdFolder:
         """Return a writer of Parquet."""
         import pyarrow.parquet as pq
 
+        from delayline.delayed.arrow import MESSAGE_SCHEMA
+
         system, root = self._place
         with self._plainly(f"write to {self.path}"):
             system.create_dir(f"{root}/due_hour={due_hour}", recursive=True)
-            return pq.ParquetWriter(
-                self._address(name, due_hour), schema(), filesystem=system, compression="zstd", compression_level=1
-            )
+            address = self._address(name, due_hour)
+            return pq.ParquetWriter(address, MESSAGE_SCHEMA, filesystem=system, compression="zstd", compression_level=1)
 
     def settle(self, name: str, due_hour: str) -> None:
         """Let a file that is complete outlast a power cut, where it is local."""
@@ -111,6 +105,8 @@ class ColdFolder:
         import pyarrow.compute as pc
         import pyarrow.parquet as pq
 
+        from delayline.delayed.arrow import completed
+
         system, _ = self._place
         ids = pa.array(dead, pa.string())
         asked = list(dict.fromkeys([*columns, *(["id"] if dead else [])]))
@@ -121,7 +117,7 @@ class ColdFolder:
                 for batch in source.iter_batches(ROWS_AT_ONCE, columns=asked):
                     rows += batch.num_rows
                     kept = batch.filter(pc.invert(pc.is_in(batch.column("id"), value_set=ids))) if dead else batch
-                    yield kept.select(list(columns))
+                    yield completed(kept, columns)
         if rows != file.messages:
             raise BackendUnusable(
                 f"{address} has {rows} rows, but the catalog lists {file.messages}: the file was changed. Restore it"
@@ -129,29 +125,32 @@ class ColdFolder:
 
     def rows(
         self, files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]], destination: str | None = None
-    ) -> Iterator[ColdRow]:
+    ) -> Iterator[StoredRow]:
         """Yield the messages of the files, earliest due first; reads no further than it is asked."""
         hours: dict[str, list[ColdFile]] = {}
         for file in sorted(files, key=lambda file: file.min_due):
             hours.setdefault(file.due_hour, []).append(file)
         for some in hours.values():
-            yield from heapq.merge(*(self._rows(file, dead.get(file.name, ()), destination) for file in some))
+            each = (self._rows(file, dead.get(file.name, ()), destination) for file in some)
+            yield from heapq.merge(*each, key=attrgetter("due", "id"))
 
-    def find(self, files: Sequence[ColdFile], message_id: str) -> dict[str, ColdRow]:
+    def find(self, files: Sequence[ColdFile], message_id: str) -> dict[str, StoredRow]:
         """Return the message of that id in each of the files that have it: looks through the ids of all of them."""
         import pyarrow.dataset as ds
+
+        from delayline.delayed.arrow import MESSAGE_SCHEMA, rows_in
 
         if not files:
             return {}
         system, _ = self._place
         by_address = {self._address(file.name, file.due_hour): file for file in files}
         asked = ds.field("id") == message_id
-        open_them = partial(ds.dataset, schema=schema(), format="parquet", filesystem=system)
+        open_them = partial(ds.dataset, schema=MESSAGE_SCHEMA, format="parquet", filesystem=system)
         with self._plainly(f"look through {self.path}"):
             names = open_them(list(by_address)).to_table(columns=["__filename"], filter=asked).column(0)
             columns = list(BULK_NAMES)
             return {
-                by_address[address].name: _as_rows(open_them([address]).to_table(columns, filter=asked))[0]
+                by_address[address].name: next(rows_in(open_them([address]).to_table(columns, filter=asked)))
                 for address in names.unique().to_pylist()
             }
 
@@ -201,9 +200,11 @@ class ColdFolder:
     def _address(self, name: str, due_hour: str) -> str:
         return f"{self._place[1]}/due_hour={due_hour}/{name}{FILE_SUFFIX}"
 
-    def _rows(self, file: ColdFile, dead: Sequence[str], destination: str | None) -> Iterator[ColdRow]:
+    def _rows(self, file: ColdFile, dead: Sequence[str], destination: str | None) -> Iterator[StoredRow]:
+        from delayline.delayed.arrow import rows_in
+
         for batch in self.batches(file, dead):
-            for row in _as_rows(batch):
+            for row in rows_in(batch):
                 if destination is None or row.destination == destination:
                     yield row
 
@@ -232,8 +233,10 @@ class HourWriter:
         self._files: list[ColdFile] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
-        """Write the rows: columns id, destination, due, headers, body."""
-        batch = batch.select(list(BULK_NAMES)).cast(schema())
+        """Write the rows, which have all columns of messages."""
+        from delayline.delayed.arrow import MESSAGE_SCHEMA
+
+        batch = batch.select(MESSAGE_SCHEMA.names).cast(MESSAGE_SCHEMA)
         hours = _due(batch) // MICROS_A_HOUR
         changes = (hours[1:] != hours[:-1]).nonzero()[0] + 1
         for start, end in pairwise([0, *changes.tolist(), batch.num_rows]):
@@ -283,29 +286,11 @@ class _Growing:
         return ColdFile(self._name, self._due_hour, self.messages, self._first, self._last, dict(self._destinations))
 
 
-def schema() -> pa.Schema:
-    """Return the columns of the files."""
-    import pyarrow as pa
-
-    kinds = (pa.string(), pa.string(), pa.timestamp("us", "UTC"), pa.string(), pa.binary())
-    return pa.schema(list(zip(BULK_NAMES, kinds, strict=True)))
-
-
 def _due(batch: pa.RecordBatch) -> Any:  # noqa: ANN401 - NumPy's array
     """Return the due times in microseconds since 1970."""
-    import pyarrow as pa
+    from delayline.delayed.arrow import microseconds
 
-    return (
-        batch.column("due").cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()).to_numpy(zero_copy_only=False)
-    )
-
-
-def _as_rows(rows: pa.RecordBatch | pa.Table) -> list[ColdRow]:
-    columns = [rows.column(name).to_pylist() for name in ("due", "id", "destination", "headers", "body")]
-    return [
-        ColdRow(due, message_id, destination, headers or "", body or b"")
-        for due, message_id, destination, headers, body in zip(*columns, strict=True)
-    ]
+    return microseconds(batch.column("due")).to_numpy(zero_copy_only=False)
 
 
 def without_secrets(text: str) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
+from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
-FINGERPRINT_COLUMNS: Final = ("id", "destination", "due", "headers", "body")
 MODULUS: Final = 1 << 64
 #: In place of the hash of a null.
 HASH_OF_NULL: Final = 0x9E3779B97F4A7C15
@@ -23,30 +24,33 @@ class Fingerprint(NamedTuple):
 
     @classmethod
     def of(cls, batch: pa.RecordBatch, *, since: int = 0) -> Self:
-        """Return the fingerprint of some rows, from their id, destination, due time, headers and body.
+        """Return the fingerprint of some rows, from all columns of messages.
 
         Args:
-            batch: Rows with the columns, valid or not.
+            batch: Rows with these columns, valid or not.
             since: Microseconds since 1970 that due times are counted from: for delays, the time that they began.
         """
         import pyarrow.compute as pc
         from pandas.util import hash_array  # type: ignore[import-untyped]
-        from pyarrow import int64, timestamp
+
+        from delayline.delayed.arrow import microseconds
 
         rows: Any = None
         ids = 0
-        for name in FINGERPRINT_COLUMNS:
-            column = batch.column(name)
+        for column in BULK_COLUMNS:
+            given = batch.column(column.name)
             values: Any
-            if name == "due":
-                times = column.cast(timestamp("us", "UTC"), safe=False).cast(int64())
-                values = pc.fill_null(times, since).to_numpy(zero_copy_only=False) - since
+            if column.kind is ColumnKind.INSTANT:
+                values = pc.fill_null(microseconds(given), since).to_numpy(zero_copy_only=False) - since
             else:
-                values = pc.fill_null(column, b"" if name == "body" else "").to_numpy(zero_copy_only=False)
-            hashes = hash_array(values, categorize=False)
-            hashes[column.is_null().to_numpy(zero_copy_only=False)] = HASH_OF_NULL
-            rows = hashes if rows is None else rows * HASH_FACTOR ^ hashes
-            if name == "id":
+                empty = {ColumnKind.BYTES: b"", ColumnKind.COUNT: 0}.get(column.kind, "")
+                values = pc.fill_null(given, empty).to_numpy(zero_copy_only=False)
+            hashes, nulls = hash_array(values, categorize=False), given.is_null().to_numpy(zero_copy_only=False)
+            hashes[nulls] = HASH_OF_NULL
+            before, rows = rows, hashes if rows is None else rows * HASH_FACTOR ^ hashes
+            if column.nullable:  # rows of before there was such a column have the fingerprint that they had
+                rows[nulls] = before[nulls]
+            if column.name == "id":
                 ids = int(hashes.sum(dtype="uint64"))
         return cls(batch.num_rows, ids, int(hash_array(rows).sum(dtype="uint64")))
 

@@ -16,6 +16,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.journal import journal_tables
+from delayline.sql.schema import DUE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Select
 
 EVENTS_AT_ONCE: Final = 10_000
-EVENT_COLUMNS: Final = ("seq", "store", "event", "id", "destination", "due", "at", "retries")
 
 
 class EntryRange(NamedTuple):
@@ -55,16 +55,14 @@ class JournalExport:
         return [EntryRange(*row) for row in self._read(partial(_all, query=query))]
 
     def entries(self, run: EntryRange) -> Iterator[list[tuple[Any, ...]]]:
-        """Yield some entries of a run at a time, their columns in the order of COLUMNS, times in UTC."""
-        columns = self._tables.entries.c
-        chosen, moment = (
-            select(*(columns[name] for name in EVENT_COLUMNS)).order_by(columns.seq),
-            self._dialect.values.from_due,
-        )
+        """Yield some entries of a run at a time, with all columns of their table, times in UTC."""
+        entries, from_due = self._tables.entries, self._dialect.values.from_due
+        number, reads = entries.c.seq, [from_due if column.type is DUE else _as_it_is for column in entries.c]
         for first in range(run.first, run.last + 1, EVENTS_AT_ONCE):
-            query = chosen.where(columns.seq.between(first, min(first + EVENTS_AT_ONCE - 1, run.last)))
+            last = min(first + EVENTS_AT_ONCE - 1, run.last)
+            query = select(entries).where(number.between(first, last)).order_by(number)
             rows = self._read(partial(_all, query=query))
-            yield [(*row[:5], moment(row[5]), moment(row[6]), row[7]) for row in rows]
+            yield [tuple(read(value) for read, value in zip(reads, row, strict=True)) for row in rows]
 
     def finish(self, path: str, directory: str, runs: Sequence[EntryRange]) -> None:
         """Remove the exported entries and record the directory as complete, in a single transaction.
@@ -113,6 +111,10 @@ class JournalExport:
                 return work(connection)
         except self._dialect.errors.kinds as error:
             raise self._dialect.errors.translated(error) from error
+
+
+def _as_it_is(value: Any) -> Any:  # noqa: ANN401 - what the driver gives
+    return value
 
 
 def _all(connection: Connection, *, query: Select[Any]) -> Sequence[Any]:

@@ -7,15 +7,17 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import func, select
 
+from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.sql.databases import database_at
 from delayline.sql.schema import in_order
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection, Select
 
+    from delayline.delayed.columns import StoredColumn
     from delayline.sql.dialect import Dialect
 
 OPERATORS: Final[dict[str, Callable[[Any, Any], Any]]] = {
@@ -101,11 +103,19 @@ class PendingScan:
         return compared
 
 
-def readings(columns: Sequence[str], dialect: Dialect) -> list[Callable[[Any], Any]]:
+def readings(names: Sequence[str], dialect: Dialect) -> list[Callable[[Any], Any]]:
     """Return the conversion of each column: due times to UTC, headers to text, bodies to bytes."""
-    special: dict[str, Callable[[Any], Any]] = {
-        "due": dialect.values.from_due,
-        "headers": lambda kept: bytes(kept).decode("utf-8", "replace"),
-        "body": lambda kept: bytes(kept or b""),
+    reads: Mapping[ColumnKind, Callable[[Any], Any]] = {
+        ColumnKind.NAME: str,
+        ColumnKind.INSTANT: dialect.values.from_due,
+        ColumnKind.HEADERS: lambda kept: bytes(kept).decode("utf-8", "replace"),
+        ColumnKind.BYTES: lambda kept: bytes(kept or b""),
+        ColumnKind.COUNT: int,
     }
-    return [special.get(name, str) for name in columns]
+
+    def of(column: StoredColumn) -> Callable[[Any], Any]:
+        read = reads[column.kind]
+        return (lambda kept: None if kept is None else read(kept)) if column.nullable else read
+
+    by_name = {column.name: of(column) for column in BULK_COLUMNS}
+    return [by_name[name] for name in names]

@@ -15,6 +15,7 @@ from delayline.bulk.cold_catalog import MICROS_A_HOUR, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.checks import time_span
 from delayline.clock import EPOCH, ONE_MICROSECOND, from_microseconds, to_microseconds
+from delayline.delayed.columns import message_of
 from delayline.delayed.store import (
     DueBucket,
     DueCount,
@@ -26,7 +27,7 @@ from delayline.delayed.store import (
     spans_of,
 )
 from delayline.errors import ConfigurationError
-from delayline.message import DelayedMessage, Message, in_utc
+from delayline.message import in_utc
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
 from delayline.sql.store import SqlDelayedMessageStore
@@ -39,7 +40,8 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
 
     from delayline.bulk.cold_catalog import ColdFile
-    from delayline.bulk.cold_folder import ColdRow
+    from delayline.delayed.columns import StoredRow
+    from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
 
 
@@ -119,7 +121,7 @@ class TwoTierStore(SqlDelayedMessageStore):
             return hot
         rows = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
         row = next((row for name, row in rows.items() if message_id not in snapshot.dead.get(name, ())), None)
-        return None if row is None else found_of(_message_of(row), body_limit)
+        return None if row is None else found_of(message_of(row, in_utc), body_limit)
 
     async def due_between(
         self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
@@ -137,7 +139,7 @@ class TwoTierStore(SqlDelayedMessageStore):
         def read() -> list[FoundMessage]:
             rows = self._folder.rows(files, snapshot.dead, None)
             wanted = (row for row in rows if (start is None or row.due >= start) and (end is None or row.due < end))
-            return [found_of(_message_of(row), 0) for row in islice(wanted, limit + offset)]
+            return [found_of(message_of(row, in_utc), 0) for row in islice(wanted, limit + offset)]
 
         cold = await asyncio.to_thread(read)
         hot = await super().due_between(start, end, limit=limit + offset)
@@ -209,9 +211,8 @@ class TwoTierStore(SqlDelayedMessageStore):
         def count() -> Mapping[tuple[int, str], int]:
             counts: dict[tuple[int, str], int] = defaultdict(int)
             for file in snapshot.files:
-                for batch in self._folder.batches(
-                    file, snapshot.dead.get(file.name, ()), columns=("id", "destination", "due")
-                ):
+                dead = snapshot.dead.get(file.name, ())
+                for batch in self._folder.batches(file, dead, columns=("id", "destination", "due")):
                     columns = batch.column("due").to_pylist(), batch.column("destination").to_pylist()
                     for due, destination in zip(*columns, strict=True):
                         counts[to_microseconds(due) // width * width, destination] += 1
@@ -251,18 +252,18 @@ class TwoTierStore(SqlDelayedMessageStore):
             if taken_out:
                 return Outcome.DONE
 
-    async def _take_out(self, rows: Mapping[str, ColdRow], due: datetime | None, transaction: Transaction) -> bool:
+    async def _take_out(self, rows: Mapping[str, StoredRow], due: datetime | None, transaction: Transaction) -> bool:
         """Cancel the message in its files; False where they were promoted, compacted or looked at elsewhere."""
         dead = {name: {row.id: row.destination} for name, row in rows.items()}
         buried = await self._database.write(partial(self._catalog.bury, dead=dead), transaction)
         if buried:
-            message, journal = _message_of(next(iter(rows.values()))), self._kept_journal
+            message, journal = message_of(next(iter(rows.values())), in_utc), self._kept_journal
             if due is None:
                 note = partial(journal.note_one, event=JournalEvent.CANCELLED, message=message)
                 await self._noted(note, transaction)
             else:
                 since = await self._noted(journal.last, transaction) or 0
-                await self.store(DelayedMessage(message.message, message.destination, due), transaction)
+                await self.store(replace(message, due=due), transaction)
                 note = partial(journal.rename, since=since, ids=[message.id], event=JournalEvent.RESCHEDULED)
                 await self._noted(note, transaction)
         return buried
@@ -273,7 +274,7 @@ class TwoTierStore(SqlDelayedMessageStore):
 
     def _first(self, snapshot: CatalogSnapshot, destination: str | None, number: int) -> list[DelayedMessage]:
         rows = self._folder.rows(snapshot.files, snapshot.dead, destination)
-        return [_message_of(row) for row in islice(rows, number)]
+        return [message_of(row, in_utc) for row in islice(rows, number)]
 
     async def _snapshot(self) -> CatalogSnapshot:
         catalog = self._catalog
@@ -290,10 +291,6 @@ class TwoTierStore(SqlDelayedMessageStore):
     @property
     def _catalog(self) -> ColdFiles:
         return ColdFiles(self._database.dialect, self._statements.table)
-
-
-def _message_of(row: ColdRow) -> DelayedMessage:
-    return DelayedMessage(Message.from_encoded(row.id, row.headers.encode(), row.body), row.destination, row.due)
 
 
 def _start_of(hour: str) -> int:

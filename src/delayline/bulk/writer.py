@@ -402,10 +402,10 @@ class BulkWriter:
 def earliest_due(batch: pa.RecordBatch) -> int:
     """Return the first due time of the rows, in microseconds since 1970."""
     import pyarrow.compute as pc
-    from pyarrow import int64, timestamp
 
-    first = pc.min(batch.column("due")).cast(timestamp("us", "UTC"), safe=False)
-    return int(first.cast(int64()).as_py())
+    from delayline.delayed.arrow import microseconds
+
+    return int(pc.min(microseconds(batch.column("due"))).as_py())
 
 
 def new_area() -> str:

@@ -10,13 +10,14 @@ import hashlib
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from sqlalchemy import Column, Integer, and_, delete, false, func, inspect, null, or_, select, update
 
 from delayline.bulk.writer import blocking
 from delayline.migration.journal import chunks
-from delayline.migration.rows import record_batch
+from delayline.migration.rows import SourceRow, record_batch
 from delayline.migration.source import SourcePartition, TableSource
 from delayline.sql.schema import CONTENT, DUE, text
 from delayline.sql.setup import RequiredTables
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
     from pyspark.sql import SparkSession
-    from sqlalchemy import ColumnElement, Connection, Table
+    from sqlalchemy import ColumnElement, Connection, Row, Table
 
     from delayline.migration.tally import Bounds, Tally
 
 KEY: Final = 200
 LONGEST_ENDPOINT: Final = 250
+#: Texts of strangers, kept as bytes: not every database keeps every character.
+TEXTS: Final = tuple(name for name in SourceRow._fields if name not in {"due", "body"})
 #: State of a message that has left its source, and of a message that the source may have as well.
 SURE: Final = 1
 UNSURE: Final = 0
@@ -60,7 +63,7 @@ class CollectedMessage:
 
     def __post_init__(self) -> None:
         """Replace characters that not every database can store, such as a lone surrogate, with a question mark."""
-        for name in ("key", "endpoint", "id", "destination", "why"):
+        for name in ("key", "endpoint", *TEXTS):
             value = getattr(self, name)
             if value is not None and not value.isascii():
                 object.__setattr__(self, name, value.encode("utf-8", "replace").decode())
@@ -143,9 +146,8 @@ class CollectedSource(TableSource):
         return [
             Column(self.key, text(KEY), primary_key=True),
             Column("endpoint", text(LONGEST_ENDPOINT), nullable=False),
-            *(Column(name, CONTENT) for name in ("id", "destination")),
-            Column("due", DUE),
-            *(Column(name, CONTENT) for name in ("headers", "body", "why", "original")),
+            *(Column(name, DUE if name == "due" else CONTENT) for name in SourceRow._fields),
+            Column("original", CONTENT),
             Column("state", Integer, nullable=False),
         ]
 
@@ -191,18 +193,11 @@ class CollectedSource(TableSource):
 
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
         """Return the columns of a message, and the reason for its rejection."""
-        columns = table.c
-        body = columns.body if bodies else null()
-        return columns.id, columns.destination, columns.due, columns.headers, body, columns.why
+        return [table.c[name] if bodies or name != "body" else null() for name in SourceRow._fields]
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
         """Return the messages as they were collected."""
-        read = self.read_due
-        return record_batch(
-            (_text(row[0]), _text(row[1]), None if row[2] is None else read(row[2]), _text(row[3]), row[4],
-             _text(row[5]))
-            for row in rows
-        )  # fmt: skip
+        return record_batch(map(self._source_row, starmap(SourceRow, rows)))
 
     def keep(self, connection: Connection, rows: Sequence[CollectedMessage]) -> None:
         """Insert messages; a message whose key exists already is unchanged."""
@@ -261,24 +256,26 @@ class CollectedSource(TableSource):
     def _kept_rows(self, connection: Connection, after: str) -> list[CollectedMessage]:
         columns = self.kept.c
         query = select(self.kept).where(columns[self.key] > after).order_by(columns[self.key]).limit(ROWS_A_PAGE)
-        return [self._from_row(tuple(row)) for row in connection.execute(query)]
+        return [self._from_row(row) for row in connection.execute(query)]
 
     def _row(self, message: CollectedMessage) -> dict[str, Any]:
         due = None if message.due is None else self.kept_due(message.due)
-        contents = {name: _bytes(getattr(message, name)) for name in ("id", "destination", "headers", "why")}
+        contents = {name: _bytes(getattr(message, name)) for name in TEXTS}
         return {
             self.key: message.key, "endpoint": message.endpoint, "due": due, "body": message.body,
             "original": message.original, "state": message.state, **contents,
         }  # fmt: skip
 
-    def _from_row(self, row: tuple[Any, ...]) -> CollectedMessage:
-        key, endpoint, *texts = row
-        message_id, destination, due, headers, body, why, original, state = texts
-        return CollectedMessage(
-            key, endpoint, _text(message_id), _text(destination), None if due is None else self.read_due(due),
-            _text(headers), None if body is None else bytes(body), _text(why),
-            None if original is None else bytes(original), state,
-        )  # fmt: skip
+    def _from_row(self, row: Row[*tuple[Any, ...]]) -> CollectedMessage:
+        values = row._asdict()
+        original = None if row.original is None else bytes(row.original)
+        message = self._source_row(SourceRow(*(values[name] for name in SourceRow._fields)))
+        return CollectedMessage(values[self.key], row.endpoint, original=original, state=row.state, **message._asdict())
+
+    def _source_row(self, kept: SourceRow) -> SourceRow:
+        texts = {name: _text(getattr(kept, name)) for name in TEXTS}
+        due = None if kept.due is None else self.read_due(kept.due)
+        return kept._replace(due=due, body=None if kept.body is None else bytes(kept.body), **texts)
 
     def _opened(self, work: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401 - what it returns
         async def run() -> Any:  # noqa: ANN401

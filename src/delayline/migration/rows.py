@@ -2,63 +2,87 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+import json
+from dataclasses import replace
+from itertools import starmap
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delayline.spark.headers import INSTANT, invalid_reasons, valid_rows
+from delayline.delayed.arrow import MESSAGE_SCHEMA, completed
+from delayline.delayed.columns import BULK_COLUMNS, BULK_NAMES, ColumnKind, StoredRow, message_of
+from delayline.message import Message, in_utc
+from delayline.spark.headers import invalid_reasons, valid_rows
+from delayline.spark.options import REQUIRED, SOURCE_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
+    from datetime import datetime
 
+    from delayline.message import DelayedMessage
 
-MESSAGE: Final = pa.schema(
-    [
-        ("id", pa.string()),
-        ("destination", pa.string()),
-        ("due", INSTANT),
-        ("headers", pa.string()),
-        ("body", pa.binary()),
-    ]
-)
 #: Columns by which `verify` compares pending messages.
-WAITING_COLUMNS: Final = "id STRING, destination STRING, due TIMESTAMP"
-WAITING_SCHEMA: Final = pa.schema([MESSAGE.field(name) for name in ("id", "destination", "due")])
+WAITING_SCHEMA: Final = pa.schema([MESSAGE_SCHEMA.field(name) for name in REQUIRED])
+WAITING_COLUMNS: Final = ", ".join(f"{name} {SOURCE_COLUMNS[name].dataType.simpleString()}" for name in REQUIRED)
 #: The reason for which a row of the source cannot become a message.
-WHY: Final = pa.field("why", pa.string())
+WHY: Final = "why"
 
 
-def record_batch(rows: Iterable[tuple[Any, ...]]) -> pa.RecordBatch:
-    """Return rows as the columns of messages. A row may end with the reason why it cannot become a message."""
-    return from_columns(list(zip(*rows, strict=True)) or [()] * len(MESSAGE))
+class SourceRow(NamedTuple):
+    """What a source has of a message, whatever system it is of; None where it has nothing."""
+
+    id: str | None
+    destination: str | None
+    due: datetime | None
+    headers: Any
+    body: Any
+    why: str | None = None
 
 
-def from_columns(columns: Sequence[Sequence[Any]]) -> pa.RecordBatch:
-    """Return the columns of messages. An additional column has the reasons of rows that cannot become messages."""
-    schema = MESSAGE if len(columns) == len(MESSAGE) else MESSAGE.append(WHY)
-    arrays = []
-    for values, column in zip(columns, schema, strict=True):
-        try:
-            arrays.append(pa.array(values, column.type))
-        except (UnicodeEncodeError, TypeError):
-            if column.name not in AS_IT_CAN_BE:
-                raise
-            arrays.append(pa.array(map(AS_IT_CAN_BE[column.name], values), column.type))
-    return pa.RecordBatch.from_arrays(arrays, schema=schema)
+def record_batch(rows: Iterable[Sequence[Any]]) -> pa.RecordBatch:
+    """Return the values of `SourceRow`s as columns of messages, with the column `why`."""
+    return from_columns(dict(zip(SourceRow._fields, zip(*starmap(SourceRow, rows), strict=True), strict=False)))
+
+
+def from_columns(columns: Mapping[str, Sequence[Any]]) -> pa.RecordBatch:
+    """Return the columns of messages; those that are not given are null."""
+    arrays = [_array(name, values) for name, values in columns.items()]
+    others = [name for name in columns if name not in BULK_NAMES]
+    return completed(pa.RecordBatch.from_arrays(arrays, names=list(columns)), [*BULK_NAMES, *others])
+
+
+def _array(name: str, values: Sequence[Any]) -> pa.Array:
+    kind = MESSAGE_SCHEMA.field(name).type if name in BULK_NAMES else pa.string()
+    try:
+        return pa.array(values, kind)
+    except (UnicodeEncodeError, TypeError):
+        if name not in AS_IT_CAN_BE:
+            raise
+        return pa.array(map(AS_IT_CAN_BE[name], values), kind)
+
+
+def checked_message(row: StoredRow, instant: Callable[[datetime], datetime]) -> DelayedMessage:
+    """Return the message of a row as it is sent. Raises InvalidMessage for what no endpoint sends."""
+    message, headers = message_of(row, instant), json.loads(row.headers) if row.headers else {}
+    return replace(message, message=Message(message.id, headers, message.message.body))
+
+
+def waiting_batch(messages: Iterable[DelayedMessage]) -> pa.RecordBatch:
+    """Return the columns by which `verify` compares them."""
+    rows = [StoredRow.of(message, in_utc, lambda content: content.encoded_headers) for message in messages]
+    return pa.RecordBatch.from_pylist([row._asdict() for row in rows], WAITING_SCHEMA)
 
 
 def reasons_of(messages: pa.RecordBatch, *, largest: int) -> pa.Array:
     """Return the reason for rejecting each row, null for valid rows: the source's reason, else the checks' reason."""
     reasons = invalid_reasons(messages, largest=largest)
-    if WHY.name not in messages.schema.names:
-        return reasons
-    return pc.coalesce(messages.column(WHY.name), reasons)
+    return pc.coalesce(messages.column(WHY), reasons) if WHY in messages.schema.names else reasons
 
 
 def sound(messages: pa.RecordBatch, reasons: pa.Array) -> pa.RecordBatch:
     """Return the rows without a reason, as the columns of messages."""
-    return valid_rows(messages, reasons).select(MESSAGE.names)
+    return valid_rows(messages, reasons).select(MESSAGE_SCHEMA.names)
 
 
 def _text(headers: Any) -> str | None:  # noqa: ANN401 - what the driver gives
@@ -71,4 +95,6 @@ def _bytes(body: Any) -> bytes | None:  # noqa: ANN401 - as above
 
 
 #: Types of drivers' values that Arrow does not accept.
-AS_IT_CAN_BE: Final[Mapping[str, Callable[[Any], Any]]] = {"headers": _text, "body": _bytes}
+AS_IT_CAN_BE: Final[Mapping[str, Callable[[Any], Any]]] = {
+    column.name: _text if column.kind is ColumnKind.HEADERS else _bytes for column in BULK_COLUMNS if column.is_content
+}

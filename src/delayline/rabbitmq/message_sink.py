@@ -22,9 +22,10 @@ from delayline.rabbitmq.topology import Routability
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Mapping, Sequence
     from contextlib import AsyncExitStack
-    from datetime import datetime
 
     import pyarrow as pa
+
+    from delayline.delayed.columns import StoredRow
 
 NOT_ON_BROKER: Final = (
     "queue {!r} does not exist on the broker: start its endpoint once, or run delayline setup --queue NAME"
@@ -98,18 +99,20 @@ class DelayLevelWriter:
 
         Returns once the broker has confirmed all others.
         """
+        from delayline.delayed.arrow import rows_in
+
         refused: dict[int, str] = {}
         positions: list[int] = []
         publications: list[Publication] = []
         destinations = messages.column("destination").unique().to_pylist()
         nowhere = {name: await refusal(self._reach, name) for name in destinations}
-        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
-            reason = nowhere[row[1]]
+        for position, row in enumerate(rows_in(messages)):
+            reason = nowhere[row.destination]
             if reason is not None:
                 refused[position] = reason
                 continue
             try:
-                publications.append(self._publication(*row))
+                publications.append(self._publication(row))
             except InvalidMessage as error:
                 refused[position] = str(error)
                 continue
@@ -120,15 +123,13 @@ class DelayLevelWriter:
             refused[positions[index]] = str(failure)
         return refused
 
-    def _publication(
-        self, message_id: str, destination: str, due: datetime, headers: str | None, body: bytes | None
-    ) -> Publication:
-        named = json.loads(headers) if headers else {}
+    def _publication(self, row: StoredRow) -> Publication:
+        named = json.loads(row.headers) if row.headers else {}
         if Headers.RETRIES not in named:  # a retry has its own times
-            named[Headers.DELIVER_AT] = to_wire_time(due)
-        delay = checked_until(due, self._clock.now())
-        exchange, key = self._levels.route(delay, destination)
-        message = Message(named.get(Headers.MESSAGE_ID) or message_id, named, body or b"")
+            named[Headers.DELIVER_AT] = to_wire_time(row.due)
+        delay = checked_until(row.due, self._clock.now())
+        exchange, key = self._levels.route(delay, row.destination)
+        message = Message(named.get(Headers.MESSAGE_ID) or row.id, named, row.body or b"")
         return Publication(message, exchange, key, delay)
 
 

@@ -13,9 +13,10 @@ import pyarrow as pa
 from delayline.bulk.cold_catalog import ColdFile, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.bulk.writer import Attempt, blocking
+from delayline.delayed.arrow import completed
+from delayline.delayed.columns import JOURNALED_NAMES
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.options import FORMAT, StoreOptions
-from delayline.spark.writer import completed
 from delayline.sql.databases import database_at
 from delayline.sql.journal import Journal
 
@@ -183,5 +184,4 @@ def stage_journal_rows(staging: BulkWriter, folder: ColdFolder, files: Sequence[
     """Stage journal rows for the messages in the files of a task."""
     if not files:
         return NO_ROWS
-    columns = ("id", "destination", "due")
-    return staging.write(completed(batch) for file in files for batch in folder.batches(file, columns=columns))
+    return staging.write(completed(batch) for file in files for batch in folder.batches(file, columns=JOURNALED_NAMES))

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 
 from delayline.bulk.cold_catalog import OBSOLETE_FILES_KEPT_FOR, FileState
-from delayline.bulk.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter, schema
+from delayline.bulk.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter
+from delayline.delayed.arrow import MESSAGE_SCHEMA
 from delayline.spark.cold_tier import (
     ColdTier,
     check_job_duration,
@@ -139,7 +140,7 @@ def _merge(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator
     for group in planned_groups(batches):
         rows = [batch for file, dead in group for batch in folder.batches(file, dead)]
         writer = HourWriter(folder)
-        for batch in pa.Table.from_batches(rows, schema()).sort_by("due").to_batches(ROWS_AT_ONCE):
+        for batch in pa.Table.from_batches(rows, MESSAGE_SCHEMA).sort_by("due").to_batches(ROWS_AT_ONCE):
             writer.write(batch)
         written = writer.close()  # a single file, as no group is larger, or none where all are dead
         file = file_to_json(written[0]) if written else None

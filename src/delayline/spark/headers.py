@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.clock import SystemClock
+from delayline.delayed.arrow import INSTANT, microseconds
 from delayline.errors import InvalidMessage
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH, Headers, encode_headers
 from delayline.outgoing import check_headers, completed, fixed_headers, sent_headers
@@ -107,12 +108,11 @@ def _quoted(texts: pa.Array) -> pa.Array:
 
 def _wire_times(due: pa.Array) -> pa.Array:
     """Return times as `"yyyy-MM-dd HH:mm:ss:ffffff Z"`, with the quotes."""
-    naive = due.cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.timestamp("us"))
+    naive = due.cast(INSTANT, safe=False).cast(pa.timestamp("us"))
     times = pc.replace_substring(naive.cast(pa.string()), ".", ":")  # 30 times as fast as strftime
     return pc.binary_join_element_wise('"', times, ' Z"', "")
 
 
-INSTANT: Final = pa.timestamp("us", "UTC")
 #: Due times that Python and every database can hold: the years 1 to 9999.
 YEAR_1: Final = -62_135_596_800_000_000
 END_OF_YEAR_9999: Final = 253_402_300_799_999_999
@@ -141,7 +141,7 @@ class Validator:
     def reasons(self, batch: pa.RecordBatch) -> pa.Array:
         """Return the reason for each invalid row, null for a valid row."""
         reasons = invalid_reasons(batch, largest=self.largest)
-        due = batch.column("due").cast(INSTANT, safe=False).cast(pa.int64())
+        due = microseconds(batch.column("due"))
         if self.latest is not None:
             late = pc.fill_null(pc.greater(due, self.latest), False)
             reasons = pc.coalesce(reasons, pc.if_else(late, BEYOND_LEVELS, pa.scalar(None, pa.string())))
@@ -165,7 +165,7 @@ def invalid_reasons(batch: pa.RecordBatch, *, largest: int) -> pa.Array:
     """
     headers, body = batch.column("headers"), batch.column("body")
     size = pc.add(_length(headers), _length(body))
-    due = batch.column("due").cast(INSTANT, safe=False).cast(pa.int64())
+    due = microseconds(batch.column("due"))
     faults = [
         *_name_faults("id", batch.column("id"), MAXIMUM_ID_LENGTH),
         *_name_faults("destination", batch.column("destination"), MAXIMUM_DESTINATION_LENGTH),

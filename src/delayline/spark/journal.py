@@ -14,11 +14,12 @@ from pyspark.sql.types import IntegerType, LongType, StringType, StructField, St
 
 from delayline.bulk.journal_export import EntryRange, JournalExport
 from delayline.checks import whole_number
+from delayline.delayed.columns import JOURNALED_COLUMNS
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.spark.audit import marked_as_read
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.errors import translated_errors
-from delayline.spark.options import StoreOptions
+from delayline.spark.options import StoreOptions, fields_of
 from delayline.spark.reader import arrow_batch
 from delayline.spark.session import activated, spark_session
 from delayline.sql.journal import LONGEST_PATH
@@ -36,9 +37,7 @@ ENTRIES: Final = StructType(
         StructField("seq", LongType()),
         StructField("store", StringType()),
         StructField("event", StringType()),
-        StructField("id", StringType()),
-        StructField("destination", StringType()),
-        StructField("due", TimestampType()),
+        *fields_of(JOURNALED_COLUMNS),
         StructField("at", TimestampType()),
         StructField("retries", IntegerType()),
     ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 from pyspark.sql.types import (
     BinaryType,
     DateType,
+    IntegerType,
     NumericType,
     StringType,
     StructField,
@@ -21,35 +22,39 @@ from pyspark.sql.types import (
 )
 
 from delayline.bulk.writer import BulkWriter
+from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
 from delayline.sql.urls import read_url
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
     from pyspark.sql.types import DataType
 
+    from delayline.delayed.columns import StoredColumn
+
 Choice = TypeVar("Choice", bound=str)
 FORMAT: Final = "delayed_messages"
-SOURCE_COLUMNS: Final = StructType(
-    [
-        StructField("id", StringType()),
-        StructField("destination", StringType()),
-        StructField("due", TimestampType()),
-        StructField("headers", StringType()),
-        StructField("body", BinaryType()),
-    ]
-)
-REQUIRED: Final = ("id", "destination", "due")
-#: Expressions that cast a column to the expected type.
-CASTS: Final = {
-    "id": "CAST(id AS STRING)",
-    "destination": "CAST(destination AS STRING)",
-    "due": "a TIMESTAMP",
-    "headers": "to_json(headers)",
-    "body": "CAST(body AS BINARY)",
+#: The type for each kind of column, and the expression that casts a column to it.
+SPARK_TYPES: Final[Mapping[ColumnKind, tuple[DataType, str]]] = {
+    ColumnKind.NAME: (StringType(), "CAST({} AS STRING)"),
+    ColumnKind.INSTANT: (TimestampType(), "a TIMESTAMP"),
+    ColumnKind.HEADERS: (StringType(), "to_json({})"),
+    ColumnKind.BYTES: (BinaryType(), "CAST({} AS BINARY)"),
+    ColumnKind.COUNT: (IntegerType(), "CAST({} AS INT)"),
 }
+
+
+def fields_of(columns: Iterable[StoredColumn]) -> list[StructField]:
+    """Return columns of messages as Spark's."""
+    return [StructField(column.name, SPARK_TYPES[column.kind][0]) for column in columns]
+
+
+SOURCE_COLUMNS: Final = StructType(fields_of(BULK_COLUMNS))
+#: The columns that every message has, by which a store's table can be searched.
+REQUIRED: Final = tuple(column.name for column in BULK_COLUMNS if not column.nullable and not column.is_content)
+CASTS: Final = {column.name: SPARK_TYPES[column.kind][1].format(column.name) for column in BULK_COLUMNS}
 #: Expressions that make an instant of a due time of another type, in any session's time zone.
 INSTANT_EXPRESSIONS: Final = {
     TimestampNTZType: "CAST(concat(due, ' Europe/Berlin') AS TIMESTAMP), with the zone of its times",

@@ -36,6 +36,7 @@ from delayline.bulk.ledger import Committed, JobLedger, RunKey, RunKind, Sink, c
 from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
 from delayline.bulk.writer import Attempt, blocking, new_area
 from delayline.clock import LATEST_TIME, SystemClock, from_microseconds, to_microseconds
+from delayline.delayed.arrow import microseconds
 from delayline.delayed.store import OnConflict
 from delayline.errors import ConfigurationError, DuplicateMessage
 from delayline.spark.cold_tier import (
@@ -47,7 +48,7 @@ from delayline.spark.cold_tier import (
     stage_journal_rows,
     waiting_messages,
 )
-from delayline.spark.headers import HEADER_ALLOWANCE, INSTANT, SendHeaders, Validator, valid_rows
+from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, Validator, valid_rows
 from delayline.spark.options import SOURCE_COLUMNS, choice
 from delayline.spark.sources import OWN_COLUMNS, content_type, prepared
 from delayline.sql.database import Database
@@ -445,7 +446,7 @@ class _Job:
 
 def _with_duplicates_marked(messages: DataFrame, known: DataFrame | None) -> DataFrame:
     """Add the column DUPLICATE: of rows with the same id the first is kept, as in a store. known: the ids that wait."""
-    others = ("destination", "headers", "body")
+    others = (name for name in SOURCE_COLUMNS.names if name not in {"id", "due"})
     first = Window.partitionBy("id").orderBy(F.col("due").asc_nulls_last(), *others)  # the same when tasks are repeated
     marked = messages.withColumn(DUPLICATE, F.row_number().over(first) > 1)
     if known is None:
@@ -556,7 +557,7 @@ class _Task:
             if writer is None:
                 yield new
                 continue
-            far = pc.greater_equal(new.column("due").cast(INSTANT, safe=False).cast(pa.int64()), self.far_from)
+            far = pc.greater_equal(microseconds(new.column("due")), self.far_from)
             writer.write(new.filter(far))
             yield new.filter(pc.invert(far))
 

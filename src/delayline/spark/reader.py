@@ -21,7 +21,7 @@ from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.bulk.stream_claims import StreamClaims
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
-from delayline.spark.options import FORMAT, SOURCE_COLUMNS, StoreOptions, instant_option, whole_option
+from delayline.spark.options import FORMAT, REQUIRED, SOURCE_COLUMNS, StoreOptions, instant_option, whole_option
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -43,7 +43,6 @@ COMPARISONS: Final = {
     datasource.GreaterThanOrEqual: ">=",
     datasource.In: "in",
 }
-FILTERED_COLUMNS: Final = ("id", "destination", "due")
 
 
 @dataclass
@@ -100,9 +99,9 @@ class PushingReader(BatchReader):
             sign = COMPARISONS.get(type(condition))
             column: Sequence[str] = getattr(condition, "attribute", ())
             value: Any = getattr(condition, "value", None)
-            if isinstance(condition, datasource.IsNotNull) and condition.attribute[0] in FILTERED_COLUMNS:
+            if isinstance(condition, datasource.IsNotNull) and condition.attribute[0] in REQUIRED:
                 continue  # both columns are never null
-            if sign is None or len(column) != 1 or column[0] not in FILTERED_COLUMNS or value is None:
+            if sign is None or len(column) != 1 or column[0] not in REQUIRED or value is None:
                 yield condition
             else:
                 self._conditions.append(Condition(column[0], sign, value))

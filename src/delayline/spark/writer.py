@@ -16,10 +16,11 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.ledger import RunKind
 from delayline.bulk.writer import STREAMS, Attempt, BulkWriter, new_area
+from delayline.delayed.arrow import completed
 from delayline.delayed.store import OnConflict
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, invalid_reasons, raise_for_invalid, valid_rows
-from delayline.spark.options import SOURCE_COLUMNS, StoreOptions, choice
+from delayline.spark.options import StoreOptions, choice
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -147,16 +148,6 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
         """Delete the staged rows of the batch."""
         del batchId
         self._staging.discard(_attempts(messages))
-
-
-def completed(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return the columns of a message in order; missing headers and bodies become null."""
-    kinds = {"headers": pa.string(), "body": pa.binary()}
-    columns = [
-        batch.column(name) if name in batch.schema.names else pa.nulls(batch.num_rows, kinds[name])
-        for name in SOURCE_COLUMNS.names
-    ]
-    return pa.RecordBatch.from_arrays(columns, names=SOURCE_COLUMNS.names)
 
 
 def _attempts(messages: Sequence[WriterCommitMessage | None]) -> list[Attempt]:

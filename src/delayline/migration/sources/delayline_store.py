@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import Column, null
 
-from delayline.migration.rows import record_batch
+from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
+from delayline.migration.rows import from_columns
 from delayline.migration.source import SourcePartition, TableSource
 
 if TYPE_CHECKING:
@@ -51,13 +52,20 @@ class DelaylineStore(TableSource):
 
     def selected(self, table: Table, *, bodies: bool = True) -> Sequence[ColumnElement[Any]]:
         """Return the columns of a message."""
-        columns = table.c
-        return columns.id, columns.destination, columns.due, columns.headers, columns.body if bodies else null()
+        return [
+            table.c[column.name] if bodies or column.kind is not ColumnKind.BYTES else null() for column in BULK_COLUMNS
+        ]
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
         """Return the messages as they are."""
-        read = self.dialect.values.from_due
-        return record_batch((row[0], row[1], read(row[2]), _text(row[3]), row[4]) for row in rows)
+        reads = {ColumnKind.INSTANT: self.dialect.values.from_due, ColumnKind.HEADERS: _text}
+        columns = dict(zip(BULK_COLUMNS, zip(*rows, strict=True), strict=False))
+        return from_columns(
+            {
+                column.name: [*map(reads[column.kind], values)] if column.kind in reads else values
+                for column, values in columns.items()
+            }
+        )
 
 
 def _text(headers: bytes | None) -> str:

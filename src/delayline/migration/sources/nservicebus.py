@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 from sqlalchemy import Column, String, Text, cast, null, select, type_coerce
 
-from delayline.migration.rows import MESSAGE, from_columns
+from delayline.migration.rows import from_columns
 from delayline.migration.source import NO_ENDPOINT, SourcePartition, TableSource
 from delayline.timeouts.nservicebus import TimeoutTimes, table_prefix, timeout_table
 
@@ -71,7 +71,9 @@ class NServiceBusSql(TableSource):
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
         """Return the messages, under the ids of their timeouts."""
-        keys, destinations, dues, headers, bodies = zip(*rows, strict=True) if rows else [()] * len(MESSAGE)
+        if not rows:
+            return from_columns({})
+        keys, destinations, dues, headers, bodies = zip(*rows, strict=True)
         ids = [str(key).lower() for key in keys]
         times = TimeoutTimes(self.dialect)
         if not times.is_exact:
@@ -82,7 +84,7 @@ class NServiceBusSql(TableSource):
             isinstance(due, datetime) for due in dues
         ):  # Arrow reads times without a zone as UTC, which they are
             dues = tuple(map(times.read, dues))
-        return from_columns([ids, destinations, dues, headers, bodies])
+        return from_columns({"id": ids, "destination": destinations, "due": dues, "headers": headers, "body": bodies})
 
     def table_options(self) -> Mapping[str, Any]:
         """Return the character set that .NET's installers give such a table."""

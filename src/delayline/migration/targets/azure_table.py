@@ -18,9 +18,11 @@ from delayline.azure.rows import ForeignRow, MessageIndex, from_entity, row_of, 
 from delayline.azure.table import ENTITY_PAGE, Table
 from delayline.azure.transport import AzureStorageQueueTransport
 from delayline.bulk.writer import blocking
+from delayline.delayed.arrow import rows_in
+from delayline.delayed.columns import message_of
 from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
-from delayline.message import DelayedMessage, Message
-from delayline.migration.rows import WAITING_COLUMNS, WAITING_SCHEMA
+from delayline.message import in_utc
+from delayline.migration.rows import WAITING_COLUMNS, waiting_batch
 from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
 from delayline.migration.targets.sql_store import DUPLICATE_ID
 
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
     from delayline.azure.rows import TableRow
+    from delayline.message import DelayedMessage
     from delayline.migration.target import Attempted
 
 PENDING_COLUMNS: Final = ["PartitionKey", "RowKey", "MessageId", "Destination"]
@@ -95,12 +98,12 @@ class AzureTable(WithoutLedger):
         """Yield id, destination and due time of pending messages."""
         pages = self._pages(endpoint)
 
-        async def following() -> list[dict[str, object]] | None:
+        async def following() -> list[DelayedMessage] | None:
             return await anext(pages, None)
 
         with asyncio.Runner() as runner:
             while (page := runner.run(following())) is not None:
-                yield pa.RecordBatch.from_pylist(page, WAITING_SCHEMA)
+                yield waiting_batch(page)
 
     def begin(self, endpoint: str) -> AzureSession:
         """Return a session; nothing is staged."""
@@ -117,13 +120,12 @@ class AzureTable(WithoutLedger):
         finally:
             await account.close()
 
-    async def _pages(self, endpoint: str) -> AsyncIterator[list[dict[str, object]]]:
-        page: list[dict[str, object]] = []
+    async def _pages(self, endpoint: str) -> AsyncIterator[list[DelayedMessage]]:
+        page: list[DelayedMessage] = []
         async with self.opened(endpoint) as (_, table):
             async for entity in table.waiting(columns=PENDING_COLUMNS):
                 with contextlib.suppress(ForeignRow):
-                    message = from_entity(entity).message
-                    page.append({"id": message.id, "destination": message.destination, "due": message.due})
+                    page.append(from_entity(entity).message)
                 if len(page) == ENTITY_PAGE:
                     yield page
                     page = []
@@ -171,16 +173,15 @@ class AzureSession(DeliverySession):
         """Write each message under its key; a message of an earlier attempt is overwritten."""
         refused: dict[int, str] = {}
         rows: dict[int, TableRow] = {}
-        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
-            message_id, destination, due, headers, body = row
-            reason = await self._queues.refusal(destination)
+        for position, row in enumerate(rows_in(messages)):
+            reason = await self._queues.refusal(row.destination)
             if reason is not None:
                 refused[position] = reason
                 continue
-            message = Message.from_encoded(message_id, (headers or "").encode(), body or b"")
+            message = message_of(row, in_utc)
             try:
-                check_size(message)
-                rows[position] = row_of(DelayedMessage(message, destination, due))
+                check_size(message.message)
+                rows[position] = row_of(message)
                 to_entity(rows[position])
             except (InvalidMessage, InvalidDueTime) as error:
                 refused[position] = str(error)

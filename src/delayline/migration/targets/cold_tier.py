@@ -13,11 +13,11 @@ import pyarrow.compute as pc
 from delayline.bulk.cold_folder import ColdFolder, HourWriter, without_secrets
 from delayline.checks import time_span
 from delayline.clock import LATEST_TIME, to_microseconds
+from delayline.delayed.arrow import microseconds
 from delayline.errors import BackendUnavailable
 from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import DUPLICATE_ID, SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
-from delayline.spark.headers import INSTANT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -177,7 +177,7 @@ class TiersSession(StoreSession):
         if not self._waiting:
             return
         rows = pa.Table.from_batches(self._waiting).sort_by("due")
-        far = pc.greater_equal(rows.column("due").cast(INSTANT, safe=False).cast(pa.int64()), self._far_from)
+        far = pc.greater_equal(microseconds(rows.column("due")), self._far_from)
         writer = HourWriter(self._folder)
         for batch in rows.filter(far).to_batches():
             writer.write(batch)

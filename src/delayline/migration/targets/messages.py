@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import pyarrow as pa
@@ -11,10 +10,11 @@ import pyarrow as pa
 from delayline.backends import backend_of
 from delayline.bulk.writer import blocking
 from delayline.composition import endpoint_from, transport_of
+from delayline.delayed.arrow import rows_in
 from delayline.errors import ConfigurationError, InvalidMessage, QueueNotFound
 from delayline.masking import masked
-from delayline.message import DelayedMessage, Message
-from delayline.migration.rows import WAITING_COLUMNS, WAITING_SCHEMA
+from delayline.message import in_utc
+from delayline.migration.rows import WAITING_COLUMNS, checked_message, waiting_batch
 from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
 from delayline.opening import open_pending, open_store, open_waiting
 from delayline.settings import Settings
@@ -23,11 +23,13 @@ from delayline.transport import SupportsQueueLookup, TransportOperation
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
     from contextlib import AsyncExitStack
-    from datetime import datetime, timedelta
+    from datetime import timedelta
 
     from pyspark.sql import DataFrame, SparkSession
 
     from delayline.backends import Backend
+    from delayline.delayed.columns import StoredRow
+    from delayline.message import DelayedMessage
     from delayline.migration.target import Attempted
 
 #: Rows that every back end takes as a limit.
@@ -116,8 +118,7 @@ class MessagesTarget(WithoutLedger):
     async def _pending(self, endpoint: str) -> pa.RecordBatch:
         async with open_waiting(Settings(endpoint=endpoint, url=self.url), timeouts=False) as waiting:
             messages = await waiting.pending(limit=ALL_MESSAGES)
-        rows = [{"id": message.id, "destination": message.destination, "due": message.due} for message in messages]
-        return pa.RecordBatch.from_pylist(rows, WAITING_SCHEMA)
+        return waiting_batch(messages)
 
 
 class MessagesSession(DeliverySession):
@@ -148,10 +149,10 @@ class MessagesSession(DeliverySession):
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Keep each message durably; a message that the back end cannot take is refused alone."""
-        rows = list(zip(*(column.to_pylist() for column in messages.columns), strict=True))
+        rows = list(rows_in(messages))
         refused: dict[int, str] = {}
         for first in range(0, len(rows), KEPT_AT_ONCE):
-            works = [self._keep_row(*row) for row in rows[first : first + KEPT_AT_ONCE]]
+            works = [self._keep_row(row) for row in rows[first : first + KEPT_AT_ONCE]]
             for position, error in enumerate(await asyncio.gather(*works, return_exceptions=True), first):
                 if isinstance(error, InvalidMessage | QueueNotFound):
                     refused[position] = str(error)
@@ -159,8 +160,5 @@ class MessagesSession(DeliverySession):
                     raise error
         return Delivered(attempt.number, refused)
 
-    async def _keep_row(
-        self, message_id: str, destination: str, due: datetime, headers: str | None, body: bytes | None
-    ) -> None:
-        message = Message(message_id, json.loads(headers) if headers else {}, body or b"")
-        await self._keep(DelayedMessage(message, destination, due))
+    async def _keep_row(self, row: StoredRow) -> None:
+        await self._keep(checked_message(row, in_utc))

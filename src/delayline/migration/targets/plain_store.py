@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final
 
 from delayline.bulk.scan import Condition, PendingScan, Span
+from delayline.delayed.arrow import rows_in
 from delayline.errors import InvalidDueTime, InvalidMessage
-from delayline.message import DelayedMessage, Message
+from delayline.migration.rows import checked_message
 from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
 from delayline.migration.targets.sql_store import DUPLICATE_ID, TIMEOUTS_SUFFIX, SqlStore
 from delayline.sql.databases import database_at
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from delayline.message import DelayedMessage
     from delayline.migration.target import Attempted
 
 #: Ids in a query; a statement of SQL Server has at most 2100 parameters.
@@ -64,14 +65,12 @@ class PlainSession(DeliverySession):
         """Store the messages; a message that an earlier attempt has stored is not stored twice."""
         refused: dict[int, str] = {}
         sound: dict[int, DelayedMessage] = {}
-        for position, row in enumerate(zip(*(column.to_pylist() for column in messages.columns), strict=True)):
-            message_id, destination, due, headers, body = row
-            if self.queues is not None and destination not in self.queues:
-                refused[position] = UNKNOWN_QUEUE.format(destination)
+        for position, row in enumerate(rows_in(messages)):
+            if self.queues is not None and row.destination not in self.queues:
+                refused[position] = UNKNOWN_QUEUE.format(row.destination)
                 continue
             try:
-                message = Message(message_id, json.loads(headers) if headers else {}, body or b"")
-                sound[position] = DelayedMessage(message, destination, self._kept(due))
+                sound[position] = checked_message(row, self._kept)
             except (InvalidMessage, InvalidDueTime) as error:
                 refused[position] = str(error)
         refused |= await self._stored(sound)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-import pyarrow as pa
-import pyarrow.compute as pc
 from sqlalchemy import insert
 
 from delayline.clock import from_microseconds
+from delayline.delayed.arrow import kept_columns, microseconds
 from delayline.delayed.columns import BULK_COLUMNS
 from delayline.delayed.store import OnConflict
 from delayline.sql.prepared import Prepared
@@ -19,6 +18,7 @@ from delayline.sql.staging import COLUMNS, KEPT_FIRST, REPLACEABLE
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
+    import pyarrow as pa
     from sqlalchemy import Connection, Table
 
 DROP_WAIT_SECONDS: Final = 2  # seconds
@@ -72,18 +72,14 @@ class MariadbStage(StagedTable):
     def _insert(
         self, connection: Connection, table: Table, first: Mapping[str, Sequence[int]], batch: pa.RecordBatch
     ) -> None:
-        due = pc.cast(batch.column("due"), pa.timestamp("us", "UTC"), safe=False).cast(pa.int64()).to_pylist()
-        columns = {
-            **first,
-            "id": batch.column("id").to_pylist(),
-            "destination": batch.column("destination").to_pylist(),
-            "due": [self.dialect.values.to_due(from_microseconds(microseconds)) for microseconds in due],
-            "headers": pc.fill_null(batch.column("headers").cast(pa.binary()), b"").to_pylist(),
-            "body": pc.fill_null(batch.column("body").cast(pa.binary()), b"").to_pylist(),
-        }
+        columns = {**first, **kept_columns(batch, self._kept_instants)}
         names = [column.name for column in table.columns if column.name in columns]
         rows = list(zip(*(columns[name] for name in names), strict=True))
         self.dialect.bulk.insert_rows(connection, Prepared(insert(table), self.dialect.sql, names), rows)
+
+    def _kept_instants(self, instants: pa.Array) -> list[Any]:
+        to_due = self.dialect.values.to_due
+        return [to_due(from_microseconds(number)) for number in microseconds(instants).to_pylist()]
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert the staged rows, a statement per attempt: the driver limits the time of a statement."""

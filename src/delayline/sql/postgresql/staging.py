@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delayline.delayed.arrow import content_bytes, microseconds
+from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.delayed.store import OnConflict
 from delayline.sql.postgresql.binary import YEAR_2000
 from delayline.sql.server import run
@@ -20,6 +22,12 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Table
 
+    from delayline.delayed.columns import StoredColumn
+
+#: The fields of a row: those of a message, and one before them.
+FIELDS: Final = len(BULK_COLUMNS) + 1
+#: The bytes of numbers, in the words of NumPy; other fields are texts and bytes.
+FORMS: Final = {ColumnKind.INSTANT: ">i8", ColumnKind.COUNT: ">i4"}
 #: The header and trailer of binary COPY.
 COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 COPY_END: Final = b"\xff\xff"
@@ -52,11 +60,11 @@ class PostgresqlStage(StagedTable):
 
     def write_batch(self, connection: Connection, attempt: int, batch: pa.RecordBatch) -> None:
         """Copy some rows."""
-        self._copy(connection, self.table, "attempt", struct.pack(">hiq", 6, 8, attempt), batch)
+        self._copy(connection, self.table, "attempt", struct.pack(">hiq", FIELDS, 8, attempt), batch)
 
     def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
         """Copy rows to the store; raises the driver's IntegrityError for ids that are there."""
-        self._copy(connection, self.store, "retry_count", struct.pack(">hii", 6, 4, 0), batch)
+        self._copy(connection, self.store, "retry_count", struct.pack(">hii", FIELDS, 4, 0), batch)
 
     def _copy(self, connection: Connection, table: Table, first: str, start: bytes, batch: pa.RecordBatch) -> None:
         driver: Any = connection.connection.driver_connection
@@ -98,13 +106,9 @@ def copy_rows(start: bytes, batch: pa.RecordBatch) -> pa.Buffer:
     number of fields, and the first field, which is the same in all rows.
     """
     rows = batch.num_rows
-    due = pc.subtract(_microseconds(batch.column("due")), YEAR_2000)
     parts = [pa.scalar(start, pa.binary())]
-    for name in ("id", "destination"):
-        parts += _sized(_bytes(batch.column(name)))
-    parts += [pa.scalar(struct.pack(">i", 8), pa.binary()), _big_endian(due.to_numpy(zero_copy_only=False), ">i8")]
-    for name in ("headers", "body"):
-        parts += _sized(_bytes(batch.column(name)))
+    for column in BULK_COLUMNS:
+        parts += _field(column, batch.column(column.name))
     joined = pc.binary_join_element_wise(*parts, pa.scalar(b"", pa.binary()))
     offsets = memoryview(joined.buffers()[1]).cast("i")
     return joined.buffers()[2][offsets[0] : offsets[rows]]
@@ -117,22 +121,25 @@ def _pieces(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
     return [*_pieces(batch.slice(0, half)), *_pieces(batch.slice(half))]
 
 
-def _microseconds(due: pa.Array) -> pa.Array:
-    return due.cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64())
+def _field(column: StoredColumn, values: pa.Array) -> list[pa.Array]:
+    """Return the lengths and the bytes of a field; a null has the length -1, and no bytes."""
+    form = FORMS.get(column.kind)
+    if form is None:
+        contents = content_bytes(column, values)
+    else:
+        numbers = values if column.kind is ColumnKind.COUNT else pc.subtract(microseconds(values), YEAR_2000)
+        contents = _big_endian(pc.fill_null(numbers, 0), form)
+        if not column.nullable:
+            return [pa.scalar(struct.pack(">i", int(form[-1])), pa.binary()), contents]
+        contents = pc.if_else(numbers.is_valid(), contents, None)
+    lengths = pc.fill_null(pc.binary_length(contents), -1)
+    return [_big_endian(lengths, ">i4"), pc.fill_null(contents, b"")]
 
 
-def _bytes(column: pa.Array) -> pa.Array:
-    return pc.fill_null(column.cast(pa.binary()), b"")
-
-
-def _sized(column: pa.Array) -> list[pa.Array]:
-    return [_big_endian(pc.binary_length(column).to_numpy(zero_copy_only=False), ">i4"), column]
-
-
-def _big_endian(numbers: Any, form: str) -> pa.Array:  # noqa: ANN401 - NumPy's array
+def _big_endian(numbers: pa.Array, form: str) -> pa.Array:
     """Return the numbers as bytes of a fixed length each."""
     width, rows = int(form[-1]), len(numbers)
-    data = pa.py_buffer(numbers.astype(form).tobytes())
+    data = pa.py_buffer(numbers.to_numpy(zero_copy_only=False).astype(form).tobytes())
     return pa.Array.from_buffers(pa.binary(), rows, [None, _offsets(width, rows), data])
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from sqlalchemy import insert, select
 from sqlalchemy.schema import CreateTable, DropTable
 
+from delayline.delayed.arrow import kept_columns, microseconds
 from delayline.delayed.columns import BULK_NAMES
 from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnusable
@@ -152,13 +152,5 @@ class SqliteStage:
 
 
 def _rows(first: int, batch: pa.RecordBatch) -> list[tuple[object, ...]]:
-    due = batch.column("due").cast(pa.timestamp("us", "UTC"), safe=False).cast(pa.int64())
-    columns = [
-        [first] * batch.num_rows,
-        batch.column("id").to_pylist(),
-        batch.column("destination").to_pylist(),
-        due.to_pylist(),
-        pc.fill_null(batch.column("headers").cast(pa.binary()), b"").to_pylist(),
-        pc.fill_null(batch.column("body").cast(pa.binary()), b"").to_pylist(),
-    ]
-    return list(zip(*columns, strict=True))
+    columns = kept_columns(batch, lambda instants: microseconds(instants).to_pylist())
+    return list(zip([first] * batch.num_rows, *(columns[name] for name in BULK_NAMES), strict=True))
