@@ -148,11 +148,11 @@ class ColdFolder:
         open_them = partial(ds.dataset, schema=MESSAGE_SCHEMA, format="parquet", filesystem=system)
         with self._plainly(f"look through {self.path}"):
             names = open_them(list(by_address)).to_table(columns=["__filename"], filter=asked).column(0)
-            columns = list(BULK_NAMES)
-            return {
-                by_address[address].name: next(rows_in(open_them([address]).to_table(columns, filter=asked)))
-                for address in names.unique().to_pylist()
-            }
+            rows: dict[str, StoredRow] = {}
+            for address in names.unique().to_pylist():
+                batch, *_ = open_them([address]).to_table(filter=asked).combine_chunks().to_batches()
+                rows[by_address[address].name] = next(rows_in(batch))
+            return rows
 
     def lying(self) -> Iterator[FoundFile]:
         """Yield this tier's files that are there, by looking through the whole folder."""

@@ -38,6 +38,8 @@ class Fingerprint(NamedTuple):
         rows: Any = None
         ids = 0
         for column in BULK_COLUMNS:
+            if column.nullable and column.name not in batch.schema.names:
+                continue
             given = batch.column(column.name)
             values: Any
             if column.kind is ColumnKind.INSTANT:

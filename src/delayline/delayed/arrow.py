@@ -48,6 +48,7 @@ def content_bytes(column: StoredColumn, values: pa.Array) -> pa.Array:
 def kept_columns(batch: pa.RecordBatch, kept_instants: Callable[[pa.Array], Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """Return the columns of messages as they are kept in rows. kept_instants: returns the values that keep times."""
     kept: dict[str, Sequence[Any]] = {}
+    batch = completed(batch)
     for column in BULK_COLUMNS:
         values = batch.column(column.name)
         if column.kind is ColumnKind.INSTANT:
@@ -57,6 +58,6 @@ def kept_columns(batch: pa.RecordBatch, kept_instants: Callable[[pa.Array], Sequ
     return kept
 
 
-def rows_in(batch: pa.RecordBatch | pa.Table) -> Iterator[StoredRow]:
+def rows_in(batch: pa.RecordBatch) -> Iterator[StoredRow]:
     """Return the messages, their times in UTC."""
     return StoredRow.each(kept_columns(batch, lambda instants: instants.cast(INSTANT, safe=False).to_pylist()))

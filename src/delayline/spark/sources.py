@@ -35,6 +35,7 @@ from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.masking import masked
 from delayline.message import encode_body
+from delayline.spark.options import SOURCE_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -308,6 +309,7 @@ def _made(rows: DataFrame, columns: Columns, now: datetime) -> dict[str, Column]
         "headers": _headers(columns.headers, kinds),
         "body": _body(columns.body, kinds),
     }
+    made |= {field.name: F.lit(None).cast(field.dataType) for field in SOURCE_COLUMNS if field.name not in made}
     if CORRUPT in kinds:  # no field of a corrupt line can be trusted
         made["id"] = F.when(F.col(CORRUPT).isNull(), made["id"])
         made["due"] = F.when(F.col(CORRUPT).isNull(), made["due"])

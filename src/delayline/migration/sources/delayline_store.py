@@ -11,7 +11,7 @@ from delayline.migration.rows import from_columns
 from delayline.migration.source import SourcePartition, TableSource
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from datetime import datetime
 
     import pyarrow as pa
@@ -58,12 +58,16 @@ class DelaylineStore(TableSource):
 
     def messages(self, rows: Sequence[Sequence[Any]]) -> pa.RecordBatch:
         """Return the messages as they are."""
-        reads = {ColumnKind.INSTANT: self.dialect.values.from_due, ColumnKind.HEADERS: _text}
-        columns = dict(zip(BULK_COLUMNS, zip(*rows, strict=True), strict=False))
+        from_due = self.dialect.values.from_due
+        reads: Mapping[ColumnKind, Callable[[Any], Any]] = {
+            ColumnKind.INSTANT: lambda kept: None if kept is None else from_due(kept),
+            ColumnKind.HEADERS: _text,
+        }
+        values_of = dict(zip(BULK_COLUMNS, zip(*rows, strict=True), strict=False))
         return from_columns(
             {
                 column.name: [*map(reads[column.kind], values)] if column.kind in reads else values
-                for column, values in columns.items()
+                for column, values in values_of.items()
             }
         )
 

@@ -79,7 +79,8 @@ class MariadbStage(StagedTable):
 
     def _kept_instants(self, instants: pa.Array) -> list[Any]:
         to_due = self.dialect.values.to_due
-        return [to_due(from_microseconds(number)) for number in microseconds(instants).to_pylist()]
+        numbers = microseconds(instants).to_pylist()
+        return [None if number is None else to_due(from_microseconds(number)) for number in numbers]
 
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert the staged rows, a statement per attempt: the driver limits the time of a statement."""
