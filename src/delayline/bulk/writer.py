@@ -110,11 +110,13 @@ class BulkWriter:
         blocking(self._opened(self._create_ledger))
 
     def write(self, batches: Iterable[pa.RecordBatch], *, rejected: Callable[[], int] = int) -> Attempt:
-        """Stage the rows of a task: columns id, destination, due (in UTC), headers (JSON), body; nulls are empty.
+        """Stage the rows of a task: columns of messages, times in UTC, headers as JSON; missing columns are null.
 
         They were checked. `rejected` is asked at the end for how many were not staged. Raises BackendUnusable when
         the job has ended meanwhile.
         """
+        from delayline.delayed.arrow import completed
+
         rows, earliest = 0, None
 
         def counted() -> Iterable[pa.RecordBatch]:
@@ -124,7 +126,7 @@ class BulkWriter:
                     rows += batch.num_rows
                     first = earliest_due(batch)
                     earliest = first if earliest is None else min(first, earliest)
-                    yield batch
+                    yield completed(batch)
 
         number = _first_number(timedelta(0)) + secrets.randbits(RANDOM_BITS)
         self._stage.write(number, counted())
@@ -296,12 +298,16 @@ class BulkWriter:
         row_claims(self._database, statements, queue_tables(self.table.schema))  # registers the table for notifications
 
     def _store_batch(self, connection: Connection, name: str, attempt: int, batch: pa.RecordBatch) -> int:
+        from delayline.delayed.arrow import completed
+
         before = self._runs.begin_attempt(connection, name)
         if before is not None:
             return before
         if batch.num_rows:
             try:
-                self._stage.append(connection, batch.sort_by("id"))  # neighbours in the index of ids, the largest
+                self._stage.append(
+                    connection, completed(batch).sort_by("id")
+                )  # neighbours in the index of ids, the largest
             except self._database.dialect.errors.kinds as error:
                 if not _breaks_a_key(error, self._database.dialect.errors):
                     raise

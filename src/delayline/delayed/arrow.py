@@ -48,7 +48,6 @@ def content_bytes(column: StoredColumn, values: pa.Array) -> pa.Array:
 def kept_columns(batch: pa.RecordBatch, kept_instants: Callable[[pa.Array], Sequence[Any]]) -> dict[str, Sequence[Any]]:
     """Return the columns of messages as they are kept in rows. kept_instants: returns the values that keep times."""
     kept: dict[str, Sequence[Any]] = {}
-    batch = completed(batch)
     for column in BULK_COLUMNS:
         values = batch.column(column.name)
         if column.kind is ColumnKind.INSTANT:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delayline.delayed.arrow import completed, content_bytes, microseconds
+from delayline.delayed.arrow import content_bytes, microseconds
 from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.delayed.store import OnConflict
 from delayline.sql.postgresql.binary import YEAR_2000
@@ -105,7 +105,7 @@ def copy_rows(start: bytes, batch: pa.RecordBatch) -> pa.Buffer:
     Each row is its number of fields and then, for each, its length and its bytes, all numbers big-endian. start: the
     number of fields, and the first field, which is the same in all rows.
     """
-    rows, batch = batch.num_rows, completed(batch)
+    rows = batch.num_rows
     parts = [pa.scalar(start, pa.binary())]
     for column in BULK_COLUMNS:
         parts += _field(column, batch.column(column.name))
