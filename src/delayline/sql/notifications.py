@@ -79,9 +79,9 @@ class Listener:
         self._loop = asyncio.get_running_loop()
 
     def notify(self, at: int) -> None:
-        """Schedule a call; thread-safe. On its own loop it costs none of the system calls that wake another."""
+        """Call it now on its own loop, soon from other threads."""
         if running_loop() is self._loop:
-            self._loop.call_soon(self._call, at)
+            self._call(at)
             return
         with contextlib.suppress(RuntimeError):  # that loop is closed
             self._loop.call_soon_threadsafe(self._call, at)

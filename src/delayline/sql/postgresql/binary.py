@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from psycopg import Connection as Driver
     from psycopg.abc import DumperKey
     from psycopg.adapt import PyFormat
-    from psycopg.pq.abc import PGconn, PGresult
+    from psycopg.pq.abc import PGresult
     from sqlalchemy import Connection
 
     from delayline.sql.dialect import Connections
@@ -186,6 +186,7 @@ ELSEWHERE: Final = (
 )
 STATEMENT_NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
 NUMBER: Final = struct.Struct(">q")
+DONE: Final = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 #: Is called with the result of a statement before the connection is free for others.
 Then: TypeAlias = Callable[[StatementResult], None]
 
@@ -221,6 +222,8 @@ class LoopStatements:
         self._shared = shared
         self._reclaiming = threading.Lock()
         self._driver: psycopg.Connection[Any] | None = None
+        self._pgconn: Any = None
+        """The driver's; nothing is sent before there is one."""
         self._names: dict[str, bytes] = {}
         self._watch: SocketWatch | None = None
         self._under_way: WorkResult[StatementResult | None] | None = None
@@ -359,6 +362,7 @@ class LoopStatements:
         driver: Any = connection.connection.driver_connection
         if driver is not self._driver:
             self._driver, self._names = driver, connection.info.setdefault(STATEMENT_NAMES, {})
+            self._pgconn = driver.pgconn
         usable = driver.prepare_threshold is not None and driver.info.encoding == "utf-8"
         if usable and statement.sql not in self._names:
             name = f"delayline_{len(self._names)}".encode()
@@ -387,26 +391,18 @@ class LoopStatements:
         self._session.waits()
         try:
             self._pgconn.send_query_prepared(name, values, (Format.BINARY,) * len(values), Format.BINARY)
-            self._flush()
+            if self._pgconn.flush():
+                self._on_writable()
         except Exception as error:
             self._finish(error)
         return await answer.end()
 
-    @property
-    def _pgconn(self) -> PGconn:
-        assert self._driver is not None  # noqa: S101 - nothing is sent before there is a session
-        return self._driver.pgconn
-
-    def _flush(self) -> None:
-        """Send as much as the socket takes; the rest when it takes more."""
-        assert self._watch is not None  # noqa: S101 - as above
-        self._watch.for_writing(self._on_writable if self._pgconn.flush() else None)
-
     def _on_writable(self) -> None:
-        if self._under_way is None:
+        """Send as much as the socket takes; the rest when it takes more."""
+        if self._under_way is None or self._watch is None:
             return  # it has failed meanwhile
         try:
-            self._flush()
+            self._watch.for_writing(self._on_writable if self._pgconn.flush() else None)
         except Exception as error:
             self._finish(error)
 
@@ -422,7 +418,8 @@ class LoopStatements:
                 if result is None:
                     self._finish(self._refusal)
                     return
-                self._refusal = self._refusal or _failure(result)
+                if result.status not in DONE:
+                    self._refusal = self._refusal or psycopg.errors.error_from_result(result)
                 self._result = result
         except Exception as error:
             self._finish(self._refusal or error)
@@ -576,12 +573,5 @@ def _numbered(sql: str) -> bytes:
 
 
 def _must_be_done(result: PGresult) -> None:
-    failure = _failure(result)
-    if failure is not None:
-        raise failure
-
-
-def _failure(result: PGresult) -> psycopg.Error | None:
-    if result.status in (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK):
-        return None
-    return psycopg.errors.error_from_result(result)
+    if result.status not in DONE:
+        raise psycopg.errors.error_from_result(result)
