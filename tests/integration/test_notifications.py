@@ -215,13 +215,15 @@ async def test_listeners_come_and_go_during_notifications(folder: Path) -> None:
 
 @pytest.mark.parametrize("product", ["sqlite", "others"])
 async def test_a_removed_listener_is_not_called_for_an_earlier_notification(folder: Path, product: str) -> None:
-    # Given two listeners, and a notification that waits for the next turn of the event loop
+    # Given two listeners, and a notification of another thread, which waits for the next turn of the event loop
     pipes = PipeNotifications(folder)
     notifications: Notifications = pipes if product == "sqlite" else LocalNotifications()
     called: list[str] = []
     remove = notifications.subscribe("channel", lambda at: called.append("removed"))
     notifications.subscribe("channel", lambda at: called.append("kept"))
-    notifications.notify("channel", 7)
+    thread = threading.Thread(target=notifications.notify, args=("channel", 7))
+    thread.start()
+    thread.join()
     # When one is removed
     remove()
     # Then only the other is called

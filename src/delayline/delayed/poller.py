@@ -58,6 +58,9 @@ logger = logging.getLogger(__name__)
 
 #: Notifications may get lost: a message stored by another process is found after this time at the latest.
 MAXIMUM_SLEEP: Final = timedelta(seconds=60)
+#: A message stored meanwhile, and due so soon, shortens the sleep without a look at the store. A look registers the new
+#: sleep: for longer ones that spares other processes more notifications than it costs.
+SHORTENED_WITHIN: Final = timedelta(seconds=2)
 #: After a move inside the database the poller rests so many times as long as the move took, so that messages due at
 #: nearly the same time move together ...
 RESTS_AFTER_MOVE: Final = 4
@@ -423,11 +426,12 @@ class Poller:
     async def _sleep_until(self, wake_at: datetime) -> datetime | None:
         """Sleep until then, or until an earlier message stored meanwhile is due, and return which of the two it was.
 
-        Returns None if the store has to be asked: a message is due already, or was stored before the sleep began.
+        Returns None if the store has to be asked: a message is due already, was stored before the sleep began, or is
+        not due soon.
         """
         while await self._is_woken_before(wake_at):
-            earlier = self._earlier
-            if self._stopping.is_set() or earlier is None or earlier <= self._clock.now():
+            earlier, now = self._earlier, self._clock.now()
+            if self._stopping.is_set() or earlier is None or not now < earlier <= now + SHORTENED_WITHIN:
                 return None
             self._woken.clear()
             wake_at = earlier
