@@ -39,7 +39,6 @@ from delayline.transport import SupportsQueueLookup, TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from datetime import datetime
 
     from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery

@@ -9,17 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from delayline.checks import full_scheme
 from delayline.errors import ConfigurationError
 from delayline.message import UNUSABLE_IN_IDS
 from delayline.outgoing import check_endpoint_name
 from delayline.transaction import TransactionMode
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
 
 FILE_NAME: Final = "delayline.toml"
 VARIABLE_PREFIX: Final = "DELAYLINE_"

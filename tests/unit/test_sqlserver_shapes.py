@@ -28,7 +28,6 @@ from delayline.transaction import TransactionMode
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Table
 
 BYTES_EACH = {"nvarchar": 2, "varchar": 1, "varbinary": 1}
 

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
     from datetime import datetime
 
-    from delayline.azure.names import Key
     from delayline.azure.table import Table
     from delayline.message import DelayedMessage, Message
 

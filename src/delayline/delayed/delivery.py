@@ -44,13 +44,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime
 
-    from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.clock import Clock
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.mover import BatchScope
     from delayline.delayed.store import DelayedMessageStore
     from delayline.external import ExternalTransaction
-    from delayline.message import DelayedMessage
     from delayline.observer import Observer
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DelayedMessageStore
     from delayline.external import ExternalTransaction
     from delayline.rabbitmq.receiver import RabbitMQReceiver
-    from delayline.rabbitmq.transport import RabbitMQTransport
     from delayline.transaction import Transaction, TransactionMode
-    from delayline.transport import TransportOperation
 
     Deferred = tuple[TransportOperation, datetime]
 

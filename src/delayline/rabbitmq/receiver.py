@@ -26,12 +26,11 @@ from delayline.rabbitmq.refusals import NotFound
 from delayline.transport import SUSPECT_FROM, ReceivedMessage
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.rabbitmq.connection import BrokerConnection
-    from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.streaming.query import StreamingQuery
 
-    from delayline.bulk.dispatchers import Generation
     from delayline.settings import Settings
 
 

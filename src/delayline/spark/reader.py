@@ -27,9 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
     from datetime import datetime
 
-    import pyarrow as pa
     from pyspark.sql.datasource import Filter
-    from pyspark.sql.types import StructType
 
 
 DEFAULT_PARTITIONS: Final = 2

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline.delayed.store import Outcome
     from delayline.message import DelayedMessage
     from delayline.sql.claims_in_statements import ClaimsInStatements
     from delayline.sql.database import Database

@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
     from delayline.external import ExternalTransaction, Unset
     from delayline.sql.claims import Claims
-    from delayline.sql.database import Database
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
     from delayline.transport import QueueLimits, TransportOperation

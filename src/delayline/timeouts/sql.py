@@ -51,20 +51,16 @@ from delayline.timeouts.persister import (
 )
 
 if TYPE_CHECKING:
-    import uuid
     from collections.abc import Callable, Sequence
-    from datetime import datetime, timedelta
+    from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection, Engine, Table
 
-    from delayline.delayed.store import DueCount
-    from delayline.message import DelayedMessage, Message
     from delayline.sql.databases import SqlDatabase
     from delayline.sql.dialect import Dialect
     from delayline.sql.moves import Moved
     from delayline.sql.schema import QueueTables
     from delayline.sql.two_phase import TwoPhaseCommit
-    from delayline.timeouts.persister import LockedTimeouts, Timeout, TimeoutCount, TimeoutsChunk
     from delayline.transaction import Transaction
 
 

@@ -31,7 +31,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Delete, Dialect, FromClause, Insert, Select, Table, Update
+    from sqlalchemy import URL, ColumnElement, Connection, Delete, Dialect, FromClause, Insert, Select, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
     from delayline.sql.schema import QueueTables

@@ -46,7 +46,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
+    from sqlalchemy import URL, ColumnElement, Connection, Insert
 
     from delayline.message import Message
     from delayline.sql.schema import QueueTables

@@ -48,11 +48,9 @@ if TYPE_CHECKING:
     from pathlib import Path
     from typing import Protocol
 
-    from delayline.delayed.store import DelayedMessageStore, Forwarded
-    from delayline.message import DelayedMessage, Message
+    from delayline.delayed.store import Forwarded
     from delayline.receiving.context import MessageContext
-    from delayline.transaction import TransactionMode
-    from delayline.transport import Transport, TransportOperation
+    from delayline.transport import Transport
 
     class Forwards(DelayedMessageStore, SupportsForwarding, Protocol):
         """A store that claims forwarding."""

@@ -45,10 +45,7 @@ from delayline.transaction import SupportsHighestMode, SupportsSavepoints, Trans
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from datetime import timedelta
     from pathlib import Path
-
-    from delayline.delayed.store import DelayedMessageStore
 
 
 class BatchingStore(DelayedMessageStore, SupportsBatches, Protocol):

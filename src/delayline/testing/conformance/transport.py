@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
     from pathlib import Path
 
-    from delayline.transport import ReceivedMessage, Transport
-
 
 TRANSPORT_QUEUES = ["billing", "sales", "error"]
 
