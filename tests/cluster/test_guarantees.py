@@ -33,6 +33,21 @@ def promised(layout: str, mode: str, folder: Path) -> Guarantee:
     return guarantee(SqlTransport(queues), delivery, TransactionMode[mode])
 
 
+def must_keep(row: Guarantee, cluster: Cluster, number: int) -> None:
+    """Assert that `number` messages were sent, and arrived as the row promises while processes were killed."""
+    effects, sent = cluster.results(), cluster.sent()
+    lost, doubled = len(sent - set(effects)), sum(effects.values()) - len(effects)
+    print(f"{row}; killed {dict(cluster.kills)}; {lost} lost, {doubled} doubled")  # noqa: T201
+    assert len(sent) == number
+    assert cluster.kills.total() >= 4
+    assert cluster.early() == []
+    assert set(effects) <= sent
+    if row in (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE):
+        assert lost == 0, sorted(sent - set(effects))
+    if row in (Guarantee.EXACTLY_ONCE, Guarantee.AT_MOST_ONCE):
+        assert doubled == 0, effects.most_common(3)
+
+
 ROWS = [
     (layout, mode.name)
     for layout in LAYOUTS
@@ -55,20 +70,9 @@ def test_the_guarantees_hold(make_cluster: Callable[..., Cluster], layout: str, 
     assert sender.ended(PATIENCE)
     cluster.finish()
     # Then
-    effects, handled, sent = cluster.results(), cluster.handled(), cluster.sent()
-    lost = len(sent - set(effects))
-    doubled = sum(effects.values()) - len(effects)
-    print(f"{layout}, {mode}: {row}; killed {dict(cluster.kills)}; {lost} lost, {doubled} doubled")  # noqa: T201
-    assert len(sent) == MESSAGES
-    assert cluster.kills.total() >= 4
-    assert cluster.early() == []
-    assert set(effects) <= sent
-    if row in (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE):
-        assert lost == 0, sorted(sent - set(effects))
-    if row in (Guarantee.EXACTLY_ONCE, Guarantee.AT_MOST_ONCE):
-        assert doubled == 0, effects.most_common(3)
+    must_keep(row, cluster, MESSAGES)
     if row is Guarantee.AT_MOST_ONCE:
-        assert max(handled.values()) == 1, "a handler saw a message twice"
+        assert max(cluster.handled().values()) == 1, "a handler saw a message twice"
 
 
 def test_best_effort_dispatches_at_least_once(make_cluster: Callable[..., Cluster]) -> None:

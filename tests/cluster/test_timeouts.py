@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.cluster.harness import new_seed
+from tests.cluster.test_guarantees import must_keep
 from tests.cluster.test_steps import name_of, steps
 from tests.eventually import PATIENCE, eventually
 
@@ -72,17 +73,7 @@ def test_the_guarantees_hold(make_cluster: Callable[..., Cluster], layout: str, 
     assert sender.ended(PATIENCE)
     cluster.finish()
     # Then
-    effects, sent = cluster.results(), cluster.sent()
-    lost, doubled = len(sent - set(effects)), sum(effects.values()) - len(effects)
-    print(f"{layout}, {mode}: {row}; killed {dict(cluster.kills)}; {lost} lost, {doubled} doubled")  # noqa: T201
-    assert len(sent) == MESSAGES
-    assert cluster.kills.total() >= 4
-    assert cluster.early() == []
-    assert set(effects) <= sent
-    if row in (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE):
-        assert lost == 0, sorted(sent - set(effects))
-    if row in (Guarantee.EXACTLY_ONCE, Guarantee.AT_MOST_ONCE):
-        assert doubled == 0, effects.most_common(3)
+    must_keep(row, cluster, MESSAGES)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""One SQLite file, and endpoints on it."""
+"""One SQLite file, and endpoints on it; a store on PostgreSQL."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from delayline import Endpoint, StoredDelivery
+from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.databases import database_at
+from delayline.sql.server_database import ServerDatabase
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
     from pathlib import Path
 
 
@@ -29,3 +31,23 @@ def make_endpoint(file: Path) -> Callable[..., Endpoint]:
         return Endpoint(name, transport=SqlTransport(address), delayed_delivery=delivery, **settings)
 
     return make
+
+
+@pytest.fixture
+async def store(postgresql_url: str) -> AsyncIterator[SqlDelayedMessageStore]:
+    store = SqlDelayedMessageStore(postgresql_url)
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    yield store
+    await store.close()
+
+
+@pytest.fixture
+def database(postgresql_url: str) -> ServerDatabase:
+    database = database_at(postgresql_url)
+    assert isinstance(database, ServerDatabase)
+    return database
+
+
+async def waiting(store: SqlDelayedMessageStore) -> list[str]:
+    return [message.id for message in await store.pending()]

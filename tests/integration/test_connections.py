@@ -16,6 +16,7 @@ from tests.eventually import eventually_async
 
 from delayline import BackendUnavailable, ConfigurationError, Endpoint, SqlDatabase, StoredDelivery
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.databases import database_at
 
 if TYPE_CHECKING:
     from delayline import Message, MessageContext
@@ -197,7 +198,7 @@ def test_a_size_that_cannot_be_is_refused(size: Any) -> None:  # noqa: ANN401
 def test_the_size_of_the_pool_is_also_a_parameter_of_the_url() -> None:
     with pytest.raises(ConfigurationError, match="not '1'"):
         SqlTransport("postgresql://user@host/sizes?pool_size=1")
-    assert SqlTransport("postgresql://user@host/sizes?pool_size=9")._database.transactions == 6  # type: ignore[attr-defined]
+    assert database_at("postgresql://user@host/sizes?pool_size=9").transactions == 6  # type: ignore[attr-defined]
 
 
 def test_sqlite_takes_none_of_them() -> None:

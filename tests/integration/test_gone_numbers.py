@@ -14,6 +14,7 @@ from tests.cluster.harness import mariadb_at
 
 from delayline import SqlTransport
 from delayline.sql import gone_numbers
+from delayline.sql.databases import database_at
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.transport import ids, received
 
@@ -224,7 +225,7 @@ async def test_messages_are_read_and_removed_by_number_beside_an_old_snapshot(
                 return int(plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"])
 
             # Then each takes a few steps down an index, and does not read one from end to end
-            assert await transport._database.read(pages) < 80, statement.sql
+            assert await database_at(postgresql_url).read(pages) < 80, statement.sql
 
 
 @pytest.mark.parametrize(
@@ -255,4 +256,4 @@ async def test_looks_into_one_queue_read_no_other(
         return int(plan["Plan"]["Shared Hit Blocks"] + plan["Plan"]["Shared Read Blocks"])
 
     # When the other one is looked through, then nothing of the first is read
-    assert await transport._database.read(pages) < 20, statement.sql
+    assert await database_at(postgresql_url).read(pages) < 20, statement.sql

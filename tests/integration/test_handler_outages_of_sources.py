@@ -33,13 +33,31 @@ class StruckShop(Shop):
         super().__init__(url, recoverability=NO_RETRIES)
         self.goes_on = goes_on
 
-    def strike(self) -> bool:
-        """End the sessions with rows that are not committed, at the first call; return whether to use one then."""
+    def strike(self) -> None:
+        """End the sessions with rows that are not committed."""
+        end_open_transactions(self.url)
+
+    def uses_session_again(self) -> bool:
+        """Strike at the first call; return whether the handler goes on with its connection then."""
         self.attempts += 1
         if self.attempts > 1:
             return False
-        end_open_transactions(self.url)
+        self.strike()
         return self.goes_on
+
+
+class SilentShop(StruckShop):
+    """A shop whose first handler waits until its connection hears nothing any more."""
+
+    def __init__(self, url: str, *, goes_on: bool) -> None:
+        super().__init__(url, goes_on=goes_on)
+        self.transport = SqlTransport(SqlDatabase(url, server_timeout=2))
+        self.endpoint = Endpoint("shop", transport=self.transport, recoverability=NO_RETRIES, concurrency=1)
+        self.reached, self.silent = threading.Event(), threading.Event()
+
+    def strike(self) -> None:
+        self.reached.set()
+        self.silent.wait()
 
 
 def end_open_transactions(url: str) -> None:
@@ -59,9 +77,9 @@ def end_open_transactions(url: str) -> None:
             "SELECT p.id FROM information_schema.processlist AS p JOIN information_schema.innodb_trx AS t "
             "ON t.trx_mysql_thread_id = p.id WHERE p.db = DATABASE() AND t.trx_rows_modified > 0"
         )
-        found = cursor.fetchall()
-        assert found
-        for (session_id,) in found:
+        sessions = cursor.fetchall()
+        assert sessions
+        for (session_id,) in sessions:
             cursor.execute("KILL %s", [session_id])
 
 
@@ -71,7 +89,7 @@ def in_a_coroutine(shop: StruckShop, source: object = None) -> None:
         connection = await context.transaction(source)  # type: ignore[call-overload]
         await insert(connection, message.id)
         context.send("out", b"now")
-        if shop.strike():
+        if await asyncio.to_thread(shop.uses_session_again):
             await insert(connection, "again")
 
 
@@ -81,19 +99,19 @@ def in_a_function(shop: StruckShop, source: object = None) -> None:
         connection = context.transaction(source)  # type: ignore[call-overload]
         insert(connection, message.id)
         context.send("out", b"now")
-        if shop.strike():
+        if shop.uses_session_again():
             insert(connection, "again")
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])
 def url(request: pytest.FixtureRequest) -> str:
     """Provide the URL of a database with a table of the user's."""
-    found = str(request.getfixturevalue(f"{request.param}_url"))
-    engine = engine_at(found)
+    address = str(request.getfixturevalue(f"{request.param}_url"))
+    engine = engine_at(address)
     with engine.begin() as connection:
         connection.exec_driver_sql("CREATE TABLE orders (id VARCHAR(50) PRIMARY KEY)")
     engine.dispose()
-    return found
+    return address
 
 
 @pytest.fixture
@@ -126,58 +144,18 @@ async def test_a_session_that_ends_is_no_failure_of_a_message(
     assert (orders(url), shop.attempts, shop.sent, shop.failed) == (["m0"], 2, 1, 0)
 
 
-def silently_in_a_coroutine(shop: SilentShop, source: object = None) -> None:
-    @shop.endpoint.handler
-    async def handle(message: Message, context: MessageContext) -> None:
-        connection = await context.transaction(source)  # type: ignore[call-overload]
-        await insert(connection, message.id)
-        context.send("out", b"now")
-        shop.attempts += 1
-        if shop.attempts == 1:
-            shop.reached.set()
-            await asyncio.to_thread(shop.silent.wait)
-            if shop.goes_on:
-                await insert(connection, "again")
-
-
-def silently_in_a_function(shop: SilentShop, source: object = None) -> None:
-    @shop.endpoint.handler
-    def handle(message: Message, context: MessageContext) -> None:
-        connection = context.transaction(source)  # type: ignore[call-overload]
-        insert(connection, message.id)
-        context.send("out", b"now")
-        shop.attempts += 1
-        if shop.attempts == 1:
-            shop.reached.set()
-            shop.silent.wait()
-            if shop.goes_on:
-                insert(connection, "again")
-
-
-class SilentShop(Shop):
-    """A shop whose first handler waits until its connection hears nothing any more."""
-
-    def __init__(self, url: str, *, goes_on: bool) -> None:
-        super().__init__(url, recoverability=NO_RETRIES)
-        self.transport = SqlTransport(SqlDatabase(url, server_timeout=2))
-        self.endpoint = Endpoint("shop", transport=self.transport, recoverability=NO_RETRIES, concurrency=1)
-        self.goes_on = goes_on
-        self.reached, self.silent = threading.Event(), threading.Event()
-
-
 @pytest.mark.sample(2)
+@pytest.mark.usefixtures("source")
 @pytest.mark.parametrize("when", ["in the handler", "at its end"])
 @pytest.mark.parametrize("register", OWN)
 async def test_a_server_that_falls_silent_stops_no_endpoint(
-    url: str, register: Callable[[Shop], None], when: str, monkeypatch: pytest.MonkeyPatch
+    url: str, register: Callable[[Shop], None], when: str
 ) -> None:
-    monkeypatch.setattr(test_handler_transactions, "in_a_coroutine", silently_in_a_coroutine)
-    monkeypatch.setattr(test_handler_transactions, "in_a_function", silently_in_a_function)
     seen = SqlTransport(url)
     await seen.setup_infrastructure(["out", "shop", "error"])
     async with asyncio.timeout(120), wire_to(url) as (wire, through):
         shop = SilentShop(through, goes_on=when == "in the handler")
-        (silently_in_a_function if register is in_a_function else register)(shop)
+        register(shop)
         async with shop.endpoint:
             await shop.endpoint.send("shop", b"", message_id="m0")
             await eventually_async(shop.reached.is_set, "the handler runs")

@@ -11,6 +11,7 @@ import pyarrow as pa
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.bulk.writer import BulkWriter
 from delayline.external import ExternalTransaction
+from delayline.sql.databases import database_at
 from delayline.testing.conformance.messages import delayed, operation
 
 SCHEMA = "50%s of {it} \"and\" 'more' %% VALUES ("
@@ -85,8 +86,9 @@ async def test_on_postgresql(postgresql_url: str) -> None:
         with psycopg.connect(postgresql_url) as mine:
             await store.store_many([delayed("a"), delayed("b")], await store.enlist(ExternalTransaction(mine)))
             await transport.dispatch([operation(TABLE)], await transport.enlist(ExternalTransaction(mine)))
-            place = store._database.dialect.catalog.identify
-            assert (await store._database.read(lambda connection: place(connection, store._statements.table))).table
+            database = database_at(postgresql_url)
+            place = database.dialect.catalog.identify
+            assert (await database.read(lambda connection: place(connection, store._statements.table))).table
         assert len(await store.pending()) == 2
     finally:
         await transport.stop()

@@ -15,6 +15,7 @@ from delayline import Endpoint, StoredDelivery
 from delayline.events import Event
 from delayline.external import ExternalTransaction
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql.databases import database_at
 from delayline.sql.receiver import OUT_OF_ORDER, RecentNumbers
 from delayline.sql.statements import queue_channel
 from delayline.testing import Signals
@@ -149,7 +150,7 @@ async def test_a_queued_message_that_is_committed_late_is_received_at_once(
         receiver = await transport.receiver("sales")
         await transport.dispatch([operation("sales", "first")])
         assert ids(await received(receiver)) == ["first"]
-        stop = transport._database.notifications.subscribe(
+        stop = database_at(postgresql_url).notifications.subscribe(
             queue_channel("sales"), lambda at: notified.set() if at == OUT_OF_ORDER else None
         )
         # When it is committed, and further ones are sent

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.integration.conftest import waiting
 
 from delayline import (
     BackendUnavailable,
@@ -24,7 +25,6 @@ from delayline import (
     TransactionMode,
 )
 from delayline.message import in_utc
-from delayline.sql.databases import database_at
 from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import AT, delayed, operation
@@ -62,32 +62,12 @@ def server(postgresql_url: str) -> Server:
 
 
 @pytest.fixture
-async def store(postgresql_url: str) -> AsyncIterator[SqlDelayedMessageStore]:
-    store = SqlDelayedMessageStore(postgresql_url)
-    await store.setup_infrastructure("sales")
-    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
-    yield store
-    await store.close()
-
-
-@pytest.fixture
 async def transport(postgresql_url: str) -> AsyncIterator[SqlTransport]:
     transport = SqlTransport(postgresql_url, poll_interval=timedelta(seconds=30))
     await transport.start()
     await transport.setup_infrastructure(["billing"])
     yield transport
     await transport.stop()
-
-
-@pytest.fixture
-def database(postgresql_url: str) -> ServerDatabase:
-    database = database_at(postgresql_url)
-    assert isinstance(database, ServerDatabase)
-    return database
-
-
-async def waiting(store: SqlDelayedMessageStore) -> list[str]:
-    return [message.id for message in await store.pending()]
 
 
 async def failures(number: int, call: Callable[[int], object]) -> int:

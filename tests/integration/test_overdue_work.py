@@ -11,6 +11,7 @@ import pytest
 from tests.eventually import eventually_async
 
 from delayline import BackendUnavailable, SqlDatabase, SqlTransport
+from delayline.sql.databases import database_at
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.session_claims import SessionClaims
 
@@ -23,11 +24,12 @@ PATIENCE = 30.0
 @pytest.fixture(params=["postgresql", "mariadb"])
 async def database(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ServerDatabase]:
     monkeypatch.setattr("delayline.sql.overdue.CONNECTING", 0.5)
-    transport = SqlTransport(SqlDatabase(request.getfixturevalue(f"{request.param}_url"), server_timeout=1))
+    named = SqlDatabase(request.getfixturevalue(f"{request.param}_url"), server_timeout=1)
+    transport, database = SqlTransport(named), database_at(named)
     await transport.setup_infrastructure(["sales"])
     await transport.start()
-    assert isinstance(transport._database, ServerDatabase)
-    yield transport._database
+    assert isinstance(database, ServerDatabase)
+    yield database
     await transport.stop()
 
 

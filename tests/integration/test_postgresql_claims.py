@@ -13,6 +13,7 @@ from tests.eventually import eventually_async
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.sql.crashes import FIRST_NUMBER
+from delayline.sql.databases import database_at
 from delayline.sql.postgresql.claims import AdvisoryLockClaims
 from delayline.sql.receiver import SqlReceiver
 from delayline.sql.server_database import ServerDatabase
@@ -94,7 +95,7 @@ async def sales(postgresql_url: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIt
 
     monkeypatch.setattr(SqlReceiver, "_claim", counted)
     listening = asyncio.Event()  # before that messages may come without a notification, and receivers look once more
-    stop = sales.transport._database.notifications.subscribe(queue_channel("sales"), lambda _: listening.set())
+    stop = database_at(postgresql_url).notifications.subscribe(queue_channel("sales"), lambda _: listening.set())
     await asyncio.wait_for(listening.wait(), PATIENCE)
     stop()
     sales.receiver = await sales.transport.receiver("sales")

@@ -25,7 +25,7 @@ from delayline.sql.postgresql.binary import HELD_OFF, LEAST
 from delayline.testing.conformance.messages import delayed, same
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    pass
 
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
 MANY = 2 * LEAST
@@ -38,15 +38,6 @@ END $$;
 CREATE TRIGGER counted AFTER INSERT ON "sales.timeouts"
   REFERENCING NEW TABLE AS fresh FOR EACH STATEMENT EXECUTE FUNCTION add_up();
 """
-
-
-@pytest.fixture
-async def store(postgresql_url: str) -> AsyncIterator[SqlDelayedMessageStore]:
-    store = SqlDelayedMessageStore(postgresql_url)
-    await store.setup_infrastructure("sales")
-    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
-    yield store
-    await store.close()
 
 
 def batch(prefix: str, number: int = MANY) -> list[DelayedMessage]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.integration.conftest import waiting
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
 from delayline.sql.databases import database_at
@@ -17,30 +18,10 @@ from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing.conformance.messages import AT, delayed
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    pass
 
 TRANSACTIONS = POOL_SIZE - workers_of(POOL_SIZE)
 PATIENCE = 20.0
-
-
-@pytest.fixture
-async def store(postgresql_url: str) -> AsyncIterator[SqlDelayedMessageStore]:
-    store = SqlDelayedMessageStore(postgresql_url)
-    await store.setup_infrastructure("sales")
-    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
-    yield store
-    await store.close()
-
-
-@pytest.fixture
-def database(postgresql_url: str) -> ServerDatabase:
-    database = database_at(postgresql_url)
-    assert isinstance(database, ServerDatabase)
-    return database
-
-
-async def waiting(store: SqlDelayedMessageStore) -> list[str]:
-    return [message.id for message in await store.pending()]
 
 
 async def test_who_waits_for_a_lock_does_not_keep_its_holder_out(store: SqlDelayedMessageStore) -> None:

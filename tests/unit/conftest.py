@@ -44,8 +44,8 @@ def sent_to(destination: str) -> Callable[[Sequence[TransportOperation]], bool]:
     return lambda operations: operations[0].destination == destination
 
 
-class MemoryStore(MemoryDelayedMessageStore):
-    """A memory store that may share no transaction with memory transports.
+class MayShareNothing:
+    """A memory store or persister that may share no transaction with memory transports.
 
     Args:
         shared: Whether transactions are shared.
@@ -59,15 +59,34 @@ class MemoryStore(MemoryDelayedMessageStore):
 
     @property
     def transaction_domain(self) -> Any:  # noqa: ANN401 - Hashable | None, as the protocol has it
-        return super().transaction_domain if self._shared else None
+        return super().transaction_domain if self._shared else None  # type: ignore[misc]
 
     @property
     def locks_rows(self) -> bool:
         return self._rows
 
 
+class MemoryStore(MayShareNothing, MemoryDelayedMessageStore):
+    """A memory store that may share no transaction."""
+
+
+class Queues:
+    """What is in the queues of a scenario."""
+
+    transport: FaultyTransport
+
+    async def ids(self, queue: str) -> list[str]:
+        return [message.id for message in await self.transport.browse(queue, 10_000)]
+
+    async def only(self, queue: str) -> Message:
+        """Return the only message of the queue."""
+        message: Message
+        (message,) = await self.transport.browse(queue, 10)
+        return message
+
+
 @dataclass
-class Scenario:
+class Scenario(Queues):
     """An endpoint in memory, its parts, and the critical errors it reported."""
 
     clock: ManualClock
@@ -79,15 +98,6 @@ class Scenario:
     delivery: StoredDelivery
     endpoint: Endpoint
     critical: list[str]
-
-    async def ids(self, queue: str) -> list[str]:
-        return [message.id for message in await self.transport.browse(queue, 10_000)]
-
-    async def only(self, queue: str) -> Message:
-        """Return the only message of the queue."""
-        message: Message
-        (message,) = await self.transport.browse(queue, 10)
-        return message
 
     async def put(self, *messages: DelayedMessage) -> None:
         """Put messages into the store, as another process does."""

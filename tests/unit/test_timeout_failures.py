@@ -104,7 +104,7 @@ async def test_a_message_removed_by_another_process_is_retried_and_found_missing
     await scenario.start()
     await scenario.endpoint.send("out", b"body", message_id="m", delay=FIVE)
     await settle()
-    scenario.faults.inject(Fault("remove", before=scenario.memory._timeouts.clear))
+    scenario.faults.inject(Fault("remove", before=scenario.memory.kept.clear))
     with Signals() as signals:
         await clock.advance(5)
         [failed] = signals.records(Event.HANDLER_FAILED)
@@ -131,7 +131,7 @@ async def test_a_destination_that_does_not_exist_costs_no_further_attempts(scena
 async def test_headers_that_cannot_be_read_go_to_the_error_queue_as_they_are(scenario: TimeoutScenario) -> None:
     await scenario.start()
     await scenario.put(TIMEOUTS, scenario.expiring(after=5))
-    [(timeout_id, timeout)] = scenario.memory._timeouts.items()
+    [(timeout_id, timeout)] = scenario.memory.kept.items()
     damaged = Message.from_encoded(timeout_id, b'{"a', b"body")
     object.__setattr__(timeout, "message", damaged)
     await scenario.clock.advance(5)
@@ -149,7 +149,7 @@ async def test_a_timeout_committed_late_is_not_stranded(clock: ManualClock) -> N
     assert await scenario.ids("out") == ["first"]
     # When a transaction of before commits, behind our back: it is due earlier
     await scenario.put(TIMEOUTS, scenario.expiring("late", after=100))
-    [(_, timeout)] = scenario.memory._timeouts.items()
+    [(_, timeout)] = scenario.memory.kept.items()
     object.__setattr__(timeout, "due", START + timedelta(seconds=3))
     # Then the next look finds it
     await clock.advance(10)
@@ -205,7 +205,7 @@ async def test_timeouts_of_other_processes_are_found_within_ten_seconds(clock: M
     scenario = build_timeouts(clock)
     await scenario.start()
     await scenario.put(TIMEOUTS, scenario.expiring("far", after=1000))
-    [(_, far)] = scenario.memory._timeouts.items()
+    [(_, far)] = scenario.memory.kept.items()
     await scenario.persister.add(replace(far, id="other", due=START + timedelta(seconds=15)))
     # Then it is not late by the whole sleep
     await clock.advance(15)

@@ -64,7 +64,7 @@ async def test_the_headers_match_the_reference(scenario: TimeoutScenario) -> Non
     await scenario.start()
     await scenario.endpoint.send("out", b"body", message_id="m", delay=FIVE)
     await settle()
-    [timeout_id] = scenario.memory._timeouts
+    [timeout_id] = scenario.memory.kept
     await scenario.clock.advance(5)
     message = await scenario.only("out")
     assert message.id == message.headers[Headers.MESSAGE_ID] == "m"
@@ -83,7 +83,7 @@ async def test_a_request_contains_only_the_id_of_the_timeout(clock: ManualClock)
     # When a timeout expires
     await scenario.endpoint.send("out", b"body", delay=FIVE)
     await settle()
-    [timeout_id] = scenario.memory._timeouts
+    [timeout_id] = scenario.memory.kept
     await clock.advance(5)
     # Then
     request = await scenario.only(DISPATCHER)
@@ -102,7 +102,7 @@ async def test_a_request_of_version_4_is_understood(clock: ManualClock) -> None:
     scenario = build_timeouts(clock)
     await scenario.start()
     await scenario.put(TIMEOUTS, scenario.expiring(after=100))
-    [timeout_id] = scenario.memory._timeouts
+    [timeout_id] = scenario.memory.kept
     await scenario.put(DISPATCHER, Message("request", {TimeoutHeaders.OLD_TIMEOUT_ID: timeout_id}, b""))
     assert await scenario.ids("out") == ["m"]
     await scenario.endpoint.stop()
@@ -349,7 +349,7 @@ async def test_an_external_timeout_manager_stores_deferred_and_retried_messages(
         # When it defers a message whose handler fails at first
         await endpoint.send("crm", b"body", message_id="m", delay=FIVE)
         await settle()
-        [timeout] = scenario.memory._timeouts.values()
+        [timeout] = scenario.memory.kept.values()
         assert (timeout.destination, timeout.due) == ("crm", START + FIVE)
         assert timeout.message.headers[TimeoutHeaders.EXPIRE] == to_wire_time(START + FIVE)
         await clock.advance(5)

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
-from tests.unit.conftest import START
+from tests.unit.conftest import START, MayShareNothing, Queues
 
 from delayline import Endpoint, MemoryTransport, Message
 from delayline.message import TimeoutHeaders, to_wire_time
 from delayline.testing import Faults, FaultyTimeoutPersister, FaultyTransport
 from delayline.testing.clock import settle
-from delayline.timeouts import MemoryTimeoutPersister, TimeoutManagerDelivery
+from delayline.timeouts import MemoryTimeoutPersister, Timeout, TimeoutManagerDelivery
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -22,27 +22,15 @@ if TYPE_CHECKING:
 TIMEOUTS, DISPATCHER = "sales.Timeouts", "sales.TimeoutsDispatcher"
 
 
-class MemoryPersister(MemoryTimeoutPersister):
-    """A memory persister that has to be opened, and may share no transaction with memory transports.
+class MemoryPersister(MayShareNothing, MemoryTimeoutPersister):
+    """A memory persister that has to be opened, and may share no transaction with memory transports."""
 
-    Args:
-        shared: Whether transactions are shared.
-        rows: Whether transactions lock rows, if they are not shared.
-    """
-
-    def __init__(self, *, shared: bool = True, rows: bool = False) -> None:
-        super().__init__()
-        self._shared = shared
-        self._rows = rows
-        self.opened = 0
+    opened = 0
 
     @property
-    def transaction_domain(self) -> Any:  # noqa: ANN401 - Hashable | None, as the protocol has it
-        return super().transaction_domain if self._shared else None
-
-    @property
-    def locks_rows(self) -> bool:
-        return self._rows
+    def kept(self) -> dict[str, Timeout]:
+        """The stored timeouts by id."""
+        return self._timeouts
 
     async def setup_infrastructure(self, endpoint_name: str) -> None:
         """Do nothing."""
@@ -61,7 +49,7 @@ class PeekingPersister(MemoryPersister):
 
 
 @dataclass
-class TimeoutScenario:
+class TimeoutScenario(Queues):
     """An endpoint with a timeout manager, its parts, the messages it handled and its critical errors."""
 
     clock: ManualClock
@@ -79,15 +67,6 @@ class TimeoutScenario:
         await self.transport.setup_infrastructure(["out"])
         await self.endpoint.start()
         await settle()
-
-    async def ids(self, queue: str) -> list[str]:
-        return [message.id for message in await self.transport.browse(queue, 10_000)]
-
-    async def only(self, queue: str) -> Message:
-        """Return the only message of the queue."""
-        message: Message
-        (message,) = await self.transport.browse(queue, 10)
-        return message
 
     async def pending(self) -> int:
         """Return the number of stored timeouts."""
