@@ -47,8 +47,7 @@ class Receiver(Protocol):
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and return them, oldest first.
 
-        A message is returned to a single receiver at a time, in whatever process; the crash of its holder gives it
-        back.
+        A message is returned to a single receiver at a time, in whatever process; its holder's crash gives it back.
 
         Args:
             limit: The most messages to return.

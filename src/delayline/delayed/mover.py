@@ -71,8 +71,7 @@ class BatchScope:
     def blames_back_end(self, error: Exception) -> bool:
         """Return whether the fault is the back end's and counts against no message.
 
-        In a single database an error that names the database is no message's either: every message of the table meets
-        it.
+        In a single database an error that names the database is no message's either: every message meets it.
         """
         return isinstance(error, OF_BACK_END if self.shared else BackendUnavailable)
 

@@ -294,8 +294,7 @@ class Poller:
     def _find_alike(self, batch: Batch, *, begins: bool) -> None:
         """Blame the back end if messages failed alike while none was sent, once the messages due together were tried.
 
-        `begins` says that none of them was tried before this batch. A store that returns single messages does not tell
-        how many are due together.
+        `begins` says that none of them was tried before this batch. A store of single messages does not tell that.
         """
         if begins and isinstance(self._store, OneAtATime) and self._mover.blame.is_undecided:
             self._singles_left = self._batch_size - 1

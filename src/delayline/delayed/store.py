@@ -385,8 +385,7 @@ class SupportsReplacement(Protocol):
 
         Args:
             message: The message; if it replaces another, then with destination, due time, headers and body.
-            replace: Whether it replaces a pending message, unless the poller has it already; otherwise that message is
-                kept.
+            replace: Whether it replaces a pending message that the poller does not have already; else that is kept.
         """
         ...
 

@@ -80,8 +80,7 @@ def released(operation: TransportOperation) -> Deferred | None:
 def sent_to(destination: str) -> tuple[str, datetime] | None:
     """Return the destination and the due time in a name that `parked` gave; None for another name.
 
-    A destination in that form without a valid time is an ordinary destination: an unknown sender may ask for replies
-    there.
+    A destination in that form without a valid time is ordinary: an unknown sender may ask for replies there.
     """
     found = PARKED.fullmatch(destination)
     if found is None:

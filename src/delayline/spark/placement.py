@@ -191,8 +191,7 @@ class Placement:
 
         Args:
             rows: the messages, with the columns of `spark.schema`.
-            run: the name of the job: resumes an earlier attempt, or returns the counts of an attempt that has
-                committed.
+            run: the name of the job: resumes an earlier attempt, or returns the counts of a committed attempt.
             batch: the number of a stream's micro-batch; None for a job that is none.
 
         Raises:

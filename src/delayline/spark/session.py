@@ -58,8 +58,7 @@ ON_THIS_MACHINE: Final = {
 def spark_session(master: str | None = None, *, conf: Mapping[str, str] | None = None) -> SparkSession:
     """Return the active session, or start one. Blocks for some seconds while Java starts.
 
-    Settings of `spark-submit`, `spark-defaults.conf` and the environment are kept; delayline only adds missing
-    settings.
+    Settings of `spark-submit`, `spark-defaults.conf` and the environment are kept; delayline adds missing ones.
 
     Args:
         master: Where Spark runs: `local[*]` if nothing else is configured; `sc://host:15002` for Spark Connect.

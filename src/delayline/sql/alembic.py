@@ -16,8 +16,7 @@ SUFFIX = ".timeouts"
 def include_name(*table_names: str) -> Callable[[str | None, str, Any], bool]:
     """Return an `include_name` for Alembic's `context.configure`: autogenerate then drops none of delayline's tables.
 
-    It leaves out every table whose name begins with `delayline_` or ends in `.timeouts`, and tables that are named
-    here.
+    It leaves out every table whose name begins with `delayline_` or ends in `.timeouts`, and the tables named here.
 
     Args:
         table_names: The `table_name` of stores that have it.

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 class FileClaims:
     """This process's claims on the rows of a table. Safe to call from any thread.
 
-    There must be a single instance per file and process: closing any descriptor of a file drops all of a process's
-    locks.
+    There must be a single instance per file and process: closing any descriptor drops all of a process's locks.
     """
 
     def __init__(self, directory: Path, table: str, *, mode: int = 0o600) -> None:
