@@ -16,6 +16,7 @@ from delayline import (
     Message,
     StoredDelivery,
 )
+from delayline.memory.transport import MemoryQueue, MemoryReceiver
 from delayline.testing import Faults, FaultyStore, FaultyTransport, ManualClock
 
 if TYPE_CHECKING:
@@ -70,6 +71,22 @@ class MemoryStore(MayShareNothing, MemoryDelayedMessageStore):
     """A memory store that may share no transaction."""
 
 
+class WatchedTransport(MemoryTransport):
+    """A memory transport with queues and receivers that tests look into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.receivers: dict[str, MemoryReceiver] = {}
+
+    async def receiver(self, queue: str) -> MemoryReceiver:
+        self.receivers[queue] = await super().receiver(queue)
+        return self.receivers[queue]
+
+    def queue(self, name: str) -> MemoryQueue:
+        """Return the queue, with its visible and its hidden messages."""
+        return self._queue(name)
+
+
 class Queues:
     """What is in the queues of a scenario."""
 
@@ -92,7 +109,7 @@ class Scenario(Queues):
     clock: ManualClock
     faults: Faults
     transport: FaultyTransport
-    queues: MemoryTransport
+    queues: WatchedTransport
     store: FaultyStore
     memory: MemoryStore
     delivery: StoredDelivery
@@ -115,7 +132,7 @@ def build(
     verbs_only: bool = False,
     **settings: Any,  # noqa: ANN401
 ) -> Scenario:
-    faults, queues = Faults(), MemoryTransport()
+    faults, queues = Faults(), WatchedTransport()
     memory = MemoryStore(shared=shared and not verbs_only, rows=rows)
     transport = FaultyTransport(queues, shared=faults)
     store = FaultyStore(memory, verbs_only=verbs_only, shared=faults)

@@ -82,7 +82,7 @@ async def test_sends_of_a_message_that_another_receiver_has_handled_are_dropped(
     scenario, gate = build(clock, transaction_mode=SCOPE, concurrency=20), Gate()
     seen = await start(scenario, gate)
     await fill(scenario, *IDS)
-    hidden = scenario.queues._queue("sales")
+    hidden = scenario.queues.queue("sales")
     hidden.drop(next(sequence for sequence, message in hidden.hidden.items() if message.id == "m3"))
     # When all end
     gate.opened.set()
@@ -141,7 +141,7 @@ async def test_messages_received_ahead_go_back_to_the_queue_at_a_stop(clock: Man
     gate.set()
     await stopping
     # Then all others are in the queue, visible
-    assert len(scenario.queues._queue("sales").visible) == 300
+    assert len(scenario.queues.queue("sales").visible) == 300
 
 
 async def test_messages_received_ahead_go_back_when_handlers_take_long(clock: ManualClock) -> None:
@@ -152,7 +152,7 @@ async def test_messages_received_ahead_go_back_when_handlers_take_long(clock: Ma
     await clock.advance(1.5)
     await clock.advance(1.5)
     # Then other processes can have them
-    assert len(scenario.queues._queue("sales").hidden) == 2
+    assert len(scenario.queues.queue("sales").hidden) == 2
     gate.set()
     await scenario.endpoint.stop()
 
@@ -163,7 +163,7 @@ async def test_a_message_whose_claim_was_lost_is_not_handled(
     # Given a receiver that has lost a message to another one before its handler starts
     scenario = build(clock, concurrency=2)
     seen = await start(scenario, _succeed)
-    receiver = scenario.endpoint._pipeline.intake.receiver  # type: ignore[union-attr]
+    receiver = scenario.queues.receivers["sales"]
     monkeypatch.setattr(type(receiver), "holds", lambda self, received: received.message.id != "lost")
     # When it is its turn
     await fill(scenario, "a", "lost", "b")
@@ -192,7 +192,7 @@ async def _with_messages_ahead(scenario: Scenario, gate: asyncio.Event) -> None:
     async with asyncio.timeout(30):
         await both.wait()
     await settle()
-    assert len(scenario.queues._queue("sales").hidden) > 2
+    assert len(scenario.queues.queue("sales").hidden) > 2
 
 
 async def test_handlers_get_a_grace_period_at_a_stop_and_are_cancelled_then(clock: ManualClock) -> None:
@@ -216,7 +216,7 @@ async def test_handlers_get_a_grace_period_at_a_stop_and_are_cancelled_then(cloc
     await stopping
     # Then the one that has not ended was cancelled, and its message is visible in the queue
     assert cancelled == ["never"]
-    assert [message.id for _, message in scenario.queues._queue("sales").visible] == ["never"]
+    assert [message.id for _, message in scenario.queues.queue("sales").visible] == ["never"]
 
 
 async def test_a_handler_that_ignores_its_cancellation_does_not_stop_a_stop(clock: ManualClock) -> None:
@@ -273,6 +273,6 @@ async def test_a_receiver_without_prefetching_releases_messages_at_a_stop(clock:
     gate.set()
     await stopping
     # Then each was handled, or is visible in the queue
-    queue = scenario.queues._queue("sales")
+    queue = scenario.queues.queue("sales")
     assert sorted([*(one for one, _ in seen), *(message.id for _, message in queue.visible)]) == ["first", "second"]
     assert not queue.hidden

@@ -357,7 +357,7 @@ async def test_a_message_handled_elsewhere_is_rolled_back_as_far_as_the_mode_goe
     scenario = build(clock, transaction_mode=mode)
 
     async def lose(message: Message, context: MessageContext) -> None:
-        scenario.queues._queues["sales"].hidden.clear()  # its lock ran out and another process handled it
+        scenario.queues.queue("sales").hidden.clear()  # its lock ran out and another process handled it
         await context.send("out", b"", message_id="now")
         await context.send("out", b"", message_id="later", delay=timedelta(1))
 
@@ -374,12 +374,12 @@ async def test_a_message_handled_elsewhere_is_rolled_back_as_far_as_the_mode_goe
 async def test_a_message_gone_before_its_handler_in_mode_none_is_skipped(clock: ManualClock) -> None:
     scenario = build(clock, transaction_mode=TransactionMode.NONE)
     seen = await start(scenario, succeed)
-    receiver = scenario.endpoint._pipeline.intake.receiver  # type: ignore[union-attr]
+    receiver = scenario.queues.receivers["sales"]
 
     async def gone(*_: object) -> bool:
         return False
 
-    receiver.acknowledge = gone  # type: ignore[method-assign]
+    receiver.acknowledge = gone  # type: ignore[method-assign,assignment]
     await receive(scenario)
     assert seen == []
     await scenario.endpoint.stop()
@@ -682,7 +682,7 @@ async def test_no_more_messages_at_once_than_the_concurrency(clock: ManualClock)
 
 def break_receiving(scenario: Scenario, error: Exception) -> Callable[[], None]:
     """Make receiving fail; return what mends it."""
-    receiver: Any = scenario.endpoint._pipeline.intake.receiver  # type: ignore[union-attr]
+    receiver: Any = scenario.queues.receivers["sales"]
 
     async def broken(limit: int) -> Any:  # noqa: ANN401
         raise error
