@@ -55,6 +55,10 @@ def test_an_installed_distribution_adds_a_kind(tmp_path: Path, monkeypatch: pyte
     assert str(source) == "RavenDB's export none.ravendbdump"
     with pytest.raises(ConfigurationError, match="a source of kind 'ravendb' needs a database for the journal"):
         source_at("ravendb", "none.ravendbdump")
+    words = ["migrate", "history", "--from", "ravendb", "--source", "none.ravendbdump"]
+    words += ["--journal", f"sqlite:///{tmp_path}/journal.db"]
+    result = CliRunner().invoke(main, words, prog_name="delayline")
+    assert "no migration has run from RavenDB's export none.ravendbdump" in result.output
     with pytest.raises(ConfigurationError, match=r"'mainframe': choose from nservicebus-sql, .*, ravendb"):
         source_at("mainframe", "none")
     # and an entry point that leads to no source is the distribution's fault
@@ -63,6 +67,12 @@ def test_an_installed_distribution_adds_a_kind(tmp_path: Path, monkeypatch: pyte
         points.write_text(f"[{SOURCE_GROUP}]\nravendb = {value}\n")
         with pytest.raises(ConfigurationError, match=f"the source '{value}' of kind 'ravendb' {said}"):
             source_at("ravendb", "none.ravendbdump", journal="sqlite:///y.db")
+
+
+def test_the_commands_list_the_kinds_of_sources() -> None:
+    result = CliRunner().invoke(main, ["migrate", "history", "--from", "mainframe", "--source", "x"])
+    assert result.exit_code == 2
+    assert "no source of kind 'mainframe': choose from nservicebus-sql, " in " ".join(result.output.split())
 
 
 def test_the_commands_take_a_journal(tmp_path: object) -> None:

@@ -64,10 +64,10 @@ def on_a_source(command: Command) -> Command:
         return command(*args, source=source, **arguments)
 
     where = f"The database, or other place, to empty. [{SOURCE_VARIABLE}]"
-    kinds = f"The kind of source: {', '.join(SOURCE_KINDS)}."
+    kinds = f"The kind of source: {', '.join(SOURCE_KINDS)}, or an installed distribution's."
     kept = f"The database of the journal, where the source is none. [{JOURNAL_VARIABLE}]"
     options = (
-        click.option("--from", "kind", metavar="KIND", required=True, type=click.Choice(SOURCE_KINDS), help=kinds),
+        click.option("--from", "kind", metavar="KIND", required=True, help=kinds),
         click.option("--source", "source_url", required=True, metavar="URL", help=where, envvar=SOURCE_VARIABLE),
         click.option("--schema", metavar="NAME", help="Where the source's tables are; the user's own if left out."),
         click.option("--journal", metavar="URL", help=kept, envvar=JOURNAL_VARIABLE),
