@@ -147,9 +147,9 @@ class CrashCounts:
         if not self._suspects or not (suspects := self._suspects.intersection(numbers)):
             return {}
         rows = await self._database.read(partial(self._statements.counts.rows_each, keys=sorted(suspects)))
-        found = {seq: crashes + (receiver not in (0, self._number)) for seq, crashes, receiver in rows}
-        self._counts |= found
-        return found
+        counts = {seq: crashes + (receiver not in (0, self._number)) for seq, crashes, receiver in rows}
+        self._counts |= counts
+        return counts
 
     async def begin(self, number: int) -> None:
         """Note that a suspect is handled now, durably on return."""
@@ -236,8 +236,8 @@ class CrashCounts:
         if not crashed:
             return
         known = dict(map(tuple, statements.of_queue.rows(connection, self._queue)))
-        there = {seq for (seq,) in statements.there.rows_each(connection, keys=sorted(known))}
-        statements.remove.change_each(connection, keys=sorted(known.keys() - there))
+        existing = {seq for (seq,) in statements.there.rows_each(connection, keys=sorted(known))}
+        statements.remove.change_each(connection, keys=sorted(known.keys() - existing))
         wanted = 0
         for number in crashed:
             if statements.unregister.change(connection, number) and number not in known.values():

@@ -121,10 +121,10 @@ def _counted(
 ) -> dict[int, dict[tuple[Any, ...], int]]:
     """Return for each bucket how many messages it has among its first `most`, by destination where asked for."""
     query = _count(statements, len(values), by_destination=by_destination)
-    found: dict[int, dict[tuple[Any, ...], int]] = defaultdict(dict)
+    numbers: dict[int, dict[tuple[Any, ...], int]] = defaultdict(dict)
     for position, number, *destination in query.rows(connection, *values, most):
-        found[int(position)][tuple(destination)] = int(number)
-    return found
+        numbers[int(position)][tuple(destination)] = int(number)
+    return numbers
 
 
 @lru_cache(maxsize=64)
@@ -140,5 +140,7 @@ def _count(statements: StoreStatements, edges: int, *, by_destination: bool) -> 
         grouped = list(rows.c)[1:]
         return select(literal_column(str(position)), func.count(), *grouped).select_from(rows).group_by(*grouped)
 
-    query = union_all(*(first(position, one) for position, one in enumerate(in_buckets(table.c.due, parameters))))
+    query = union_all(
+        *(first(position, condition) for position, condition in enumerate(in_buckets(table.c.due, parameters)))
+    )
     return Prepared(query, dialect.sql, [*(edge.key for edge in parameters), "most"])

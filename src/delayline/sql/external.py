@@ -228,7 +228,7 @@ class NumberedCursor:
     def execute(self, sql: str, values: Sequence[Any] = ()) -> None:
         """Execute once."""
         first, *others = sql.replace("%b", "%s").split("%s")
-        numbered = first + "".join(f"${number}{text}" for number, text in enumerate(others, 1))
+        numbered = first + "".join(f"${number}{part}" for number, part in enumerate(others, 1))
         self._cursor.execute(numbered.replace("%%", "%"), values)
 
 

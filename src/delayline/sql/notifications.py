@@ -200,12 +200,12 @@ class ChangePoller:
 
     async def _query_once(self) -> None:
         try:
-            found = await self._query()
+            answer = await self._query()
         except NotStarted:
             raise
         except DelaylineError:
             return  # the user of the database reports the error
-        for due in found:
+        for due in answer:
             if due is not None and due not in self._seen:
                 self._report(due)
-        self._seen = found
+        self._seen = answer

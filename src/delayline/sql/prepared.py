@@ -96,7 +96,7 @@ class Prepared:
     def in_order(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the values and constants in the order that they have in the SQL."""
         values = values + self._constants
-        return values if self._places is None else tuple(values[place] for place in self._places)
+        return values if self._places is None else tuple(values[position] for position in self._places)
 
     def _flat(self, values: tuple[Any, ...]) -> tuple[Any, ...]:
         for position, _ in reversed(self._lists):

@@ -91,8 +91,8 @@ def limits_of(row: Sequence[object]) -> QueueLimits:
 def _limits_of_types(queue: str, text: object) -> Mapping[str, int]:
     """Return the limits of types in the registry; none if the text is unusable, as after a change by hand."""
     try:
-        found: Any = json.loads(text) if isinstance(text, str) else text
-        return {name: _slots(number) for name, number in checked_handlers(found).items() if number is not None}
+        limits: Any = json.loads(text) if isinstance(text, str) else text
+        return {name: _slots(number) for name, number in checked_handlers(limits).items() if number is not None}
     except (ValueError, RecursionError, ConfigurationError) as error:
         problem = "Limits of types are ignored: column 'handlers' of queue %r in delayline_queues is unusable: %s"
         emit(logger, logging.ERROR, Event.LIMITS_UNUSABLE, problem, queue, error, queue=queue)

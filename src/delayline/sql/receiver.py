@@ -435,8 +435,8 @@ class SqlReceiver(WaitingReceiver):
             )
             self._claims.forget(numbers)
             for received in expired:
-                text = "Deleted expired message %s"
-                emit(logger, logging.DEBUG, Event.EXPIRED, text, received.message.id)
+                template = "Deleted expired message %s"
+                emit(logger, logging.DEBUG, Event.EXPIRED, template, received.message.id)
 
 
 class RecentNumbers:

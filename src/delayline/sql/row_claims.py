@@ -119,7 +119,7 @@ class LockStatements:
         )
         due = due.with_for_update(skip_locked=True)
         next_due = select(func.min(columns.due), dialect.values.in_seconds(0)).with_hint(table, *DIRTY)
-        one = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
+        free = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
         read = statements.waiting.where(by_ids)  # in no order: it may bring a scan of that order's index
         self.due = Prepared(due, sql, ["until", "number"])
         self.due_since = Prepared(due.where(since), sql, ["until", "since", "number"])
@@ -128,7 +128,7 @@ class LockStatements:
         full = next_due.add_columns(*dialect.words.transactions_in_progress)
         self.full = Prepared(full, sql, [])
         self.full_since = Prepared(full.where(since), sql, ["since"])
-        self.one = Prepared(one, sql, ["key"])
+        self.one = Prepared(free, sql, ["key"])
         exists = select(columns.id).where(by_id).with_hint(table, *WAITING)
         self.exists = Prepared(exists, sql, ["key"])
         self.read = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
@@ -364,12 +364,12 @@ class ServerRowClaims:
         """Run a query from the watermark on; it returns its findings and how far it looked."""
         query, since = self._begin()
         try:
-            found, reached = run(since)
+            result, reached = run(since)
         except BaseException:
             self._watermark.abandon(query)
             raise
         self._watermark.end(query, reached)
-        return found
+        return result
 
     def _begin(self, *, full: bool = False) -> tuple[DueQuery, object | None]:
         """Begin a query and return it with the earliest due time that it reads, None for a full query."""

@@ -144,13 +144,13 @@ class RequiredTables:
         Tables of other registered features are upgraded too if they exist.
         """
         inspector, versions = inspect(connection), self._versions
-        found = read_versions(connection, self._schema)
+        recorded = read_versions(connection, self._schema)
         steps: list[Executable] = []
         if not _has_table(inspector, versions):
             steps += _creation(versions)
         elif not _has_features(inspector, versions):  # its primary key differs
             steps += [DropTable(versions), *_creation(versions)]
-            steps += [_version_row(versions, feature, *row) for feature, row in found.items()]
+            steps += [_version_row(versions, feature, *row) for feature, row in recorded.items()]
         groups = [*self._groups, *self._others_in_use(inspector)]
         for table in self._tables(groups):
             if _has_table(inspector, table):
@@ -160,12 +160,12 @@ class RequiredTables:
             else:
                 steps += _creation(table)
         for group in groups:
-            there = any(_has_table(inspector, table) for table in self._tables([group]))
-            if there and (group.feature not in found or found[group.feature].revision < group.revision):
+            exists = any(_has_table(inspector, table) for table in self._tables([group]))
+            if exists and (group.feature not in recorded or recorded[group.feature].revision < group.revision):
                 steps += group.convert_rows(self._schema)
-            if group.feature not in found:
+            if group.feature not in recorded:
                 steps.append(_version_row(versions, group.feature, group.usable_from, group.revision))
-            elif found[group.feature].revision < group.revision:
+            elif recorded[group.feature].revision < group.revision:
                 row = update(versions).where(versions.c.feature == group.feature)
                 steps.append(row.values(version=group.usable_from, revision=group.revision))
         return steps
@@ -183,9 +183,9 @@ class RequiredTables:
 
     def check(self, connection: Connection) -> None:
         """Raise BackendUnusable for missing tables and for tables of another shape, and NewerSchema."""
-        found, inspector = read_versions(connection, self._schema), inspect(connection)
+        recorded, inspector = read_versions(connection, self._schema), inspect(connection)
         for table in self._tables(self._groups):
-            if FIRST_FEATURE not in found or not _has_table(inspector, table):
+            if FIRST_FEATURE not in recorded or not _has_table(inspector, table):
                 raise BackendUnusable(f"table {table.fullname!r} does not exist: run `delayline setup` first")
         self._check_shapes(connection, inspector)
 
@@ -208,12 +208,12 @@ class RequiredTables:
         return list(dict.fromkeys([*grouped, *self._others]))
 
     def _others_in_use(self, inspector: Inspector) -> list[TableGroup]:
-        there = set(inspector.get_table_names(schema=self._schema))
+        existing = set(inspector.get_table_names(schema=self._schema))
         return [
             group
             for group in registered_groups()
             if group not in self._groups
-            and any(table.name in there for table in group.tables(self._dialect.catalog, self._schema))
+            and any(table.name in existing for table in group.tables(self._dialect.catalog, self._schema))
         ]
 
 
@@ -230,30 +230,30 @@ def read_versions(connection: Connection, schema: str | None) -> Mapping[str, Sc
     feature = table.c.feature if "feature" in names else literal(FIRST_FEATURE)
     revision = table.c.revision if "revision" in names else null()
     rows = connection.execute(select(feature, table.c.version, revision))
-    found = {str(row[0]): SchemaVersions(row[1], row[2] or row[1]) for row in rows}
+    recorded = {str(row[0]): SchemaVersions(row[1], row[2] or row[1]) for row in rows}
     for group in registered_groups():
-        versions = found.get(group.feature)
+        versions = recorded.get(group.feature)
         if versions is not None and versions.usable_from > group.revision:
             raise NewerSchema(
                 f"the database has schema version {versions.revision} of {group.feature!r}, which a delayline with "
                 f"version {versions.usable_from} or newer can use; this delayline has {group.revision}: "
                 "upgrade it with `pip install --upgrade delayline`"
             )
-    return found
+    return recorded
 
 
 def version_findings(connection: Connection, schema: str | None) -> list[Finding]:
     """Return the schema versions that the database has, for `delayline doctor`. Raises NewerSchema."""
-    found, findings = read_versions(connection, schema), []
-    if FIRST_FEATURE not in found:
+    recorded, findings = read_versions(connection, schema), []
+    if FIRST_FEATURE not in recorded:
         findings.append(("schema version", False, "none: run `delayline setup`"))
     for group in registered_groups():
-        versions = found.get(group.feature)
+        versions = recorded.get(group.feature)
         if versions is not None:
             good = versions.revision >= group.revision
             name = "schema version" if group is QUEUES else f"schema version of {group.feature}"
-            text = f"{versions.revision}{'' if good else ': run `delayline setup`'}"
-            findings.append((name, good, f"{text} (this delayline writes {group.revision})"))
+            finding = f"{versions.revision}{'' if good else ': run `delayline setup`'}"
+            findings.append((name, good, f"{finding} (this delayline writes {group.revision})"))
     return findings
 
 
@@ -289,12 +289,12 @@ def texts(steps: list[Executable], dialect: Dialect) -> list[str]:
 
 def _missing(inspector: Inspector, table: Table, dialect: Dialect) -> list[Column[Any]]:
     """Return the columns that an older delayline did not make; raises BackendUnusable for a table of another shape."""
-    found = inspector.get_columns(table.name, schema=table.schema)
+    columns = inspector.get_columns(table.name, schema=table.schema)
     missing = []
     for column in table.columns:
-        there = _named(column.name, found, folds_case=dialect.catalog.folds_column_case)
-        if there is not None:
-            fault = _fault(inspector, column, there)
+        actual = _named(column.name, columns, folds_case=dialect.catalog.folds_column_case)
+        if actual is not None:
+            fault = _fault(inspector, column, actual)
         else:
             missing.append(column)
             addable = column.nullable or (column.primary_key and _has_default(column))
@@ -320,42 +320,42 @@ def _has_default(column: Column[Any]) -> bool:
     return isinstance(column.server_default, DefaultClause)  # and not an Identity
 
 
-def _named(name: str, found: Sequence[Mapping[str, Any]], *, folds_case: bool) -> Mapping[str, Any] | None:
+def _named(name: str, columns: Sequence[Mapping[str, Any]], *, folds_case: bool) -> Mapping[str, Any] | None:
     """Return the column of that name; where case may not matter, a column that differs only in case.
 
     If case does matter in a SQL Server database, its statements are refused with an error that names the column.
     """
-    exact = next((column for column in found if column["name"] == name), None)
+    exact = next((column for column in columns if column["name"] == name), None)
     if exact is not None or not folds_case:
         return exact
-    return next((column for column in found if column["name"].casefold() == name.casefold()), None)
+    return next((column for column in columns if column["name"].casefold() == name.casefold()), None)
 
 
-def _fault(inspector: Inspector, column: Column[Any], found: Mapping[str, Any]) -> str | None:
+def _fault(inspector: Inspector, column: Column[Any], actual: Mapping[str, Any]) -> str | None:
     wanted = column.type.dialect_impl(inspector.dialect)
     if isinstance(wanted, TypeDecorator):  # which has no Python type
         wanted = wanted.load_dialect_impl(inspector.dialect)
-    if _fits(found["type"], wanted):
+    if _fits(actual["type"], wanted):
         return None
-    return f"is {found['type']!r}, not {wanted!r}"
+    return f"is {actual['type']!r}, not {wanted!r}"
 
 
-def _fits(found: TypeEngine[Any], wanted: TypeEngine[Any]) -> bool:
+def _fits(actual: TypeEngine[Any], wanted: TypeEngine[Any]) -> bool:
     try:
-        if isinstance(found, Float) != isinstance(wanted, Float):
+        if isinstance(actual, Float) != isinstance(wanted, Float):
             return False
         # MariaDB's DOUBLE is reflected as a type that returns Decimal
-        if not isinstance(wanted, Float) and found.python_type is not wanted.python_type:
+        if not isinstance(wanted, Float) and actual.python_type is not wanted.python_type:
             return False
     except NotImplementedError:
         return False
-    if isinstance(found, mssql.SMALLDATETIME):  # in whole minutes, which would make messages early
+    if isinstance(actual, mssql.SMALLDATETIME):  # in whole minutes, which would make messages early
         return False
-    precision = getattr(found, "fsp", None) or 0
+    precision = getattr(actual, "fsp", None) or 0
     return (
-        _length(found) >= _length(wanted, unlimited=0)
+        _length(actual) >= _length(wanted, unlimited=0)
         and precision >= (getattr(wanted, "fsp", None) or 0)
-        and getattr(found, "timezone", False) == getattr(wanted, "timezone", False)
+        and getattr(actual, "timezone", False) == getattr(wanted, "timezone", False)
     )
 
 

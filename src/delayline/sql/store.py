@@ -244,10 +244,10 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         """Raise InvalidMessage if another pending message has an id that the column's collation takes for this id."""
         columns = self._statements.table.c
         query = select(columns.id).where(columns.id == message_id)
-        for (other,) in await self._database.read(lambda connection: connection.execute(query).all()):
-            if other != message_id:
+        for (known_id,) in await self._database.read(lambda connection: connection.execute(query).all()):
+            if known_id != message_id:
                 raise InvalidMessage(
-                    f"message {message_id!r} cannot wait beside {other!r}, whose id the collation of "
+                    f"message {message_id!r} cannot wait beside {known_id!r}, whose id the collation of "
                     f"{self._database.dialect} takes for the same: give it another id"
                 )
 
@@ -438,8 +438,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         )
 
     async def _due_times(self, earliest: Prepared) -> list[datetime | None]:
-        [found] = await self._database.read(earliest.rows)
-        return [self._due(kept) for kept in found]
+        [due_times] = await self._database.read(earliest.rows)
+        return [self._due(kept) for kept in due_times]
 
     @property
     def _statements(self) -> StoreStatements:

@@ -250,8 +250,8 @@ class SqlTransport(OnDatabase):
         def change(connection: Connection) -> QueueLimits:
             if of_types:  # concurrent changes of other types must not be lost
                 self._limits.lock.change(connection, queue)
-            found = self._limits.limits(connection, queue)
-            changed = changes | ({"handlers": merged(found.handlers, of_types)} if of_types else {})
+            current = self._limits.limits(connection, queue)
+            changed = changes | ({"handlers": merged(current.handlers, of_types)} if of_types else {})
             for name, value in changed.items():
                 self._limits.change[name].change(connection, value, queue)
             return self._limits.limits(connection, queue)

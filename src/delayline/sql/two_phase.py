@@ -251,11 +251,11 @@ class TwoPhaseCommit:
 
     async def _in_doubt(self) -> dict[Name, Database]:
         """Return all prepared transactions, and whether each is in progress."""
-        found: dict[Name, Database] = {}
+        in_doubt: dict[Name, Database] = {}
         for database in self._prepared_in:
             names = await database.read(partial(two_phase_of(database).in_doubt, prefix=self._prefix))
-            found |= dict.fromkeys(names, database)
-        return found
+            in_doubt |= dict.fromkeys(names, database)
+        return in_doubt
 
     async def _settle_all(self, doubtful: Mapping[Name, Database]) -> set[Name]:
         """Finish transactions that are not in progress; return the rest."""
@@ -267,8 +267,8 @@ class TwoPhaseCommit:
                 continue
             await self._finish(database, name, commit=outcome)
             done = "committed" if outcome else "rolled back"
-            text = "a transaction that was left prepared in the %s is %s: %s"
-            emit(logger, logging.WARNING, Event.SETTLED, text, database.dialect, done, name)
+            template = "a transaction that was left prepared in the %s is %s: %s"
+            emit(logger, logging.WARNING, Event.SETTLED, template, database.dialect, done, name)
         return left
 
     async def _look(self) -> None:
@@ -288,8 +288,8 @@ class TwoPhaseCommit:
                 self._in_trouble(error)
 
     def _in_trouble(self, error: Exception) -> None:
-        text = "prepared transactions of %r wait to be finished, trying again in %g s: %s"
-        emit(logger, logging.WARNING, Event.SETTLING_FAILED, text, self, LOOK_AGAIN, error)
+        template = "prepared transactions of %r wait to be finished, trying again in %g s: %s"
+        emit(logger, logging.WARNING, Event.SETTLING_FAILED, template, self, LOOK_AGAIN, error)
         self._trouble.set()
 
     @staticmethod

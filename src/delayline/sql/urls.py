@@ -72,10 +72,10 @@ def hosts_of(url: URL, default_port: int) -> Sequence[Host]:
     ports = _listed(url.query.get("port")) or [str(url.port or default_port)]
     ports = ports * len(places) if len(ports) == 1 else ports
     hosts = []
-    for place, port in zip(places, ports, strict=False):
-        found = PLACE.fullmatch(place)
-        own = (found["port"] if found else None) or port
-        name = (found["address"] or found["name"]) if found else place
+    for host, port in zip(places, ports, strict=False):
+        match = PLACE.fullmatch(host)
+        own = (match["port"] if match else None) or port
+        name = (match["address"] or match["name"]) if match else host
         hosts.append(Host(name, int(own) if own.isdecimal() else default_port))
     return hosts
 
@@ -93,7 +93,7 @@ def _read(text: str) -> URL:
         if product in ONE_HOST:
             raise ConfigurationError(f"the {product}:// URL has several hosts, and {ONE_HOST[product]}")
         if product == SEVERAL_HOSTS:
-            places = [unquote(place) for place in parts["hosts"].split(",")]
+            places = [unquote(host) for host in parts["hosts"].split(",")]
             text = parts["before"] + parts["rest"]
     url = make_url(text)
     if product != SEVERAL_HOSTS:
@@ -110,23 +110,23 @@ def _read(text: str) -> URL:
 
 def _hosts(places: Sequence[str], ports: Sequence[str]) -> list[Host]:
     """Return the hosts, with ports of their own or from a list of as many, or of 1. Raises ValueError."""
-    found = [_host(place) for place in places]
+    hosts = [_host(host) for host in places]
     if not ports:
-        return [Host(name, _port(port)) for name, port in found]
-    if any(port for _, port in found) or len(ports) not in (1, len(found)):
+        return [Host(name, _port(port)) for name, port in hosts]
+    if any(port for _, port in hosts) or len(ports) not in (1, len(hosts)):
         raise ValueError("the hosts and the ports do not match")
-    each = ports if len(ports) > 1 else [*ports] * len(found)
-    return [Host(name, _port(port)) for (name, _), port in zip(found, each, strict=True)]
+    each = ports if len(ports) > 1 else [*ports] * len(hosts)
+    return [Host(name, _port(port)) for (name, _), port in zip(hosts, each, strict=True)]
 
 
-def _host(place: str) -> tuple[str, str]:
+def _host(host: str) -> tuple[str, str]:
     """Return the name and the port of a host, a folder of sockets, or an address without brackets."""
-    if place.startswith("/") or (place.count(":") > 1 and re.fullmatch(r"[0-9A-Fa-f:.]+(%[\w.-]+)?", place)):
-        return place, ""
-    found = PLACE.fullmatch(place)
-    if found is None:
+    if host.startswith("/") or (host.count(":") > 1 and re.fullmatch(r"[0-9A-Fa-f:.]+(%[\w.-]+)?", host)):
+        return host, ""
+    match = PLACE.fullmatch(host)
+    if match is None:
         raise ValueError("this is not a host")
-    return found["address"] or found["name"], found["port"] or ""
+    return match["address"] or match["name"], match["port"] or ""
 
 
 def _port(text: str) -> int:
@@ -140,4 +140,4 @@ def _port(text: str) -> int:
 def _listed(value: str | Sequence[str] | None) -> list[str]:
     """Return the items of an option, given with commas or several times."""
     values = [value] if isinstance(value, str) else value or ()
-    return [item for text in values for item in text.split(",")]
+    return [item for listed in values for item in listed.split(",")]

@@ -127,9 +127,9 @@ class MariadbCatalog(Catalog):
         """Return the server, and the table in the database that it or the connection names."""
         [(database, *server)] = run(connection, "SELECT DATABASE(), @@hostname, @@port, @@datadir")
         inside = table.schema or database
-        found = run(connection, TABLE_EXISTS, inside, table.name)
+        rows = run(connection, TABLE_EXISTS, inside, table.name)
         return TableIdentity(
-            f"{self._dialect.connections.product} database {inside}", (*server, inside), table.name if found else None
+            f"{self._dialect.connections.product} database {inside}", (*server, inside), table.name if rows else None
         )
 
 

@@ -118,14 +118,14 @@ class MariadbConnections(ServerConnections):
         """Connect once. Raises BackendUnusable for another product, or a version that is too old."""
         with self.connect() as connection:
             watch_of(connection).begin(self.server_timeout)
-            text, packet = run(connection, "SELECT VERSION(), @@max_allowed_packet")[0]
+            written, packet = run(connection, "SELECT VERSION(), @@max_allowed_packet")[0]
             log = dict(run(connection, BINARY_LOG))
-        if ("mariadb" in text.lower()) != (self.product == "MariaDB"):
-            raise BackendUnusable(f"{self} is version {text}, which is MariaDB: write mariadb:// in its URL")
-        version = tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+        if ("mariadb" in written.lower()) != (self.product == "MariaDB"):
+            raise BackendUnusable(f"{self} is version {written}, which is MariaDB: write mariadb:// in its URL")
+        version = tuple(int(part) for part in re.findall(r"\d+", written)[:3])
         if version < self.oldest:
             oldest = ".".join(map(str, self.oldest))
-            raise BackendUnusable(f"{self} is version {text}; delayline needs {oldest} or newer")
+            raise BackendUnusable(f"{self} is version {written}; delayline needs {oldest} or newer")
         if log == {"log_bin": "ON", "binlog_format": "STATEMENT"}:
             raise BackendUnusable(STATEMENT_LOG.format(place=self, cause="binlog_format=STATEMENT"))
         self.room = int(packet)

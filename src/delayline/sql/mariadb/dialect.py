@@ -286,8 +286,8 @@ class IndexedSql(MySQLCompiler):
             for table in select_stmt.get_final_froms():
                 hint = self._by_index(table).strip().replace("%", "%%")  # hints are templates
                 select_stmt = select_stmt.with_hint(table, hint)
-        text: str = super().visit_select(select_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
-        return text
+        statement: str = super().visit_select(select_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
+        return statement
 
     def update_tables_clause(
         self, update_stmt: Update, from_table: _DMLTableElement, extra_froms: list[FromClause], **options: object
@@ -305,8 +305,8 @@ class IndexedSql(MySQLCompiler):
         """
         if listed := self._listed(delete_stmt.whereclause):
             return f"DELETE {self.preparer.format_table(delete_stmt.table)} FROM {listed}"
-        text: str = super().visit_delete(delete_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
-        return text
+        statement: str = super().visit_delete(delete_stmt, *arguments, **options)  # type: ignore[no-untyped-call]
+        return statement
 
     def _listed(self, where: object) -> str:
         """Return a table's rows by the list of the condition, each found by its index; empty for another condition."""

@@ -128,25 +128,25 @@ class MariadbErrors(ServerErrors):
 
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-        cause, number, place = _text(error), number_of(error), self._connections
+        cause, number, server = _text(error), number_of(error), self._connections
         if isinstance(error, UnicodeEncodeError):
             return InvalidMessage(
-                TEXT_REFUSED.format(place=place, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
+                TEXT_REFUSED.format(place=server, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
             )
         if number in {2002, 2003}:
             if "SSL" in cause or "certificate" in cause:
-                return BackendUnusable(TLS.format(place=place, cause=cause))
-            return BackendUnavailable(NOT_REACHED.format(place=place, cause=cause))
+                return BackendUnusable(TLS.format(place=server, cause=cause))
+            return BackendUnavailable(NOT_REACHED.format(place=server, cause=cause))
         if any(sign in cause for sign in NO_SPACE):
-            return StorageFull(DISK_FULL.format(place=place, cause=cause))
+            return StorageFull(DISK_FULL.format(place=server, cause=cause))
         if number in BY_NUMBER:
-            kind, text = BY_NUMBER[number]
-            return kind(text.format(place=place, cause=cause, missing=_missing(cause)))
+            kind, template = BY_NUMBER[number]
+            return kind(template.format(place=server, cause=cause, missing=_missing(cause)))
         kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
         if number not in OF_ROWS and kinds & OF_SERVERS:
-            return BackendUnavailable(REFUSES.format(place=place, cause=cause))
+            return BackendUnavailable(REFUSES.format(place=server, cause=cause))
         if number is not None and "ProgrammingError" in kinds:
-            return BackendUnusable(REFUSES.format(place=place, cause=cause))
+            return BackendUnusable(REFUSES.format(place=server, cause=cause))
         return error
 
 

@@ -165,12 +165,12 @@ class Copies:
 @lru_cache(maxsize=256)
 def copying(insert: str) -> tuple[bytes, Sequence[str]] | None:
     """Return the COPY for psycopg's insert of a message, and the types of its columns; None for other inserts."""
-    found = re.match(r"INSERT INTO (.+) \(([^()]+)\) VALUES \(", insert)
-    columns = found[2].split(", ") if found else []
-    if found is None or not COPIED.keys() >= set(columns):
+    match = re.match(r"INSERT INTO (.+) \(([^()]+)\) VALUES \(", insert)
+    columns = match[2].split(", ") if match else []
+    if match is None or not COPIED.keys() >= set(columns):
         return None
-    table = found[1].replace("%%", "%")
-    return f"COPY {table} ({found[2]}) FROM STDIN (FORMAT BINARY)".encode(), [COPIED[name] for name in columns]
+    table = match[1].replace("%%", "%")
+    return f"COPY {table} ({match[2]}) FROM STDIN (FORMAT BINARY)".encode(), [COPIED[name] for name in columns]
 
 
 LARGEST: Final = 256 * 1024  # bytes; to copy more would keep the loop from its other work
@@ -547,8 +547,8 @@ def _in_binary(values: tuple[Any, ...]) -> list[bytes] | None:
                 case bytes():
                     encoded.append(value)
                 case str():
-                    encoded.append(text := value.encode())
-                    if b"\0" in text:
+                    encoded.append(data := value.encode())
+                    if b"\0" in data:
                         return None
                 case datetime():
                     encoded.append(NUMBER.pack(to_microseconds(value) - YEAR_2000))
@@ -569,7 +569,7 @@ def _oid(value: object) -> int:
 def _numbered(sql: str) -> bytes:
     """Return psycopg's SQL as the server's: with $1 for the first %s, and a single % for two."""
     numbers = count(1)
-    return re.sub("%[%s]", lambda found: "%" if found[0] == "%%" else f"${next(numbers)}", sql).encode()
+    return re.sub("%[%s]", lambda match: "%" if match[0] == "%%" else f"${next(numbers)}", sql).encode()
 
 
 def _must_be_done(result: PGresult) -> None:

@@ -91,8 +91,8 @@ class AdvisoryLockClaims(SessionClaims):
 
     def exchange(self, connection: Connection, released: Sequence[int], rows: Sequence[int]) -> set[int]:
         """Unlock the released rows, then lock free rows, in a single round trip."""
-        found = run(connection, ADVISORY_EXCHANGE, list(released), self._base, list(rows), self._base)
-        return {row for (row,) in found}
+        locked = run(connection, ADVISORY_EXCHANGE, list(released), self._base, list(rows), self._base)
+        return {row for (row,) in locked}
 
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
         """Unlock, in a single round trip."""
@@ -180,16 +180,16 @@ class AdvisoryLockClaims(SessionClaims):
             read: Returns the result and the locked rows; None if nothing was done and `on_thread` must be called.
             on_thread: The same on a worker thread, where the event loop cannot run the statement.
         """
-        found: list[tuple[Result, list[int]]] = []
+        outcomes: list[tuple[Result, list[int]]] = []
 
-        def claim(one: tuple[Result, list[int]] | None) -> None:
-            if one is not None:
+        def claim(outcome: tuple[Result, list[int]] | None) -> None:
+            if outcome is not None:
                 with self._lock:
                     if is_given_up():
-                        self._released += one[1]
+                        self._released += outcome[1]
                         return
-                    self._claimed.update(one[1])
-                found.append(one)
+                    self._claimed.update(outcome[1])
+                outcomes.append(outcome)
 
         def run_in_session() -> None:
             with self._in_session():
@@ -197,16 +197,16 @@ class AdvisoryLockClaims(SessionClaims):
 
         try:
             await self._statements.run(statement, values, lambda result: claim(read(result)))
-            if not found:
+            if not outcomes:
                 await self._database.run(run_in_session)
         except asyncio.CancelledError:
-            self.release(row for _, claimed in found for row in claimed)
+            self.release(row for _, claimed in outcomes for row in claimed)
             raise
         except BaseException:  # locks outlast the transaction that has taken them
             with contextlib.suppress(DelaylineError):  # the locks of a lost connection end with it
                 await self._database.run(self._unlock_others)
             raise
-        return found[0][0]
+        return outcomes[0][0]
 
     def _run_locking(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         self._lock_again(connection)
@@ -232,6 +232,6 @@ class AdvisoryLockClaims(SessionClaims):
 
 
 @lru_cache(maxsize=64)
-def _written(text: str, queued: Table, dialect: Postgresql) -> Prepared:
+def _written(template: str, queued: Table, dialect: Postgresql) -> Prepared:
     table = dialect.sql.identifier_preparer.format_table(queued)
-    return Prepared.of_text(text.format(queued=table, after=AFTER))
+    return Prepared.of_text(template.format(queued=table, after=AFTER))

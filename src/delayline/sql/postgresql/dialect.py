@@ -176,10 +176,10 @@ class PostgresqlBulk(BulkStatements):
         self._dialect.transactions.begin(connection)
         try:
             run(connection, "SET LOCAL max_parallel_workers_per_gather = 0")  # which would hide and reorder the buckets
-            found = explain.one(connection, *edges)
+            explained = explain.one(connection, *edges)
         finally:
             self._dialect.transactions.rollback(connection)
-        [plan] = json.loads(found) if isinstance(found, str) else found
+        [plan] = json.loads(explained) if isinstance(explained, str) else explained
         return [float(bucket["Plan Rows"]) for bucket in plan["Plan"]["Plans"]]
 
     def stage(self, store: Table, name: str) -> Stage:

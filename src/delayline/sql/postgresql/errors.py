@@ -124,9 +124,11 @@ class PostgresqlErrors(ServerErrors):
             return BackendUnusable(f"{self._place}: {refusal}. {self._remedy(refusal)}")
         if state == UNIQUE and numbers.is_number_taken(cause_of(error)):
             return BackendUnavailable(f"{self._place} {self._catch_up(cause_of(error))}: {_brief(cause)}")
-        for prefix, (kind, text) in TRANSLATIONS.items():
+        for prefix, (kind, template) in TRANSLATIONS.items():
             if state.startswith(prefix):
-                return kind(text.format(place=self._place, cause=_brief(cause) if kind is InvalidMessage else cause))
+                return kind(
+                    template.format(place=self._place, cause=_brief(cause) if kind is InvalidMessage else cause)
+                )
         if "unsupported startup parameter" in cause:
             return BackendUnusable(REFUSES_OPTIONS.format(place=self._place, cause=cause))
         if _is_operational(error):

@@ -276,8 +276,8 @@ class PostgresqlNotifications:
                     self.spawn_sending(is_urgent=True)
                     NotificationListener(self, connection, renewals).run()
             except Exception as error:  # without this thread no listener of this process would be notified
-                text = "Notifications do not come any more, looking every %g s instead: %s"
-                self._failures.log_failure(logger, logging.WARNING, Event.LISTENING_LOST, text, POLL_EVERY, error)
+                template = "Notifications do not come any more, looking every %g s instead: %s"
+                self._failures.log_failure(logger, logging.WARNING, Event.LISTENING_LOST, template, POLL_EVERY, error)
             if not self.closing:
                 self.listeners.notify_all()
                 self._pause(POLL_EVERY)

@@ -68,15 +68,15 @@ class NumberedTable(NamedTuple):
 
 def catching_up(connection: Connection, table: str) -> list[Executable]:
     """Return the statements that set a table's sequence behind its rows, none where it is there."""
-    found = map(NumberedTable._make, run(connection, OF_TABLE, table))
-    return [numbered.catching_up for numbered in found if numbered.is_behind(connection)]
+    tables = map(NumberedTable._make, run(connection, OF_TABLE, table))
+    return [numbered.catching_up for numbered in tables if numbered.is_behind(connection)]
 
 
 def numbers_finding(connection: Connection) -> Finding:
     """Return whether the sequences of delayline's tables are behind their rows, for `delayline doctor`."""
-    found = list(map(NumberedTable._make, run(connection, OF_DELAYLINE)))
-    behind = [numbered.name for numbered in found if numbered.is_behind(connection)]
-    unknown = [numbered.name for numbered in found if numbered.last is None]
+    tables = list(map(NumberedTable._make, run(connection, OF_DELAYLINE)))
+    behind = [numbered.name for numbered in tables if numbered.is_behind(connection)]
+    unknown = [numbered.name for numbered in tables if numbered.last is None]
     if behind:
         names = ", ".join(map(repr, behind))
         return (

@@ -89,14 +89,16 @@ def missing_rights(connection: Connection, needed: Mapping[Table, Sequence[str]]
 def remedy(connection: Connection, refusal: str) -> str:
     """Return the rights to grant after a refusal by PostgreSQL."""
     named = [
-        found for found in map(MissingRights._make, run(connection, LACKING, refusal)) if found.rights or found.owner
+        lacking
+        for lacking in map(MissingRights._make, run(connection, LACKING, refusal))
+        if lacking.rights or lacking.owner
     ]
     if not named:
         return RIGHTS_REMEDY
-    best = max(_likeness(found, refusal) for found in named)
-    return "; ".join(found.remedy for found in named if _likeness(found, refusal) == best)
+    best = max(_likeness(lacking, refusal) for lacking in named)
+    return "; ".join(lacking.remedy for lacking in named if _likeness(lacking, refusal) == best)
 
 
-def _likeness(found: MissingRights, refusal: str) -> tuple[bool, int]:
+def _likeness(lacking: MissingRights, refusal: str) -> tuple[bool, int]:
     """Return how surely the refusal is about that: in most languages the name comes last."""
-    return refusal.endswith(found.name), len(found.name)
+    return refusal.endswith(lacking.name), len(lacking.name)

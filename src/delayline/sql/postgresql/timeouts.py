@@ -53,7 +53,7 @@ class PostgresqlTimeouts:
     def __init__(self, table: Table, tables: QueueTables, sql: Dialect) -> None:
         named = {"table": table, "leases": tables.leases, "queues": tables.queues, "queued": tables.queued}
         quote = sql.identifier_preparer.format_table
-        self._move = MOVE_EXPIRED.format(**{name: quote(one) for name, one in named.items()})
+        self._move = MOVE_EXPIRED.format(**{name: quote(table_named) for name, table_named in named.items()})
         self._name = str(table.name)
         self._patterns = [f"%{marker}%" for marker in TIMEOUT_MARKERS]
 

@@ -92,8 +92,8 @@ class SqliteConnections(Connections):
         exists = self.path.exists()
 
         def open_it() -> DBAPIConnection:
-            place = f"{self.path.as_uri()}?mode=ro" if exists else ":memory:"
-            return sqlite3.connect(place, uri=exists, timeout=self._timeout)  # type: ignore[return-value]  # as below
+            uri = f"{self.path.as_uri()}?mode=ro" if exists else ":memory:"
+            return sqlite3.connect(uri, uri=exists, timeout=self._timeout)  # type: ignore[return-value]  # as below
 
         self._check_path()
         engine = create_engine("sqlite://", creator=open_it, poolclass=NullPool, isolation_level="AUTOCOMMIT")

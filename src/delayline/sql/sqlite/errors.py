@@ -25,10 +25,10 @@ FIRST_LOCK_BYTE: Final = 0x4000_0000
 def file_identity(path: Path | str) -> tuple[int, int] | None:
     """Return the device and number of a file; None for none."""
     try:
-        found = os.stat(path)  # noqa: PTH116 - before every transaction: half the time of Path.stat
+        status = os.stat(path)  # noqa: PTH116 - before every transaction: half the time of Path.stat
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def held_by_this_process(path: Path) -> bool:
@@ -38,7 +38,9 @@ def held_by_this_process(path: Path) -> bool:
     that this process has on the file.
     """
     places = ((path, FIRST_LOCK_BYTE, math.inf), (path.with_name(f"{path.name}-shm"), WAL_WRITE_BYTE, WAL_WRITE_BYTE))
-    bounds = {found[1]: (first, last) for file, first, last in places if (found := file_identity(file)) is not None}
+    bounds = {
+        identity[1]: (first, last) for file, first, last in places if (identity := file_identity(file)) is not None
+    }
     try:
         lines = Path("/proc/locks").read_text().splitlines()
     except OSError:

@@ -59,21 +59,21 @@ class SqlServerCatalog(Catalog):
         A table on which the user has no right at all looks like a missing table; it is counted if other tables are
         visible.
         """
-        found: dict[Table, tuple[list[str], bool]] = {}
+        missing: dict[Table, tuple[list[str], bool]] = {}
         for table, needs in needed.items():
             name = self._dialect.sql.identifier_preparer.format_table(table)
             granted = [
                 run(connection, HAS_RIGHT.format(mark=self._dialect.connections.mark), name, need)[0][0]
                 for need in needs
             ]
-            found[table] = [need for need, has in zip(needs, granted, strict=True) if not has], None in granted
-        if all(unseen for _, unseen in found.values()):
+            missing[table] = [need for need, has in zip(needs, granted, strict=True) if not has], None in granted
+        if all(unseen for _, unseen in missing.values()):
             return []
         user = self._dialect.sql.identifier_preparer.quote_identifier(run(connection, "SELECT USER_NAME()")[0][0])
         return [
             f"GRANT {', '.join(lacking)} ON {self._dialect.sql.identifier_preparer.format_table(table)} TO {user};"
             + (UNSEEN if unseen else "")
-            for table, (lacking, unseen) in found.items()
+            for table, (lacking, unseen) in missing.items()
             if lacking
         ]
 

@@ -369,5 +369,5 @@ class SqlServerForwarding(LockedForwarding):
 
 
 def _without(headers: ColumnElement[bytes]) -> Any:  # noqa: ANN401 - from a name to a condition
-    text = collate(cast(headers, mssql.VARCHAR("max")), BINARY)  # type: ignore[arg-type]
-    return lambda name: func.charindex(literal_column(f"'{name}'"), text) == literal_column("0")
+    as_text = collate(cast(headers, mssql.VARCHAR("max")), BINARY)  # type: ignore[arg-type]
+    return lambda name: func.charindex(literal_column(f"'{name}'"), as_text) == literal_column("0")

@@ -210,9 +210,9 @@ def text_of(error: BaseException) -> str:
     while len(parts) == 1 and isinstance(parts[0], tuple):
         parts = parts[0]
     texts = [part.decode(errors="replace") if isinstance(part, bytes) else str(part) for part in parts]
-    text = re.sub(r"^(\[[^]]*\])+", "", texts[-1] if texts else "").strip()
-    lines = [line for line in map(str.strip, FRAME.sub("\n", text).splitlines()) if line]
-    return ". ".join(line.rstrip(".") for line in dict.fromkeys(lines)) or text
+    message = re.sub(r"^(\[[^]]*\])+", "", texts[-1] if texts else "").strip()
+    lines = [line for line in map(str.strip, FRAME.sub("\n", message).splitlines()) if line]
+    return ". ".join(line.rstrip(".") for line in dict.fromkeys(lines)) or message
 
 
 class SqlServerErrors(ServerErrors):
@@ -251,16 +251,16 @@ class SqlServerErrors(ServerErrors):
 
     def translated(self, error: Exception) -> Exception:
         """Return the delayline error for a driver's error, or the error itself when it is a programming mistake."""
-        cause, number, place = text_of(error), number_of(error), self._connections
+        cause, number, server = text_of(error), number_of(error), self._connections
         kinds = {kind.__name__ for kind in type(cause_of(error)).__mro__}
         if number in TRANSLATIONS:
-            kind, text = TRANSLATIONS[number]
-            return kind(text.format(place=place, cause=cause))
+            kind, template = TRANSLATIONS[number]
+            return kind(template.format(place=server, cause=cause))
         if "ConnectionStringParseError" in kinds:
-            return ConfigurationError(f"the URL of {place} has an option unknown to the driver: {cause}")
+            return ConfigurationError(f"the URL of {server} has an option unknown to the driver: {cause}")
         if kinds & {"OperationalError", "InterfaceError"}:
             for sign, remedy in UNUSABLE.items():
                 if sign in cause:
-                    return BackendUnusable(f"cannot use {place}: {cause}. {remedy}")
-            return BackendUnavailable(f"cannot reach {place}: {cause}. Check that the server runs and answers there")
+                    return BackendUnusable(f"cannot use {server}: {cause}. {remedy}")
+            return BackendUnavailable(f"cannot reach {server}: {cause}. Check that the server runs and answers there")
         return error

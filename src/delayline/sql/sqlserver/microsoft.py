@@ -108,8 +108,8 @@ class DeclaringCursor(Cursor):
         super()._reset_cursor()
 
     def _number(self, error: Exception) -> None:
-        found = (ERROR_NUMBER.search(str(record[0])) for record in (*self.messages, *self._diagnostics))
-        error.sqlserver_number = next((int(number[1]) for number in found if number and number[1] != "0"), 0)  # type: ignore[attr-defined]
+        matches = (ERROR_NUMBER.search(str(record[0])) for record in (*self.messages, *self._diagnostics))
+        error.sqlserver_number = next((int(number[1]) for number in matches if number and number[1] != "0"), 0)  # type: ignore[attr-defined]
 
     def _records(self) -> Sequence[Any]:
         records_of: Any = ddbc_bindings.DDBCSQLGetAllDiagRecords  # type: ignore[attr-defined]

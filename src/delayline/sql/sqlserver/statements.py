@@ -91,10 +91,10 @@ class HintedSql(MSSQLCompiler):
 
     def get_select_precolumns(self, select: Select[Any], **options: Any) -> str:  # noqa: ANN401
         """Write a limit as TOP, which takes a parameter in parentheses."""
-        text = SQLCompiler.get_select_precolumns(self, select, **options)
+        columns = SQLCompiler.get_select_precolumns(self, select, **options)
         if select._limit_clause is not None and self._use_top(select):
-            text += f"TOP ({self.process(select._limit_clause, **options)}) "
-        return text
+            columns += f"TOP ({self.process(select._limit_clause, **options)}) "
+        return columns
 
     def order_by_clause(self, select: Select[Any], **options: Any) -> str:  # noqa: ANN401
         """Keep the order of rows that are inserted: numbers are given in it. In subqueries it means nothing."""
@@ -107,18 +107,20 @@ class HintedSql(MSSQLCompiler):
     def visit_insert(self, insert_stmt: Insert, *arguments: Any, **options: Any) -> str:  # noqa: ANN401
         """Compile `insert_new`: insert rows whose key, character for character, no row has."""
         parent: Any = super()
-        text = str(parent.visit_insert(insert_stmt, *arguments, **options))
+        statement = str(parent.visit_insert(insert_stmt, *arguments, **options))
         keys = insert_stmt.get_execution_options().get(NEW)
         if keys is None:
-            return text
+            return statement
         table = self.preparer.format_table(insert_stmt.table)
-        start = text.index("(", len("INSERT INTO ") + len(table))
-        end = text.index(") VALUES (", start)
-        columns, values = text[start + 1 : end], text[end + len(") ") :]
+        start = statement.index("(", len("INSERT INTO ") + len(table))
+        end = statement.index(") VALUES (", start)
+        columns, values = statement[start + 1 : end], statement[end + len(") ") :]
         columns_of_key = [insert_stmt.table.c[key] for key in keys]
         same = " AND ".join(_same(self.preparer.quote(column.name), column) for column in columns_of_key)
-        there = f"SELECT * FROM {table} AS old WHERE {same}"  # noqa: S608 - quoted names
-        return f"{text[:start]}({columns}) SELECT * FROM ({values}) AS new ({columns}) WHERE NOT EXISTS ({there})"  # noqa: S608
+        existing = f"SELECT * FROM {table} AS old WHERE {same}"  # noqa: S608 - quoted names
+        return (
+            f"{statement[:start]}({columns}) SELECT * FROM ({values}) AS new ({columns}) WHERE NOT EXISTS ({existing})"  # noqa: S608
+        )
 
     def visit_length_func(self, fn: Any, **kw: Any) -> str:  # noqa: ANN401
         """Count bytes; LEN would count characters, and leave out blanks at the end. NULL has none."""
@@ -146,18 +148,18 @@ class IdempotentDdl(MSDDLCompiler):
     def visit_create_table(self, create: CreateTable, **options: Any) -> str:  # noqa: ANN401
         """Create the table unless it exists."""
         parent: Any = super()
-        text = str(parent.visit_create_table(create, **options)).strip()
-        return f"IF object_id({self._literal(create.element)}, N'U') IS NULL\n{text}"
+        statement = str(parent.visit_create_table(create, **options)).strip()
+        return f"IF object_id({self._literal(create.element)}, N'U') IS NULL\n{statement}"
 
     def visit_create_index(self, create: CreateIndex, *arguments: Any, **options: Any) -> str:  # noqa: ANN401
         """Create the index unless the table has an index of that name."""
         parent: Any = super()
-        text = parent.visit_create_index(create, *arguments, **options)
+        statement = parent.visit_create_index(create, *arguments, **options)
         index: Index = create.element
         name = str(index.name).replace("'", "''")
         table = self._literal(index.table)
-        found = f"SELECT * FROM sys.indexes WHERE name = N'{name}' AND object_id = object_id({table})"  # noqa: S608
-        return f"IF NOT EXISTS ({found})\n{text}"
+        existing = f"SELECT * FROM sys.indexes WHERE name = N'{name}' AND object_id = object_id({table})"  # noqa: S608
+        return f"IF NOT EXISTS ({existing})\n{statement}"
 
     def _literal(self, table: FromClause | None) -> str:
         """Return the table's quoted name as a string literal."""
