@@ -261,9 +261,9 @@ def _move(
 
 
 def _print_report(screen: Screen, report: Report, *, dry_run: bool) -> None:
-    used = [level for level in report.levels if level.found]
+    used = [level for level in report.levels if level.counted]
     if used:
-        rows = [(f"{level.level:02}", level.found, level.moved, level.poison) for level in used]
+        rows = [(f"{level.level:02}", level.counted, level.moved, level.poison) for level in used]
         screen.table(("level", "messages", "moved", "poison"), rows)
     if report.destinations:
         screen.table(("destination", "count"), report.destinations.most_common())
@@ -292,7 +292,7 @@ def _print_report(screen: Screen, report: Report, *, dry_run: bool) -> None:
             "recovered": report.recovered,
             "stale": report.stale,
             "levels": [
-                {"level": level.level, "found": level.found, "moved": level.moved, "poison": level.poison}
+                {"level": level.level, "found": level.counted, "moved": level.moved, "poison": level.poison}
                 for level in used
             ],
             "destinations": dict(report.destinations),

@@ -179,7 +179,7 @@ class BrokerAddress:
     @property
     def management_url(self) -> str:
         """Where the management API is, for people: without users and passwords."""
-        return ", ".join(place.url for place in self.management_places)
+        return ", ".join(management.url for management in self.management_places)
 
 
 def bracketed(host: str) -> str:
@@ -240,12 +240,12 @@ def _nodes(text: str, tls: Tls | None, port: int | None = None) -> Sequence[Node
     """Return the nodes of a list with commas; `port` is for nodes which have none."""
     usual = port or (TLS_PORT if tls else PLAIN_PORT)
     nodes = []
-    for place in text.split(","):
-        found = NODE.fullmatch(place.strip())
-        if found is None or ("," in text and not found["host"]):
+    for node in text.split(","):
+        match = NODE.fullmatch(node.strip())
+        if match is None or ("," in text and not match["host"]):
             shown = "" if "@" in text else f", not {text!r}"  # a password, perhaps
             raise ConfigurationError(f"a broker's hosts must be HOST:PORT, or several with commas between{shown}")
-        nodes.append(Node(_host(found["host"] or "localhost"), _port(found["port"]) if found["port"] else usual))
+        nodes.append(Node(_host(match["host"] or "localhost"), _port(match["port"]) if match["port"] else usual))
     return nodes
 
 
@@ -266,16 +266,16 @@ def _management_places(text: str, user: str, password: str) -> Sequence[Manageme
     """Return the places of a list of URLs with commas; a URL that names a user is asked as that user."""
     places = []
     for url in re.split(r",(?=\s*https?://)", text.strip()):
-        found = MANAGEMENT_URL.fullmatch(url.strip())
-        if found is None or not 0 < int((found["port"] or "1")[:9]) < 65536:
+        match = MANAGEMENT_URL.fullmatch(url.strip())
+        if match is None or not 0 < int((match["port"] or "1")[:9]) < 65536:
             raise ConfigurationError(
                 "the management API's URL must start with http:// or https://, followed by HOST:PORT, and by a path "
                 "where it has one; several URLs with commas between"
             )
-        port, path = f":{found['port']}" if found["port"] else "", (found["path"] or "").rstrip("/")
-        name, _, secret = (found["user"] or "").partition(":")
+        port, path = f":{match['port']}" if match["port"] else "", (match["path"] or "").rstrip("/")
+        name, _, secret = (match["user"] or "").partition(":")
         login = (unquote(name), unquote(secret)) if name else (user, password)
-        places.append(ManagementPlace(f"{found['scheme'].lower()}://{found['host']}{port}{path}", *login))
+        places.append(ManagementPlace(f"{match['scheme'].lower()}://{match['host']}{port}{path}", *login))
     return places
 
 
@@ -343,21 +343,21 @@ AMQP_URL_OPTIONS: Final[dict[str, Callable[[str, str], Any]]] = {
     "topology": _one_of(TOPOLOGIES),
     "delays": _prefix,
     "management": _management,
-    **{one.name: _text for one in fields(Tls)},
+    **{field.name: _text for field in fields(Tls)},
     "verify": _verified,
 }
 
 
 def _with_options(address: BrokerAddress, nodes: Sequence[Node], options: Iterable[tuple[str, str]]) -> BrokerAddress:
-    of_tls = {one.name for one in fields(Tls)}
-    for name, text in options:
+    of_tls = {field.name for field in fields(Tls)}
+    for name, written in options:
         if name == HOSTS:
-            nodes = [*nodes, *_nodes(text, address.tls)]
+            nodes = [*nodes, *_nodes(written, address.tls)]
             continue
         if name not in AMQP_URL_OPTIONS:
             known = ", ".join((*AMQP_URL_OPTIONS, HOSTS))
             raise ConfigurationError(f"a broker's address has no option {name!r}. There are: {known}")
-        value = AMQP_URL_OPTIONS[name](name, text)
+        value = AMQP_URL_OPTIONS[name](name, written)
         if name not in of_tls:
             address = replace(address, **{name: value})
         elif address.tls is None:

@@ -87,11 +87,11 @@ def node_of(connection: AmqpConnection) -> Node:
 
 def _tell_blocked(address: BrokerAddress, reason: str | None) -> None:
     if reason is None:
-        text = "RabbitMQ at %s takes messages again"
-        emit(logger, logging.WARNING, Event.PUBLISHING_UNBLOCKED, text, address)
+        template = "RabbitMQ at %s takes messages again"
+        emit(logger, logging.WARNING, Event.PUBLISHING_UNBLOCKED, template, address)
     else:
-        text = "RabbitMQ at %s takes no messages now (%s): sends wait until it does"
-        emit(logger, logging.WARNING, Event.PUBLISHING_BLOCKED, text, address, reason, reason=reason)
+        template = "RabbitMQ at %s takes no messages now (%s): sends wait until it does"
+        emit(logger, logging.WARNING, Event.PUBLISHING_BLOCKED, template, address, reason, reason=reason)
 
 
 class BrokerConnection:
@@ -156,7 +156,7 @@ class BrokerConnection:
         """Return a new channel, to be closed by the caller, or with the connection."""
         connection = await self.open()
         channel = await connection.channel(partial(explained, self._address.at(node_of(connection))))
-        self._channels = [other for other in self._channels if other.closed is None]
+        self._channels = [known for known in self._channels if known.closed is None]
         self._channels.append(channel)
         return channel
 

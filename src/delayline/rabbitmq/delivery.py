@@ -144,9 +144,9 @@ class DelayLevelDelivery:
     async def _catch_undeliverable(self, transport: RabbitMQTransport) -> None:
         from delayline.rabbitmq.admin.operations import catch_undeliverable, refusing_queues
 
-        _, good, text = await catch_undeliverable(transport.address, self._levels)
+        _, good, finding = await catch_undeliverable(transport.address, self._levels)
         level = logging.WARNING if good is False else logging.INFO
-        emit(logger, level, Event.UNDELIVERABLE_CAUGHT, "Delay levels %s.*: %s", self._levels.prefix, text)
+        emit(logger, level, Event.UNDELIVERABLE_CAUGHT, "Delay levels %s.*: %s", self._levels.prefix, finding)
         if good is not None:
             for refusal in await refusing_queues(transport.address, self._levels, [self._parts()[0].endpoint_name]):
                 emit(logger, logging.WARNING, Event.QUEUE_DIFFERS, "%s", refusal)
@@ -154,9 +154,9 @@ class DelayLevelDelivery:
     async def _lift_limits(self, transport: RabbitMQTransport) -> None:
         from delayline.rabbitmq.admin.operations import lift_limits
 
-        _, good, text = await lift_limits(transport.address, self._levels)
+        _, good, finding = await lift_limits(transport.address, self._levels)
         if not good:
-            emit(logger, logging.WARNING, Event.DELIVERY_LIMITED, "Delay levels %s.*: %s", self._levels.prefix, text)
+            emit(logger, logging.WARNING, Event.DELIVERY_LIMITED, "Delay levels %s.*: %s", self._levels.prefix, finding)
 
     async def start(self) -> None:
         """Look whether the levels are there, else raise BackendUnusable; start the store in front."""

@@ -123,10 +123,10 @@ class DeliveryLimits:
 
         try:
             async with asyncio.timeout(LIMIT_LOOK_PATIENCE), ManagementApi(self._address) as api:
-                found = await limits.lift(api, version, queues)
+                lifted = await limits.lift(api, version, queues)
         except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError) as error:
-            found = limits.unseen(self._address.vhost, version, queues, reason(self._address, error))
-        for limit in found.values():
+            lifted = limits.unseen(self._address.vhost, version, queues, reason(self._address, error))
+        for limit in lifted.values():
             self._note(limit)
             if limit.is_default:
                 self._with_argument.add(limit.queue)
@@ -155,8 +155,8 @@ class DeliveryLimits:
         """Log which of the queues may drop messages."""
         for limit in filter(None, map(self._of, queues)):
             if limit.drops:
-                text = "RabbitMQ loses messages that are returned often: %s"
-                emit(logger, logging.WARNING, Event.DELIVERY_LIMITED, text, limit)
+                template = "RabbitMQ loses messages that are returned often: %s"
+                emit(logger, logging.WARNING, Event.DELIVERY_LIMITED, template, limit)
 
     def look_later(self, *queues: str) -> None:
         """Look at queues that this process did not set up, beside other work, and log queues that may drop messages."""
@@ -195,10 +195,10 @@ class DeliveryLimits:
         """
         known = self._known.get(queue)
         if known is None or known[1] < asyncio.get_running_loop().time():
-            found = await read(self._address, self._connection, [queue])
-            if queue not in found:
+            limits = await read(self._address, self._connection, [queue])
+            if queue not in limits:
                 raise QueueNotFound(queue)
-            self._note(found[queue])
+            self._note(limits[queue])
         return self._known[queue][0]
 
     async def _look(self, queues: Collection[str]) -> None:
@@ -244,15 +244,15 @@ async def read(
         unseen = limits.unseen(address.vhost, version, queues, reason(address, error))
     if version < LIMITED_FROM:
         return unseen
-    found = {}
+    known = {}
     for queue in queues:
         try:
             await connection.run(partial(must_exist, queue=queue))
             may_ask = can_be_compared(queue, address.vhost)
-            found[queue] = (await _probed(connection, queue) if may_ask else None) or unseen[queue]
+            known[queue] = (await _probed(connection, queue) if may_ask else None) or unseen[queue]
         except NotFound:
             continue
-    return found
+    return known
 
 
 async def _probed(connection: BrokerConnection, queue: str) -> DeliveryLimit | None:

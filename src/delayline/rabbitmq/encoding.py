@@ -119,15 +119,15 @@ class Publication(NamedTuple):
             if len(properties) > room:
                 raise _too_many_headers(message, properties, room)
         except (InvalidMessage, Unsendable) as error:
-            other = None if self.properties is not None else with_headers_in_body(message)
-            if other is None and isinstance(error, InvalidMessage):
+            wrapped = None if self.properties is not None else with_headers_in_body(message)
+            if wrapped is None and isinstance(error, InvalidMessage):
                 raise
-            if other is None:
+            if wrapped is None:
                 raise InvalidMessage(str(error)) from error
-            properties = encode_properties(other, delay, len(other.body) - len(message.body))
+            properties = encode_properties(wrapped, delay, len(wrapped.body) - len(message.body))
             if len(properties) > room:
-                raise _too_many_headers(other, properties, room) from None
-            return properties, other.body
+                raise _too_many_headers(wrapped, properties, room) from None
+            return properties, wrapped.body
         return properties, message.body
 
 
@@ -153,10 +153,10 @@ class _HeaderNames(dict[str, bytes]):
 class _ShortStrings(dict[str, bytes]):
     """Values that come again and again, as AMQP short strings; nothing where a value is empty or too long for that."""
 
-    def __missing__(self, text: str) -> bytes:
-        encoded = _short(text)
+    def __missing__(self, string: str) -> bytes:
+        encoded = _short(string)
         if len(self) < MEMORY:
-            self[text] = encoded
+            self[string] = encoded
         return encoded
 
 
@@ -277,9 +277,9 @@ def _expiration(message: Message, delay: int | None) -> bytes:
     return _short(str(milliseconds)) if milliseconds <= LONGEST_EXPIRATION else b""
 
 
-def _short(text: str) -> bytes:
+def _short(string: str) -> bytes:
     try:
-        raw = text.encode()
+        raw = string.encode()
     except UnicodeEncodeError:
         return b""
     return bytes([len(raw)]) + raw if 0 < len(raw) <= LONGEST_SHORT_STRING else b""

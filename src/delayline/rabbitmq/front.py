@@ -73,8 +73,8 @@ def parked(operation: TransportOperation, due: datetime) -> TransportOperation:
 
 def released(operation: TransportOperation) -> Deferred | None:
     """Return the operation as it was before `parked`, and when it is due; None for another operation."""
-    found = sent_to(operation.destination)
-    return None if found is None else (TransportOperation(operation.message, found[0]), found[1])
+    sent = sent_to(operation.destination)
+    return None if sent is None else (TransportOperation(operation.message, sent[0]), sent[1])
 
 
 def sent_to(destination: str) -> tuple[str, datetime] | None:
@@ -82,19 +82,19 @@ def sent_to(destination: str) -> tuple[str, datetime] | None:
 
     A destination in that form without a valid time is ordinary: an unknown sender may ask for replies there.
     """
-    found = PARKED.fullmatch(destination)
-    if found is None:
+    match = PARKED.fullmatch(destination)
+    if match is None:
         return None
     try:
-        return found[2], from_wire_time(found[1])
+        return match[2], from_wire_time(match[1])
     except ValueError:
         return None
 
 
 def as_sent(message: DelayedMessage) -> DelayedMessage:
     """Return the stored message with the destination and the due time that it was sent with."""
-    found = sent_to(message.destination)
-    return message if found is None else replace(message, destination=found[0], due=found[1])
+    sent = sent_to(message.destination)
+    return message if sent is None else replace(message, destination=sent[0], due=sent[1])
 
 
 def managed_as_sent(store: object) -> object:
@@ -128,9 +128,9 @@ class ManagedAsSent:
 
         Raises ConfigurationError for a message for the levels in a store that cannot replace messages.
         """
-        found = await self._whole(message_id)
-        sent = None if found is None else as_sent(found)
-        if found is None or sent is found or sent is None:
+        message = await self._whole(message_id)
+        sent = None if message is None else as_sent(message)
+        if message is None or sent is message or sent is None:
             return await self._store.reschedule(message_id, due, transaction)
         if transaction is not None:
             raise ConfigurationError(
@@ -142,7 +142,7 @@ class ManagedAsSent:
                 f"{type(self._store).__name__} cannot replace messages, so {message_id!r}, which waits there for the "
                 "delay levels, cannot be rescheduled: cancel it, and send it again"
             )
-        outcome = await self._store.reschedule(message_id, max(found.due, self.clock().now() + HELD_FOR))
+        outcome = await self._store.reschedule(message_id, max(message.due, self.clock().now() + HELD_FOR))
         if outcome is not Outcome.DONE:
             return outcome
         result = await self._store.store_or_replace(replace(sent, due=in_utc(due)), replace=True)
@@ -156,22 +156,22 @@ class ManagedAsSent:
     ) -> Sequence[DelayedMessage]:
         """Return pending messages, earliest due first, without locking them."""
         number = offset + limit
-        found = await self._parked(number, lambda name, _: destination in (None, name))
-        found += await self._plain(
+        messages = await self._parked(number, lambda name, _: destination in (None, name))
+        messages += await self._plain(
             number, lambda limit, offset: self._store.pending(destination=destination, limit=limit, offset=offset)
         )
-        return sorted(found, key=lambda message: message.due)[offset:number]
+        return sorted(messages, key=lambda message: message.due)[offset:number]
 
     async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
         """Return counts by destination and due bucket, earliest first."""
         counts: Counter[tuple[datetime, str]] = Counter()
-        for one in await self._store.count_by_due(bucket):
-            sent = sent_to(one.destination)
+        for counted in await self._store.count_by_due(bucket):
+            sent = sent_to(counted.destination)
             if sent is None:
-                counts[one.start, one.destination] += one.count
+                counts[counted.start, counted.destination] += counted.count
             else:
                 destination, due = sent
-                counts[EPOCH + (due - EPOCH) // bucket * bucket, destination] += one.count
+                counts[EPOCH + (due - EPOCH) // bucket * bucket, destination] += counted.count
         return [DueCount(start, destination, number) for (start, destination), number in sorted(counts.items())]
 
     async def _whole(self, message_id: str) -> DelayedMessage | None:
@@ -187,25 +187,25 @@ class ManagedAsSent:
     async def _parked(self, number: int, wanted: Callable[[str, datetime], bool]) -> list[DelayedMessage]:
         """Return the first messages, as they were sent, that go to the levels later."""
         names = {
-            one.destination: (sent[1], one.count)
-            for one in await self._store.count_by_due(ALL_TIME)
-            if (sent := sent_to(one.destination)) is not None and wanted(*sent)
+            counted.destination: (sent[1], counted.count)
+            for counted in await self._store.count_by_due(ALL_TIME)
+            if (sent := sent_to(counted.destination)) is not None and wanted(*sent)
         }
-        found: list[DelayedMessage] = []
-        for name, _ in sorted(names.items(), key=lambda one: one[1]):
-            if len(found) >= number:
+        messages: list[DelayedMessage] = []
+        for name, _ in sorted(names.items(), key=lambda item: item[1]):
+            if len(messages) >= number:
                 break
-            found += map(as_sent, await self._store.pending(destination=name, limit=number - len(found)))
-        return found
+            messages += map(as_sent, await self._store.pending(destination=name, limit=number - len(messages)))
+        return messages
 
     async def _plain(self, number: int, page_of: Callable[[int, int], Any]) -> list[DelayedMessage]:
         """Return the first messages that do not go to the levels, from pages by limit and offset."""
-        found: list[DelayedMessage] = []
+        messages: list[DelayedMessage] = []
         offset = 0
-        while len(found) < number and (page := await page_of(min(PAGE, number), offset)):
-            found += [message for message in page if sent_to(message.destination) is None]
+        while len(messages) < number and (page := await page_of(min(PAGE, number), offset)):
+            messages += [message for message in page if sent_to(message.destination) is None]
             offset += len(page)
-        return found[:number]
+        return messages[:number]
 
 
 class SearchedAsSent(ManagedAsSent):
@@ -217,8 +217,8 @@ class SearchedAsSent(ManagedAsSent):
 
     async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
         """Return the pending message with that id, or None."""
-        found = await self._search.find(message_id, body_limit=body_limit)
-        return None if found is None else replace(found, message=as_sent(found.message))
+        searched = await self._search.find(message_id, body_limit=body_limit)
+        return None if searched is None else replace(searched, message=as_sent(searched.message))
 
     async def due_between(
         self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
@@ -228,29 +228,29 @@ class SearchedAsSent(ManagedAsSent):
         later = await self._parked(
             number, lambda _, due: (start is None or due >= start) and (end is None or due < end)
         )
-        found = [found_of(message, 0) for message in later]
+        results = [found_of(message, 0) for message in later]
         at = 0
-        while len(found) - len(later) < number and (
+        while len(results) - len(later) < number and (
             page := await self._search.due_between(start, end, limit=min(PAGE, number), offset=at)
         ):
-            found += [one for one in page if sent_to(one.message.destination) is None]
+            results += [result for result in page if sent_to(result.message.destination) is None]
             at += len(page)
-        return sorted(found, key=lambda one: one.message.due)[offset:number]
+        return sorted(results, key=lambda result: result.message.due)[offset:number]
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count the messages in each bucket of due times; an estimate counts messages as they leave the store."""
         forecast = await cast("SupportsDueForecast", self._store).due_forecast(edges, by_destination=True)
         buckets = list(forecast.buckets)
-        counts = [one.count for one in buckets]
+        counts = [bucket.count for bucket in buckets]
         named: list[defaultdict[str, int]] = [defaultdict(int) for _ in buckets]
         limits = [in_utc(edge) for edge in edges]
-        for place, bucket in enumerate(buckets):
+        for position, bucket in enumerate(buckets):
             for name, number in bucket.destinations.items():
                 destination, due = sent_to(name) or (name, None)
-                goes = place if due is None else bisect_right(limits, due)
+                goes = position if due is None else bisect_right(limits, due)
                 named[goes][destination] += number
                 counts[goes] += number
-                counts[place] -= number
+                counts[position] -= number
         return DueForecast(
             [
                 _bucket(bucket, number, names if by_destination else {})
@@ -267,10 +267,10 @@ class SearchedAsSent(ManagedAsSent):
         return None if first is None else first.due
 
     async def _whole(self, message_id: str) -> DelayedMessage | None:
-        found = await self._search.find(message_id, body_limit=WHOLE_BODY)
-        return None if found is None else found.message
+        message = await self._search.find(message_id, body_limit=WHOLE_BODY)
+        return None if message is None else message.message
 
 
 def _bucket(bucket: DueBucket, number: int, names: dict[str, int]) -> DueBucket:
-    largest_first = dict(sorted(names.items(), key=lambda one: (-one[1], one[0])))
+    largest_first = dict(sorted(names.items(), key=lambda item: (-item[1], item[0])))
     return replace(bucket, count=max(0, number), destinations=largest_first)

@@ -172,8 +172,8 @@ class DelayInfrastructure:
                 await channel.call(ExchangeDeclare(exchange=exchange, exchange_type="topic", durable=True))
             for queue in self.queues:
                 await channel.call(QueueDeclare(queue=queue.name, durable=True, arguments=dict(queue.arguments)))
-            for one in self.bindings:
-                await channel.call(one.method)
+            for binding in self.bindings:
+                await channel.call(binding.method)
         except PreconditionFailed as error:
             raise refusal(error) from error
 
@@ -201,10 +201,10 @@ class DelayInfrastructure:
 
 def refusal(error: PreconditionFailed) -> BackendUnusable:
     """Return a 406 as an error with the argument that differs, and the remedy."""
-    text = " ".join(str(part) for part in error.args)
-    difference = difference_in(text)
+    answer = " ".join(str(part) for part in error.args)
+    difference = difference_in(answer)
     if difference is None:
-        return BackendUnusable(f"the broker refuses what delayline needs: {text}")
+        return BackendUnusable(f"the broker refuses what delayline needs: {answer}")
     return BackendUnusable(
         f"{difference}. Created with other arguments: use it as it is, choose another name, or delete it when empty"
     )
@@ -212,11 +212,11 @@ def refusal(error: PreconditionFailed) -> BackendUnusable:
 
 def difference_in(text: str) -> Difference | None:
     """Return the argument that a 406's text complains of; None where it is about something else."""
-    found = INEQUIVALENT.search(text)
-    if found is None:
+    match = INEQUIVALENT.search(text)
+    if match is None:
         return None
     return Difference(
-        found["kind"], found["name"], found["argument"], theirs=_value(found["theirs"]), ours=_value(found["ours"])
+        match["kind"], match["name"], match["argument"], theirs=_value(match["theirs"]), ours=_value(match["ours"])
     )
 
 

@@ -79,10 +79,10 @@ def _bits(seconds: int) -> str:
 
 def parse(routing_key: str) -> tuple[int, str] | None:
     """Return the delay in seconds and the destination of a routing key; None for another kind of key."""
-    found = _KEY.fullmatch(routing_key)
-    if found is None:
+    match = _KEY.fullmatch(routing_key)
+    if match is None:
         return None
-    return int(found[1].replace(".", ""), 2), found[2]
+    return int(match[1].replace(".", ""), 2), match[2]
 
 
 def remaining(delay: int, level: int) -> int:

@@ -78,15 +78,17 @@ class DeliveryBindings:
         if self._api is None:
             self._api = ManagementApi(self._address)
         key = destination_key(destination)
-        bound = [one for one in await self._api.bindings_from(delivery_exchange) if one.routing_key == key]
-        if any(one.to_queue and one.destination != beside for one in bound):
+        bound = [binding for binding in await self._api.bindings_from(delivery_exchange) if binding.routing_key == key]
+        if any(binding.to_queue and binding.destination != beside for binding in bound):
             return None
-        exchanges = [one.destination for one in bound if not one.to_queue]
+        exchanges = [binding.destination for binding in bound if not binding.to_queue]
         for name in exchanges:
             exchange = await self._api.exchange(name)
             if exchange is None or exchange.type != "fanout":
                 continue
-            if any(one.to_queue and one.destination != beside for one in await self._api.bindings_from(name)):
+            if any(
+                binding.to_queue and binding.destination != beside for binding in await self._api.bindings_from(name)
+            ):
                 return None
         if exchanges:
             return f"the exchange {exchanges[0]!r} leads to no queue"
@@ -135,9 +137,9 @@ class OverlappingCopies:
 
     async def _decide(self) -> None:
         while self._undecided:
-            place = next(iter(self._undecided))
-            copies = self._undecided.pop(place)  # copies that come during the look are for the next
-            delivery_exchange, other = place
+            pair = next(iter(self._undecided))
+            copies = self._undecided.pop(pair)  # copies that come during the look are for the next
+            delivery_exchange, other = pair
             reason = await self._bindings.why_not(delivery_exchange, other, beside=self._queue)
             for copy in copies:
                 if reason is None:

@@ -96,10 +96,10 @@ def none_connected(errors: Sequence[Exception]) -> Exception:
     """Return the error for a broker none of whose nodes takes a connection, from each node's."""
     if len(errors) == 1:
         return errors[0]
-    text = f"none of {len(errors)} nodes takes the connection: {'; '.join(map(str, errors))}"
+    problem = f"none of {len(errors)} nodes takes the connection: {'; '.join(map(str, errors))}"
     if all(isinstance(error, BackendUnusable) for error in errors):
-        return BackendUnusable(text)
-    return BackendUnavailable(text)
+        return BackendUnusable(problem)
+    return BackendUnavailable(problem)
 
 
 def refused_connection(address: BrokerAddress, closed: Closed) -> BackendUnavailable | BackendUnusable:
@@ -119,8 +119,8 @@ def refused_connection(address: BrokerAddress, closed: Closed) -> BackendUnavail
             f"user {address.user!r} may not use virtual host {address.vhost!r} of RabbitMQ at {address.authority}. "
             f"Allow it with: rabbitmqctl set_permissions -p {address.vhost} {address.user} CONFIGURE WRITE READ"
         )
-    text = f"RabbitMQ at {address} closed the connection: {closed.code} {closed.text}"
-    return BackendUnavailable(text) if closed.code in FROM_BROKER else BackendUnusable(text)
+    problem = f"RabbitMQ at {address} closed the connection: {closed.code} {closed.text}"
+    return BackendUnavailable(problem) if closed.code in FROM_BROKER else BackendUnusable(problem)
 
 
 def refused_call(address: BrokerAddress, method: FrameTypes | bytes, closed: Closed) -> Exception:

@@ -192,7 +192,7 @@ class RabbitMQTransport:
         if transaction is not None:
             raise ConfigurationError("RabbitMQ takes part in no transaction: send without transaction=")
         address_of = self.topology.address_of
-        publications = [Publication(one.message, *address_of(one.destination)) for one in operations]
+        publications = [Publication(operation.message, *address_of(operation.destination)) for operation in operations]
         failures = await self.publisher.publish(publications)
         if failures:
             raise DispatchFailed(
@@ -276,15 +276,15 @@ class RabbitMQTransport:
 
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
         """Return messages that no receiver holds, oldest first: each is taken and given back."""
-        found: list[Message] = []
+        browsed: list[Message] = []
         async with self.passing(queue) as messages:
             for number in range(offset + limit):
                 message = await anext(messages, None)
                 if message is None:
                     break
                 if number >= offset:
-                    found.append(message)
-        return found
+                    browsed.append(message)
+        return browsed
 
     async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
         """Remove the oldest copy of the message that no receiver holds; messages before it are taken and given back."""
@@ -324,8 +324,8 @@ class RabbitMQTransport:
                 ) from error
             if self.limits.differs(queue, different):
                 return
-            text = "Queue %r exists and is no %s queue as this endpoint would create it: using it as it is (%s)"
-            emit(logger, logging.WARNING, Event.QUEUE_DIFFERS, text, queue, self.address.queue_type, different)
+            template = "Queue %r exists and is no %s queue as this endpoint would create it: using it as it is (%s)"
+            emit(logger, logging.WARNING, Event.QUEUE_DIFFERS, template, queue, self.address.queue_type, different)
 
     async def difference(self, queue: str) -> str:
         """Return in which way a queue is not as this transport would create it; empty if it is."""

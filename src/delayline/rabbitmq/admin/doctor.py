@@ -62,25 +62,25 @@ async def examine(
     try:
         return [*version, *await _closely(transport.address, levels)]
     except (BackendUnavailable, BackendUnusable) as error:
-        text = f"{levels.delivery!r} is there; not looked at more closely: {error}"
+        finding = f"{levels.delivery!r} is there; not looked at more closely: {error}"
         refused = isinstance(error, BackendUnusable)
         if refused:
-            text += f". It may be that {NOT_CAUGHT}"
-        there = Check(f"{WHAT}: {CATCH_ALL}" if refused else WHAT, ok=False if refused else None, text=text)
-        return [*version, there, _names(endpoint, crossing)] if endpoint else [*version, there]
+            finding += f". It may be that {NOT_CAUGHT}"
+        exchange = Check(f"{WHAT}: {CATCH_ALL}" if refused else WHAT, ok=False if refused else None, text=finding)
+        return [*version, exchange, _names(endpoint, crossing)] if endpoint else [*version, exchange]
 
 
 async def limits_of(transport: RabbitMQTransport, queues: Collection[str]) -> Sequence[Check]:
     """Return which of the queues drop messages that are returned often; nothing where that cannot be seen."""
-    found = await read(transport.address, transport.connection, queues)
+    limits = await read(transport.address, transport.connection, queues)
     limited = [
-        Check(f"queue {name}: delivery limit", ok=False if one.seen else None, text=str(one))
-        for name, one in found.items()
-        if one.drops
+        Check(f"queue {name}: delivery limit", ok=False if limit.seen else None, text=str(limit))
+        for name, limit in limits.items()
+        if limit.drops
     ]
-    if limited or not all(limit.seen for limit in found.values()):
+    if limited or not all(limit.seen for limit in limits.values()):
         return limited
-    return [check_limits([])] if found else []
+    return [check_limits([])] if limits else []
 
 
 async def _closely(address: BrokerAddress, levels: DelayInfrastructure) -> Sequence[Check]:
@@ -96,10 +96,10 @@ def _names(endpoint: str, crossing: Sequence[str]) -> Check:
     what = f"{WHAT}: names"
     if crossing:
         pairs = ", ".join(map(repr, crossing))
-        text = f"{pairs} on the broker, in which {endpoint!r} ends, would get its delayed messages too. Rename one"
-        return Check(what, ok=False, text=text)
-    text = (
+        finding = f"{pairs} on the broker, in which {endpoint!r} ends, would get its delayed messages too. Rename one"
+        return Check(what, ok=False, text=finding)
+    finding = (
         f"{endpoint!r} ends in no other name on the broker. Whether another one ends in {endpoint!r} was not looked "
         "at: it takes the management API, at management= in the URL"
     )
-    return Check(what, ok=None, text=text)
+    return Check(what, ok=None, text=finding)

@@ -213,8 +213,8 @@ def _entered(headers: Mapping[str, object], level: int) -> datetime | None:
 
 
 def _above(queue: object, level: int) -> bool:
-    found = LEVEL_QUEUE.fullmatch(queue) if isinstance(queue, str) else None
-    return found is not None and int(found[1]) > level
+    match = LEVEL_QUEUE.fullmatch(queue) if isinstance(queue, str) else None
+    return match is not None and int(match[1]) > level
 
 
 def _shown(value: object) -> str:

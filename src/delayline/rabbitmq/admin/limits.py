@@ -65,12 +65,12 @@ class Policies:
         """Return the limit in force: the lowest of the queue's argument, its policy and its operator policy."""
         if queue.type != QUORUM:
             return DeliveryLimit(queue.name)
-        found = list(self._set_for(queue))
+        limits = list(self._set_for(queue))
         if self.version < LIMITED_FROM:  # a number below 0 is taken for 0, and without a number there is no limit
-            found = [replace(limit, returns=limit.returns or 0) for limit in found]
-        elif not found:
+            limits = [replace(limit, returns=limit.returns or 0) for limit in limits]
+        elif not limits:
             return default_limit(queue.name, self.version, self._remedy(queue.name, self.in_force(queue)))
-        limited = [limit for limit in found if limit.returns is not None]
+        limited = [limit for limit in limits if limit.returns is not None]
         return min(limited, key=lambda limit: limit.returns or 0, default=DeliveryLimit(queue.name))
 
     def in_force(self, queue: QueueFacts) -> Policy | None:
@@ -179,12 +179,12 @@ async def lift_levels(api: ManagementApi, version: tuple[int, ...], levels: Dela
 async def read_levels(api: ManagementApi, version: tuple[int, ...], levels: DelayInfrastructure) -> list[DeliveryLimit]:
     """Return the limits of the queues of the levels that exist. Raises BackendUnavailable or BackendUnusable."""
     policies, queues = await asyncio.gather(_policies(api, version), api.queues())
-    found = [queues[level.name] for level in levels.queues if level.name in queues]
-    limits = [policies.limit_of(queue) for queue in found]
+    facts = [queues[level.name] for level in levels.queues if level.name in queues]
+    limits = [policies.limit_of(queue) for queue in facts]
     remedy = f"Lift the limit with: {_command(api.vhost, levels_policy(levels))}"
     return [
         replace(limit, remedy=remedy) if limit.is_default and queue.policy is None else limit
-        for limit, queue in zip(limits, found, strict=True)
+        for limit, queue in zip(limits, facts, strict=True)
     ]
 
 
@@ -194,10 +194,10 @@ async def limit_of_levels(
     """Return the lowest limit of the levels' queues, or the limit to reckon with where policies cannot be seen."""
     try:
         async with asyncio.timeout(LIMIT_LOOK_PATIENCE), ManagementApi(address) as api:
-            found = await read_levels(api, version, levels)
+            limits = await read_levels(api, version, levels)
     except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError) as error:
         return unseen_levels(address.vhost, version, levels, reason(address, error))
-    limited = [limit for limit in found if limit.drops]
+    limited = [limit for limit in limits if limit.drops]
     return min(limited, key=lambda limit: limit.returns or 0, default=DeliveryLimit(levels.level(0)))
 
 
@@ -215,8 +215,8 @@ async def _policies(api: ManagementApi, version: tuple[int, ...]) -> Policies:
 
 
 async def _facts(api: ManagementApi, queues: Collection[str]) -> Mapping[str, QueueFacts]:
-    found = await asyncio.gather(*map(api.queue, queues))
-    return {queue.name: queue for queue in found if queue is not None}
+    answers = await asyncio.gather(*map(api.queue, queues))
+    return {queue.name: queue for queue in answers if queue is not None}
 
 
 def _planned(name: str, policies: Policies) -> QueueFacts:

@@ -131,52 +131,52 @@ class ManagementApi:
     @_understood
     async def feature_flags(self) -> Mapping[str, str]:
         """Return the state of each feature flag: enabled, disabled or unavailable."""
-        return {one["name"]: one["state"] for one in await self._get("feature-flags")}
+        return {flag["name"]: flag["state"] for flag in await self._get("feature-flags")}
 
     @_understood
     async def exchanges(self) -> Mapping[str, ExchangeFacts]:
         """Return the virtual host's exchanges by name."""
-        found = await self._get(f"exchanges/{self._vhost}", disable_stats="true")
-        return {one["name"]: _exchange(one) for one in found}
+        answer = await self._get(f"exchanges/{self._vhost}", disable_stats="true")
+        return {exchange["name"]: _exchange(exchange) for exchange in answer}
 
     @_understood
     async def exchange(self, name: str) -> ExchangeFacts | None:
         """Return an exchange; None if there is no such exchange."""
         path = f"exchanges/{self._vhost}/{quote(name, safe='')}"
-        found = await self._get_if_there(path)
-        return None if found is None else _exchange(found)
+        answer = await self._get_if_there(path)
+        return None if answer is None else _exchange(answer)
 
     @_understood
     async def queues(self) -> Mapping[str, QueueFacts]:
         """Return the virtual host's queues by name, with their counts."""
-        return {one["name"]: _queue(one) for one in await self._get(f"queues/{self._vhost}", **TOTALS)}
+        return {queue["name"]: _queue(queue) for queue in await self._get(f"queues/{self._vhost}", **TOTALS)}
 
     @_understood
     async def queue(self, name: str) -> QueueFacts | None:
         """Return the queue of that name; None if there is none."""
         # A list has the policy in force, which before version 4 the answer for a single queue has seconds later only.
         only = {"name": f"^{re.escape(name)}$", "use_regex": "true", "page": "1", "page_size": "1"}
-        found = await self._get(f"queues/{self._vhost}", **TOTALS, **only)
-        return next((_queue(one) for one in found["items"]), None)
+        answer = await self._get(f"queues/{self._vhost}", **TOTALS, **only)
+        return next((_queue(queue) for queue in answer["items"]), None)
 
     @_understood
     async def bindings(self) -> Sequence[Binding]:
         """Return the virtual host's bindings, without the default exchange's."""
-        return [_binding(one) for one in await self._get(f"bindings/{self._vhost}") if one["source"]]
+        return [_binding(binding) for binding in await self._get(f"bindings/{self._vhost}") if binding["source"]]
 
     @_understood
     async def bindings_from(self, exchange: str) -> Sequence[Binding]:
         """Return the bindings of an exchange to queues and other exchanges; none if there is no such exchange."""
         path = f"exchanges/{self._vhost}/{quote(exchange, safe='')}/bindings/source"
-        return [_binding(one) for one in await self._get_if_there(path) or ()]
+        return [_binding(binding) for binding in await self._get_if_there(path) or ()]
 
     @_understood
     async def policies(self, *, of_operators: bool = False) -> Sequence[Policy]:
         """Return the virtual host's policies, or the policies that its operators lay over them."""
         kind = "operator-policies" if of_operators else "policies"
         return [
-            Policy(one["name"], one["pattern"], one["definition"], one["apply-to"], one["priority"])
-            for one in await self._get(f"{kind}/{self._vhost}")
+            Policy(policy["name"], policy["pattern"], policy["definition"], policy["apply-to"], policy["priority"])
+            for policy in await self._get(f"{kind}/{self._vhost}")
         ]
 
     async def set_policy(self, policy: Policy) -> None:
@@ -214,9 +214,9 @@ class ManagementApi:
     async def _ask(self, method: str, path: str, *, missing: bool = False, **content: Any) -> httpx.Response:  # noqa: ANN401 - httpx's
         """Ask the node that answered last, and the others in turn where it is unavailable; each call is idempotent."""
         errors = []
-        for place in list(self._places):
+        for management in list(self._places):
             try:
-                return await self._ask_at(place, method, path, missing=missing, **content)
+                return await self._ask_at(management, method, path, missing=missing, **content)
             except BackendUnavailable as error:
                 errors.append(error)
                 self._places.append(self._places.pop(0))
@@ -226,7 +226,7 @@ class ManagementApi:
 
     async def _ask_at(
         self,
-        place: ManagementPlace,
+        management: ManagementPlace,
         method: str,
         path: str,
         *,
@@ -234,17 +234,17 @@ class ManagementApi:
         **content: Any,  # noqa: ANN401 - httpx's
     ) -> httpx.Response:
         try:
-            login = httpx.BasicAuth(place.user, place.password)
-            answer = await self._http.request(method, f"{place.url}/api/{path}", auth=login, **content)
+            login = httpx.BasicAuth(management.user, management.password)
+            answer = await self._http.request(method, f"{management.url}/api/{path}", auth=login, **content)
         except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
-            raise BackendUnavailable(f"no management API at {place.url}: {reason}. {PLUGIN_HINT}") from error
+            raise BackendUnavailable(f"no management API at {management.url}: {reason}. {PLUGIN_HINT}") from error
         if answer.is_success or (missing and answer.status_code == httpx.codes.NOT_FOUND):
             return answer
-        raise self._refused(place, answer)
+        raise self._refused(management, answer)
 
-    def _refused(self, place: ManagementPlace, answer: httpx.Response) -> BackendUnavailable | BackendUnusable:
-        user, vhost, url = place.user, self._address.vhost, place.url
+    def _refused(self, management: ManagementPlace, answer: httpx.Response) -> BackendUnavailable | BackendUnusable:
+        user, vhost, url = management.user, self._address.vhost, management.url
         match answer.status_code:
             case httpx.codes.UNAUTHORIZED | httpx.codes.FORBIDDEN:
                 return BackendUnusable(
@@ -267,37 +267,41 @@ PLUGIN_HINT: Final = (
 )
 
 
-def _exchange(one: Mapping[str, Any]) -> ExchangeFacts:
+def _exchange(facts: Mapping[str, Any]) -> ExchangeFacts:
     return ExchangeFacts(
-        one["name"], one["type"], one["durable"], one["auto_delete"], one["internal"], one["arguments"]
+        facts["name"], facts["type"], facts["durable"], facts["auto_delete"], facts["internal"], facts["arguments"]
     )
 
 
-def _binding(one: Mapping[str, Any]) -> Binding:
-    return Binding(one["source"], one["destination"], one["routing_key"], to_queue=one["destination_type"] == "queue")
+def _binding(facts: Mapping[str, Any]) -> Binding:
+    return Binding(
+        facts["source"], facts["destination"], facts["routing_key"], to_queue=facts["destination_type"] == "queue"
+    )
 
 
-def _queue(one: Mapping[str, Any]) -> QueueFacts:
+def _queue(facts: Mapping[str, Any]) -> QueueFacts:
     return QueueFacts(
-        one["name"],
-        one.get("type", one.get("arguments", {}).get("x-queue-type", "classic")),
-        bool(one["durable"]),
-        bool(one["auto_delete"]),
-        bool(one.get("exclusive")),
-        one["arguments"],
-        one.get("messages"),
-        one.get("messages_ready"),
-        one.get("messages_unacknowledged"),
-        one.get("policy") or None,
+        facts["name"],
+        facts.get("type", facts.get("arguments", {}).get("x-queue-type", "classic")),
+        bool(facts["durable"]),
+        bool(facts["auto_delete"]),
+        bool(facts.get("exclusive")),
+        facts["arguments"],
+        facts.get("messages"),
+        facts.get("messages_ready"),
+        facts.get("messages_unacknowledged"),
+        facts.get("policy") or None,
     )
 
 
 def effective(policies: Iterable[Policy], name: str, kind: str) -> Policy | None:
     """Return the policy that counts for the exchange or queue: of those that reach it, the highest priority's."""
-    return max((one for one in policies if one.reaches(name, kind)), key=lambda one: one.priority, default=None)
+    return max(
+        (policy for policy in policies if policy.reaches(name, kind)), key=lambda policy: policy.priority, default=None
+    )
 
 
 def version_of(text: str) -> tuple[int, int, int]:
     """Return a version's three numbers without a suffix; zeros for a text without numbers."""
-    found = VERSION.match(text)
-    return (int(found[1]), int(found[2]), int(found[3] or 0)) if found else (0, 0, 0)
+    match = VERSION.match(text)
+    return (int(match[1]), int(match[2]), int(match[3] or 0)) if match else (0, 0, 0)

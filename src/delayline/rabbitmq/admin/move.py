@@ -62,7 +62,7 @@ class LevelReport:
     """The result of moving a level."""
 
     level: int
-    found: int
+    counted: int
     moved: int = 0
     poison: int = 0
 
@@ -87,12 +87,12 @@ class Report:
     @property
     def moved(self) -> int:
         """Number of messages that the target's levels have."""
-        return sum(one.moved for one in self.levels) + self.recovered
+        return sum(level.moved for level in self.levels) + self.recovered
 
     @property
     def poison(self) -> int:
         """Number of messages put into the poison queue."""
-        return sum(one.poison for one in self.levels)
+        return sum(level.poison for level in self.levels)
 
 
 class Move:
@@ -126,7 +126,7 @@ class Move:
         self._reach = Routability(self._target, self._to.delivery, only_look=dry_run)
         self._dry_run = dry_run
         self._clock = clock or SystemClock()
-        self._progress = progress or (lambda level, done, found: None)
+        self._progress = progress or (lambda level, done, number: None)
         self.report = Report(poison_queue=self._poison.queue)
         """The results so far."""
 
@@ -173,24 +173,24 @@ class Move:
     async def _drain(self, level: int, counting: Channel) -> None:
         """Move the messages of the level, including messages that arrive meanwhile."""
         queue = self._from.level(level)
-        found = await number_in(counting, queue)
-        report = LevelReport(level, found)
+        number = await number_in(counting, queue)
+        report = LevelReport(level, number)
         self.report.levels.append(report)
-        self._progress(level, 0, found)
-        if not found:
+        self._progress(level, 0, number)
+        if not number:
             return
         async with channel_of(self._source) as channel:
             await self._consume(channel, queue, report)
         if self._dry_run:  # else what comes next, a move perhaps, would find the queue empty
-            await await_returned(counting, queue, found)
+            await await_returned(counting, queue, number)
 
     async def _consume(self, channel: Channel, queue: str, report: LevelReport) -> None:
-        wanted = min(report.found, SAMPLE) if self._dry_run else report.found
+        wanted = min(report.counted, SAMPLE) if self._dry_run else report.counted
         ahead, done = SAMPLE if self._dry_run else 2 * BATCH, 0
         async for batch in batches(channel, queue, wanted, size=BATCH, ahead=ahead):
             await self._move(channel, batch, report)
             done += len(batch)
-            self._progress(report.level, done, report.found)
+            self._progress(report.level, done, report.counted)
 
     async def _move(self, channel: Channel, batch: Sequence[Delivery], report: LevelReport) -> None:
         """Move messages, or put them into the poison queue; each leaves its level once it is confirmed elsewhere."""
@@ -198,18 +198,18 @@ class Move:
         unmoved: list[PoisonMessage] = []
         for delivered in batch:
             try:
-                found = waiting(delivered.routing_key, delivered.properties.headers, report.level, self._clock.now())
+                waits = waiting(delivered.routing_key, delivered.properties.headers, report.level, self._clock.now())
             except Unmovable as error:
                 unmoved.append(PoisonMessage(delivered, str(error), None))
                 continue
-            if await self._reach.includes(found.destination):
-                going.append((delivered, found))
+            if await self._reach.includes(waits.destination):
+                going.append((delivered, waits))
             else:
                 unmoved.append(
-                    PoisonMessage(delivered, f"its destination {found.destination!r} does not exist there", found)
+                    PoisonMessage(delivered, f"its destination {waits.destination!r} does not exist there", waits)
                 )
         if self._dry_run:
-            self._count(report, [found for _, found in going])
+            self._count(report, [waits for _, waits in going])
         else:
             unmoved += await self._send(channel, going, report)
             await self._poison.keep(unmoved, report.level)
@@ -217,13 +217,13 @@ class Move:
             # closed.
             channel.acknowledge(batch[-1].tag, multiple=True)
         report.poison += len(unmoved)
-        self.report.reasons.update(one.reason for one in unmoved)
+        self.report.reasons.update(message.reason for message in unmoved)
 
     async def _send(self, channel: Channel, going: Sequence[Going], report: LevelReport) -> list[PoisonMessage]:
         """Publish to the other levels; return messages that the broker will never accept. Raises temporary errors."""
-        refused = await self._publisher.publish([self._publication(*one) for one in going])
-        moved = [one for index, one in enumerate(going) if index not in refused]
-        self._count(report, [found for _, found in moved])
+        refused = await self._publisher.publish([self._publication(*message) for message in going])
+        moved = [message for index, message in enumerate(going) if index not in refused]
+        self._count(report, [waits for _, waits in moved])
         for error in refused.values():
             if not isinstance(error, InvalidMessage):
                 for delivered, _ in moved:
@@ -233,24 +233,24 @@ class Move:
 
     def _count(self, report: LevelReport, moved: Sequence[LevelMessage]) -> None:
         report.moved += len(moved)
-        self.report.stale += sum(found.stale for found in moved)
-        self.report.destinations.update(found.destination for found in moved)
+        self.report.stale += sum(message.stale for message in moved)
+        self.report.destinations.update(message.destination for message in moved)
 
-    def _publication(self, delivered: Delivery, found: LevelMessage) -> Publication:
+    def _publication(self, delivered: Delivery, waits: LevelMessage) -> Publication:
         """Return the message as it came, on its way to the level that its remaining time begins with."""
-        exchange, key = self._to.route(seconds_until(found.due, self._clock.now()), found.destination)
+        exchange, key = self._to.route(seconds_until(waits.due, self._clock.now()), waits.destination)
         return Publication(content(delivered), exchange, key, properties=carried(delivered))
 
     async def _move_recoverable(self) -> None:
         """Move the messages of an earlier run whose destinations exist now."""
         async with channel_of(self._source) as channel:
-            async for delivered, found in self._poison.movable(channel):
-                if await self._reach.includes(found.destination):
-                    for error in (await self._publisher.publish([self._publication(delivered, found)])).values():
+            async for delivered, waits in self._poison.movable(channel):
+                if await self._reach.includes(waits.destination):
+                    for error in (await self._publisher.publish([self._publication(delivered, waits)])).values():
                         raise error
                     channel.acknowledge(delivered.tag)
                     self.report.recovered += 1
-                    self.report.destinations[found.destination] += 1
+                    self.report.destinations[waits.destination] += 1
 
 
 def _same(source: Levels, target: Levels) -> bool:

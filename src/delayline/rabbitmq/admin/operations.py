@@ -215,11 +215,11 @@ async def catch_all_on(address: BrokerAddress, infrastructure: DelayInfrastructu
     """
     name = catch_all_name(infrastructure)
     policy = Policy(name, f"^{re.escape(infrastructure.delivery)}$", {"alternate-exchange": name})
-    others = [one for one in await api.policies() if one.name != name]
-    there = effective(others, infrastructure.delivery, "exchanges")
-    if there is not None:
+    others = [policy for policy in await api.policies() if policy.name != name]
+    in_force = effective(others, infrastructure.delivery, "exchanges")
+    if in_force is not None:
         raise BackendUnusable(
-            f"policy {there.name!r} is in force for {infrastructure.delivery!r}, and an exchange has one only: add "
+            f"policy {in_force.name!r} is in force for {infrastructure.delivery!r}, and an exchange has one only: add "
             f'"alternate-exchange": "{name}" to it, or narrow its pattern'
         )
     connection = BrokerConnection(address, "delayline catch-all")
@@ -269,11 +269,11 @@ async def lift_limits(address: BrokerAddress, infrastructure: DelayInfrastructur
         return Check(RETURNS, ok=True, text="such queues have none, unless a policy sets one")
     try:
         async with asyncio.timeout(SETUP_PATIENCE), ManagementApi(address) as api:
-            found = await limits.lift_levels(api, version, infrastructure)
-            found += (await limits.lift(api, version, [catch_all_name(infrastructure)])).values()
+            lifted = await limits.lift_levels(api, version, infrastructure)
+            lifted += (await limits.lift(api, version, [catch_all_name(infrastructure)])).values()
     except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError) as error:
-        found = [limits.unseen_levels(address.vhost, version, infrastructure, reason(address, error))]
-    return check_limits(found)
+        lifted = [limits.unseen_levels(address.vhost, version, infrastructure, reason(address, error))]
+    return check_limits(lifted)
 
 
 async def refusing_queues(
@@ -283,7 +283,7 @@ async def refusing_queues(
     try:
         async with asyncio.timeout(SETUP_PATIENCE), ManagementApi(address) as api:
             layers = await api.policies(), await api.policies(of_operators=True)
-            return [one.text(infrastructure) for one in refusals(await api.queues(), layers, names)]
+            return [refusal.text(infrastructure) for refusal in refusals(await api.queues(), layers, names)]
     except (BackendUnavailable, BackendUnusable, ConfigurationError, TimeoutError):
         return []  # the catch-all's check says so
 

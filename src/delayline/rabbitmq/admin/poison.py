@@ -36,7 +36,7 @@ class PoisonMessage(NamedTuple):
 
     delivered: Delivery
     reason: str
-    found: LevelMessage | None
+    waits: LevelMessage | None
 
 
 class PoisonQueue:
@@ -61,7 +61,7 @@ class PoisonQueue:
 
     async def keep(self, unmoved: Sequence[PoisonMessage], level: int) -> None:
         """Publish messages to the queue and wait for the broker's confirms. Raises the first error."""
-        refused = await self._publisher.publish([self._publication(one, level) for one in unmoved])
+        refused = await self._publisher.publish([self._publication(message, level) for message in unmoved])
         for error in refused.values():
             raise error
 
@@ -71,15 +71,15 @@ class PoisonQueue:
             delivered = await channel.get(self.queue)
             if delivered is None:
                 return
-            found = _waiting(delivered.properties.headers)
-            if found is not None:
-                yield delivered, found
+            waits = _waiting(delivered.properties.headers)
+            if waits is not None:
+                yield delivered, waits
 
-    def _publication(self, one: PoisonMessage, level: int) -> Publication:
-        marks: dict[str, str | int] = {REASON: one.reason, ROUTING_KEY: one.delivered.routing_key, LEVEL: level}
-        if one.found is not None:
-            marks[DUE_MARK] = to_wire_time(one.found.due)
-        return Publication(content(one.delivered), "", self.queue, properties=carried(one.delivered, marks))
+    def _publication(self, message: PoisonMessage, level: int) -> Publication:
+        marks: dict[str, str | int] = {REASON: message.reason, ROUTING_KEY: message.delivered.routing_key, LEVEL: level}
+        if message.waits is not None:
+            marks[DUE_MARK] = to_wire_time(message.waits.due)
+        return Publication(content(message.delivered), "", self.queue, properties=carried(message.delivered, marks))
 
 
 def content(delivered: Delivery) -> Message:

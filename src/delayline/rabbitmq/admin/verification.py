@@ -75,8 +75,8 @@ def check_limits(limits: Sequence[DeliveryLimit]) -> Check:
         return Check(RETURNS, ok=True, text="no queue drops messages that are returned to it")
     others = f"; so do {len(limited) - 1} more" if len(limited) > 1 else ""
     remedies = dict.fromkeys(limit.remedy for limit in limited)
-    text = f"{limited[0].fact}{others}. " + " ".join(list(remedies)[:SHOWN_FACTS])
-    return Check(RETURNS, ok=False if any(limit.seen for limit in limited) else None, text=text)
+    finding = f"{limited[0].fact}{others}. " + " ".join(list(remedies)[:SHOWN_FACTS])
+    return Check(RETURNS, ok=False if any(limit.seen for limit in limited) else None, text=finding)
 
 
 async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> list[Check]:
@@ -142,26 +142,26 @@ def _flag(version: str, flags: Mapping[str, str]) -> Check:
     )
 
 
-def _exchanges(infrastructure: DelayInfrastructure, found: Mapping[str, ExchangeFacts]) -> Check:
+def _exchanges(infrastructure: DelayInfrastructure, exchanges: Mapping[str, ExchangeFacts]) -> Check:
     faults: list[str] = []
     for name in infrastructure.exchanges:
-        if name not in found:
+        if name not in exchanges:
             faults.append(f"{name} is missing")
             continue
-        exchange = found[name]
+        exchange = exchanges[name]
         wanted: dict[str, object] = {"type": "topic", "durable": True, "auto_delete": False, "internal": False}
         actual = {argument: getattr(exchange, argument) for argument in wanted} | dict(exchange.arguments)
         faults += _differences("exchange", name, wanted, actual)
     return _judged("exchanges", len(infrastructure.exchanges), faults)
 
 
-def _queues(infrastructure: DelayInfrastructure, found: Mapping[str, QueueFacts]) -> Check:
+def _queues(infrastructure: DelayInfrastructure, queues: Mapping[str, QueueFacts]) -> Check:
     faults: list[str] = []
     for queue in infrastructure.queues:
-        if queue.name not in found:
+        if queue.name not in queues:
             faults.append(f"{queue.name} is missing")
             continue
-        fact = found[queue.name]
+        fact = queues[queue.name]
         wanted = {"durable": True, "auto_delete": False, **queue.arguments}
         described = {"durable": fact.durable, "auto_delete": fact.auto_delete, "x-queue-type": fact.type}
         actual = described | dict(fact.arguments)  # which name the type where the declaration did, or since RabbitMQ 4
@@ -169,15 +169,18 @@ def _queues(infrastructure: DelayInfrastructure, found: Mapping[str, QueueFacts]
     return _judged("queues", len(infrastructure.queues), faults)
 
 
-def _bindings(infrastructure: DelayInfrastructure, found: Sequence[Binding]) -> Check:
+def _bindings(infrastructure: DelayInfrastructure, actual: Sequence[Binding]) -> Check:
     """Every binding of ours is there; and from a level, no other: it would lead messages astray."""
-    ours, there = set(infrastructure.bindings), set(found)
+    ours, theirs = set(infrastructure.bindings), set(actual)
     levels = {binding.source for binding in ours}
-    faults = [f"{one.source} to {one.destination} with key {one.routing_key} is missing" for one in ours - there]
+    faults = [
+        f"{binding.source} to {binding.destination} with key {binding.routing_key} is missing"
+        for binding in ours - theirs
+    ]
     faults += [
-        f"{one.source} to {one.destination} with key {one.routing_key} is too many"
-        for one in there - ours
-        if one.source in levels or (one.to_queue and one.destination in levels)
+        f"{binding.source} to {binding.destination} with key {binding.routing_key} is too many"
+        for binding in theirs - ours
+        if binding.source in levels or (binding.to_queue and binding.destination in levels)
     ]
     return _judged("bindings", len(ours), sorted(faults))
 
@@ -231,18 +234,18 @@ async def _undeliverable(
         return Check(what, ok=False, text=f"{where} {_hanging(infrastructure, caught=caught, refusing=refusing)}")
     if infrastructure.quorum or caught:
         return Check(what, ok=True, text="all find their destinations")
-    text = (
+    finding = (
         "those whose destination is missing are dropped by the broker, uncounted, as these levels are classic queues. "
         "Let a queue catch them: delayline rabbitmq catch-all on"
     )
-    return Check(what, ok=False, text=text)
+    return Check(what, ok=False, text=finding)
 
 
 def _hanging(infrastructure: DelayInfrastructure, *, caught: bool | None, refusing: Sequence[Refusal]) -> str:
     """Return why due messages hang, and what lets them go on."""
-    full = [one for one in refusing if one.full or caught]
+    full = [refusal for refusal in refusing if refusal.full or caught]
     if full:
-        return f"hang, and 32 stop a level for all: {_some([one.text(infrastructure) for one in full])}"
+        return f"hang, and 32 stop a level for all: {_some([refusal.text(infrastructure) for refusal in full])}"
     if caught:
         return (
             "hang, and 32 stop a level for all. Those without a destination are caught, so a destination refuses "
@@ -260,7 +263,7 @@ def reached(infrastructure: DelayInfrastructure, bindings: Sequence[Binding]) ->
     onward: defaultdict[str, list[Binding]] = defaultdict(list)
     for binding in bindings:
         onward[binding.source].append(binding)
-    found: dict[str, Collection[str]] = {}
+    queues_of: dict[str, Collection[str]] = {}
     for first in onward[infrastructure.delivery]:
         queues, seen, coming = set(), set(), [first]
         while coming:
@@ -271,8 +274,8 @@ def reached(infrastructure: DelayInfrastructure, bindings: Sequence[Binding]) ->
                 seen.add(binding.destination)
                 coming += onward[binding.destination]
         name = first.routing_key.removeprefix(DESTINATION_START)
-        found[name] = queues | set(found.get(name, ()))
-    return found
+        queues_of[name] = queues | set(queues_of.get(name, ()))
+    return queues_of
 
 
 class Refusal(NamedTuple):
@@ -302,25 +305,25 @@ def refusals(
         layers: Its policies, and its operators' policies.
         names: The queues to look at.
     """
-    found = (_refusal(queues[name], layers) for name in sorted(names) if name in queues)
-    return [one for one in found if one is not None]
+    looked_at = (_refusal(queues[name], layers) for name in sorted(names) if name in queues)
+    return [refusal for refusal in looked_at if refusal is not None]
 
 
 def _refusal(queue: QueueFacts, layers: Sequence[Sequence[Policy]]) -> Refusal | None:
-    policies = [one.definition for layer in layers if (one := effective(layer, queue.name, queue.type))]
+    policies = [policy.definition for layer in layers if (policy := effective(layer, queue.name, queue.type))]
     sources = [{name.removeprefix("x-"): value for name, value in queue.arguments.items()}, *reversed(policies)]
-    overflow = next((one["overflow"] for one in sources if "overflow" in one), "drop-head")
+    overflow = next((source["overflow"] for source in sources if "overflow" in source), "drop-head")
     limits = {
         name: min(values)
         for name in LENGTH_LIMITS
-        if (values := [one[name] for one in sources if isinstance(one.get(name), int)])
+        if (values := [source[name] for source in sources if isinstance(source.get(name), int)])
     }
     if not limits or overflow not in REFUSING_OVERFLOWS:
         return None
     sizes = {"max-length": queue.ready, "max-length-bytes": None}
     full = any((sizes[name] or 0) >= limit for name, limit in limits.items())
-    text = ", ".join(f"{name}={limit}" for name, limit in limits.items())
-    return Refusal(queue.name, f"{text}, overflow={overflow}", full)
+    sizes_set = ", ".join(f"{name}={limit}" for name, limit in limits.items())
+    return Refusal(queue.name, f"{sizes_set}, overflow={overflow}", full)
 
 
 def _destinations(
@@ -333,7 +336,7 @@ def _destinations(
         for name, queues in sorted(ends.items())
         if not queues
     ]
-    faults += [one.text(infrastructure) for one in refusing]
+    faults += [refusal.text(infrastructure) for refusal in refusing]
     if faults:
         return Check("destinations", ok=False, text=_some(faults))
     return Check("destinations", ok=True, text=f"all {len(ends)} lead to a queue that takes due messages")
@@ -351,8 +354,8 @@ async def _stuck_for_long(api: ManagementApi, infrastructure: DelayInfrastructur
 
 
 async def _stuck(api: ManagementApi, infrastructure: DelayInfrastructure) -> dict[str, int]:
-    found, lowest = await api.queues(), infrastructure.level(0)
-    facts = [found[level.name] for level in infrastructure.queues if level.name in found]
+    queues, lowest = await api.queues(), infrastructure.level(0)
+    facts = [queues[level.name] for level in infrastructure.queues if level.name in queues]
     # At the lowest level, where messages stay for a second, brokers may show them as taken.
     numbers = {
         fact.name: fact.undeliverable + ((fact.unacknowledged or 0) if fact.name == lowest else 0) for fact in facts
@@ -365,15 +368,15 @@ def _caught(infrastructure: DelayInfrastructure, queues: Mapping[str, QueueFacts
     name = catch_all_name(infrastructure)
     number = queues[name].messages or 0 if name in queues else 0
     if number:
-        text = f"{number} due messages are in {name}, for their destinations were missing. Look into it and empty it"
-        return Check(CATCH_ALL, ok=False, text=text)
+        finding = f"{number} due messages are in {name}, for their destinations were missing. Look into it and empty it"
+        return Check(CATCH_ALL, ok=False, text=finding)
     policy = effective(policies, infrastructure.delivery, "exchanges")
     if name not in queues or policy is None or policy.definition.get("alternate-exchange") != name:
-        text = (
+        finding = (
             "off: due messages without a destination stay in their level, and 32 of them stop it for every endpoint. "
             "Switch it on with: delayline rabbitmq catch-all on"
         )
-        return Check(CATCH_ALL, ok=False, text=text)
+        return Check(CATCH_ALL, ok=False, text=finding)
     return Check(CATCH_ALL, ok=True, text=f"{name} is empty")
 
 

@@ -231,11 +231,11 @@ class Channel:
             self._expect(lambda delivery: self._connection.answer(self.number, delivery), data, 0)
         elif kind == RETURN:
             code = int.from_bytes(data[:2], "big")
-            text, at = _short_string(data, 2)
+            reason, at = _short_string(data, 2)
             exchange, at = _short_string(data, at)
             key, _ = _short_string(data, at)
             self._content = _Content(
-                lambda back: self.on_return(exchange, key, f"{code} {text}", back.encoded_properties),
+                lambda back: self.on_return(exchange, key, f"{code} {reason}", back.encoded_properties),
                 0,
                 False,
                 exchange,
@@ -345,14 +345,14 @@ def _method(data: bytes, start: int, end: int) -> Any:  # noqa: ANN401 - each me
         if close is None:
             raise
         at = start + FRAME_START + METHOD_IDS
-        text, rest = _short_string(data[:end], at + 2)  # brokers cut it at 255 bytes, inside a character too
-        return close(int.from_bytes(data[at : at + 2], "big"), text, *_method_ids(data[rest:end]))
+        reason, rest = _short_string(data[:end], at + 2)  # brokers cut it at 255 bytes, inside a character too
+        return close(int.from_bytes(data[at : at + 2], "big"), reason, *_method_ids(data[rest:end]))
 
 
-def _no_frame(found: bytes) -> str:
-    if found.startswith(PROTOCOL):
-        return f"it asks for another version of the protocol, {found[:8]!r}"
-    return f"no frame begins with {found!r}"
+def _no_frame(start: bytes) -> str:
+    if start.startswith(PROTOCOL):
+        return f"it asks for another version of the protocol, {start[:8]!r}"
+    return f"no frame begins with {start!r}"
 
 
 def _short_string(data: bytes, at: int) -> tuple[str, int]:

@@ -131,20 +131,20 @@ class Delivery(NamedTuple):
 
 def decode_properties(encoded: bytes) -> Properties:
     """Return the properties in a message's property flags and list. Raises Undecodable."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     try:
         for flag, start, end in walk_properties(encoded):
             if flag == HEADERS_FLAG:
-                found["headers"] = _decode_table(encoded, start + 4, end, 0)
+                values["headers"] = _decode_table(encoded, start + 4, end, 0)
             elif flag == TIMESTAMP:
                 _check_time(encoded[start:end])
             elif flag not in (DELIVERY_MODE, PRIORITY):
-                text = encoded[start + 1 : end].decode()
+                string = encoded[start + 1 : end].decode()
                 if flag in NAMES:
-                    found[NAMES[flag]] = text
+                    values[NAMES[flag]] = string
     except (ValueError, IndexError, struct.error) as error:
         raise Undecodable(str(error)) from error
-    return Properties(**found)
+    return Properties(**values)
 
 
 def message_id_in(encoded: bytes) -> str | None:

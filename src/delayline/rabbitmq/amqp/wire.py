@@ -59,14 +59,14 @@ class Publication(Protocol):
         """Return property flags and list, of at most `room` bytes, and the body. Raises Unsendable."""
 
 
-def short_string(text: str, what: str) -> bytes:
+def short_string(string: str, what: str) -> bytes:
     """Return an AMQP short string; raises Unsendable for a text of more than 255 bytes."""
     try:
-        raw = text.encode()
+        raw = string.encode()
     except UnicodeEncodeError as error:
-        raise Unsendable(f"{what} {text!r} is not valid Unicode: {error}") from error
+        raise Unsendable(f"{what} {string!r} is not valid Unicode: {error}") from error
     if len(raw) > LONGEST_SHORT_STRING:
-        raise Unsendable(f"{what} has {len(raw)} bytes in UTF-8, AMQP carries 255 at most: {text[:40]!r}...")
+        raise Unsendable(f"{what} has {len(raw)} bytes in UTF-8, AMQP carries 255 at most: {string[:40]!r}...")
     return bytes([len(raw)]) + raw
 
 
