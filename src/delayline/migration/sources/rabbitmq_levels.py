@@ -20,9 +20,9 @@ from delayline.message import Headers, Message
 from delayline.migration.collected import SURE, UNSURE, CollectedMessage, CollectedSource, Selection
 from delayline.migration.tally import Bounds, Tally
 from delayline.rabbitmq.address import BrokerAddress
-from delayline.rabbitmq.admin.drain import ADVICE, Unmovable, batches, channel_of, must_have_levels, waiting
+from delayline.rabbitmq.admin.drain import ADVICE, Unmovable, batches, channel_of, must_have_levels, number_in, waiting
 from delayline.rabbitmq.admin.poison import carried
-from delayline.rabbitmq.browsing import count
+from delayline.rabbitmq.browsing import await_returned, must_exist
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.decoding import message_from
 from delayline.rabbitmq.encoding import Publication
@@ -83,9 +83,11 @@ class RabbitmqLevelsSource(CollectedSource):
         del spark
         endpoint = _the_endpoint(which)
         doubts = await self.database.write(partial(self._begin, endpoint=endpoint))
-        async with self._connected() as connection:
+        async with self._connected() as connection, channel_of(connection) as counting:
             for level in reversed(range(LEVELS)):
-                await self._drain(connection, level, endpoint, doubts)
+                number = await number_in(counting, self.levels.level(level))
+                if number:
+                    await self._drain(connection, level, number, endpoint, doubts)
 
     async def restore(self, rows: Sequence[CollectedMessage]) -> Mapping[str, str]:
         """Publish each message for its remaining delay; returns once the broker has confirmed."""
@@ -104,10 +106,10 @@ class RabbitmqLevelsSource(CollectedSource):
         endpoint, tally = _the_endpoint(which), Tally()
 
         async def look() -> None:
-            async with self._connected() as connection:
+            async with self._connected() as connection, channel_of(connection) as counting:
                 for level in reversed(range(LEVELS)):
                     queue = self.levels.level(level)
-                    number = await connection.run(partial(count, queue=queue))
+                    number = await number_in(counting, queue)
                     async with channel_of(connection) as channel:
                         seen = 0
                         async for some in batches(
@@ -115,6 +117,8 @@ class RabbitmqLevelsSource(CollectedSource):
                         ):
                             tally.add([self._read(message, level, endpoint) for message in some], which, bounds)
                             seen += len(some)
+                    if number:  # else what comes next would find the queue empty
+                        await await_returned(counting, queue, number)
                     tally.of(endpoint).unseen += max(0, number - seen)
 
         blocking(look())
@@ -166,11 +170,10 @@ class RabbitmqLevelsSource(CollectedSource):
         query = self.kept.select().with_only_columns(self.kept.c[self.key]).where(self.kept.c.state == UNSURE)
         return Counter(_digest_in(key) for key in connection.execute(query).scalars())
 
-    async def _drain(self, connection: BrokerConnection, level: int, endpoint: str, doubts: Counter[str]) -> None:
+    async def _drain(
+        self, connection: BrokerConnection, level: int, number: int, endpoint: str, doubts: Counter[str]
+    ) -> None:
         queue = self.levels.level(level)
-        number = await connection.run(partial(count, queue=queue))
-        if not number:
-            return
         async with channel_of(connection) as channel:
             async for some in batches(channel, queue, number, size=COPIED_AT_ONCE, ahead=2 * COPIED_AT_ONCE):
                 new, known = _apart([self._read(message, level, endpoint) for message in some], doubts)
@@ -181,7 +184,7 @@ class RabbitmqLevelsSource(CollectedSource):
     async def _acknowledge(self, channel: Channel, queue: str, some: Sequence[Delivery]) -> None:
         """Let the broker forget them; it has when it answers the question that follows."""
         channel.acknowledge(some[-1].tag, multiple=True)
-        await count(channel, queue)
+        await must_exist(channel, queue)
 
     def _keep_new(self, connection: Connection, *, rows: Sequence[CollectedMessage]) -> None:
         """Store messages under new ids: an event that failed at two endpoints is pending twice under the same id."""
