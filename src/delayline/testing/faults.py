@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
+
+from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
-
-    from delayline.transaction import Transaction
+    from collections.abc import Awaitable, Callable, Iterable
 
 Result = TypeVar("Result")
-TransactionType = TypeVar("TransactionType", bound="Transaction")
+TransactionType = TypeVar("TransactionType", bound=Transaction)
 
 #: The same operation has a method in a store with six verbs and another in one that supports batches.
 STORE: Final = ("store", "store_many")
@@ -212,6 +214,9 @@ class Faults:
 class Faulty:
     """Base of the faulty wrappers."""
 
+    _inner: Any
+    """The wrapped object."""
+
     def __init__(self, *faults: Fault, shared: Faults | None = None) -> None:
         self.faults = Faults() if shared is None else shared
         self.faults.inject(*faults)
@@ -236,6 +241,47 @@ class Faulty:
     async def quiet(self) -> None:
         """Return once no call is under way, other than a `receive` or a call that a fault delays."""
         await self.faults.quiet()
+
+
+FaultyType = TypeVar("FaultyType", bound=Faulty)
+
+
+def with_capabilities(
+    kind: type[FaultyType], inner: object, capabilities: Iterable[Any], **members: object
+) -> FaultyType:
+    """Return a wrapper, not yet initialized, with the capabilities of the wrapped object.
+
+    Coroutines of a capability pass the faults, with the arguments that are given by position; a transaction's commit
+    and rollback do, and everything else is passed on.
+
+    Args:
+        kind: The wrapper's class; the result is of a subclass.
+        inner: The wrapped object.
+        capabilities: The protocols of which the wrapper claims those that `inner` fulfils.
+        members: Members to use in place of passing a capability's of that name on.
+    """
+    for capability in capabilities:
+        if isinstance(inner, capability):
+            for name, declared in vars(capability).items():
+                if not name.startswith("_") and not hasattr(kind, name):
+                    members.setdefault(name, _member(name, declared))
+    claimed = {name: member for name, member in members.items() if hasattr(inner, name)}
+    return object.__new__(type(kind.__name__, (kind,), claimed))
+
+
+def _member(name: str, declared: object) -> object:
+    if isinstance(declared, property):
+        return property(attrgetter(f"_inner.{name}"))
+    if name == "transaction":
+        return lambda self: self.faults.apply_to(self._inner.transaction())
+    if not inspect.iscoroutinefunction(declared):
+        return lambda self, *arguments, **named: getattr(self._inner, name)(*arguments, **named)
+
+    async def under_faults(self: Faulty, *arguments: object, **named: object) -> Any:  # noqa: ANN401 - as declared
+        shown = [value for value in arguments if value is not None and not isinstance(value, Transaction)]
+        return await self.faults.call(name, lambda: getattr(self._inner, name)(*arguments, **named), *shown)
+
+    return under_faults
 
 
 def _message_ids(arguments: tuple[object, ...]) -> tuple[str, ...]:

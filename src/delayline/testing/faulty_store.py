@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from delayline.delayed.store import (
     DelayedMessageStore,
-    DueCount,
-    DueForecast,
-    Forwarded,
-    FoundMessage,
-    Outcome,
     SupportsBatches,
     SupportsClock,
     SupportsClose,
@@ -22,15 +17,13 @@ from delayline.delayed.store import (
     SupportsSetup,
     SupportsTransactions,
 )
-from delayline.testing.faults import Fault, Faults, Faulty
+from delayline.testing.faults import Fault, Faults, Faulty, with_capabilities
 from delayline.timeouts.persister import (
-    LockedTimeouts,
     SupportsCount,
     SupportsOpen,
     SupportsTake,
     SupportsTimeoutLocks,
     Timeout,
-    TimeoutCount,
     TimeoutPersister,
     TimeoutsChunk,
 )
@@ -38,12 +31,21 @@ from delayline.transaction import SupportsHighestMode, TransactionMode
 
 if TYPE_CHECKING:
     import uuid
-    from collections.abc import Callable, Hashable, Sequence
-    from datetime import datetime, timedelta
+    from collections.abc import Sequence
+    from datetime import datetime
 
-    from delayline.clock import Clock
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
+
+
+#: What a faulty store has if the wrapped store has it.
+STORE_CAPABILITIES: Final = (
+    SupportsSetup, SupportsTransactions, SupportsHighestMode, SupportsBatches, SupportsManagement, SupportsDueForecast,
+    SupportsLookup, SupportsNotifications, SupportsClock, SupportsClose,
+)  # fmt: skip
+PERSISTER_CAPABILITIES: Final = (
+    *STORE_CAPABILITIES, SupportsOpen, SupportsTake, SupportsTimeoutLocks, SupportsCount, SupportsForwarding,
+)  # fmt: skip
 
 
 class FaultyStore(Faulty):
@@ -67,9 +69,7 @@ class FaultyStore(Faulty):
         cls, store: DelayedMessageStore, *faults: Fault, verbs_only: bool = False, shared: Faults | None = None
     ) -> Self:
         """Return an instance of a class that has the capabilities of `store`."""
-        parts = tuple(part for capability, part in FAULTY_CAPABILITIES if isinstance(store, capability))
-        made: Self = object.__new__(type(cls.__name__, (cls, *(() if verbs_only else parts)), {}))
-        return made
+        return with_capabilities(cls, store, () if verbs_only else STORE_CAPABILITIES)
 
     def __init__(
         self, store: DelayedMessageStore, *faults: Fault, verbs_only: bool = False, shared: Faults | None = None
@@ -102,148 +102,6 @@ class FaultyStore(Faulty):
         )
 
 
-class _Infrastructure(Faulty):
-    _inner: SupportsSetup
-
-    async def setup_infrastructure(self, endpoint_name: str) -> None:
-        await self.faults.call(
-            "setup_infrastructure", lambda: self._inner.setup_infrastructure(endpoint_name), endpoint_name
-        )
-
-
-class _Transactions(Faulty):
-    _inner: SupportsTransactions
-
-    @property
-    def transaction_domain(self) -> Hashable | None:
-        return self._inner.transaction_domain
-
-    @property
-    def locks_rows(self) -> bool:
-        return self._inner.locks_rows
-
-    def transaction(self) -> Transaction:
-        return self.faults.apply_to(self._inner.transaction())
-
-
-class _HighestMode(Faulty):
-    _inner: SupportsHighestMode
-
-    @property
-    def highest_transaction_mode(self) -> TransactionMode:
-        return self._inner.highest_transaction_mode
-
-
-class _Batches(Faulty):
-    _inner: SupportsBatches
-
-    async def store_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
-        await self.faults.call("store_many", lambda: self._inner.store_many(messages, transaction), messages)
-
-    async def fetch_due(
-        self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
-    ) -> Sequence[DelayedMessage]:
-        return await self.faults.call(
-            "fetch_due",
-            lambda: self._inner.fetch_due(at, limit, max_bytes=max_bytes, transaction=transaction),
-            at,
-            limit,
-        )
-
-    async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
-        return await self.faults.call("remove_many", lambda: self._inner.remove_many(messages, transaction), messages)
-
-    async def retry_many(
-        self, messages: Sequence[DelayedMessage], at: datetime, transaction: Transaction | None = None
-    ) -> int:
-        return await self.faults.call(
-            "retry_many", lambda: self._inner.retry_many(messages, at, transaction), messages, at
-        )
-
-    async def release_many(self, messages: Sequence[DelayedMessage]) -> None:
-        await self.faults.call("release_many", lambda: self._inner.release_many(messages), messages)
-
-
-class _Management(Faulty):
-    _inner: SupportsManagement
-
-    async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
-        return await self.faults.call("cancel", lambda: self._inner.cancel(message_id, transaction), message_id)
-
-    async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
-        return await self.faults.call(
-            "reschedule", lambda: self._inner.reschedule(message_id, due, transaction), message_id, due
-        )
-
-    async def pending(
-        self, *, destination: str | None = None, limit: int = 100, offset: int = 0
-    ) -> Sequence[DelayedMessage]:
-        return await self.faults.call(
-            "pending", lambda: self._inner.pending(destination=destination, limit=limit, offset=offset)
-        )
-
-    async def count_by_due(self, bucket: timedelta) -> Sequence[DueCount]:
-        return await self.faults.call("count_by_due", lambda: self._inner.count_by_due(bucket), bucket)
-
-
-class _Forecasts(Faulty):
-    _inner: SupportsDueForecast
-
-    async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
-        return await self.faults.call(
-            "due_forecast", lambda: self._inner.due_forecast(edges, by_destination=by_destination)
-        )
-
-
-class _Lookups(Faulty):
-    _inner: SupportsLookup
-
-    async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
-        return await self.faults.call("find", lambda: self._inner.find(message_id, body_limit=body_limit), message_id)
-
-    async def due_between(
-        self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
-    ) -> Sequence[FoundMessage]:
-        return await self.faults.call(
-            "due_between", lambda: self._inner.due_between(start, end, limit=limit, offset=offset)
-        )
-
-
-class _Notifications(Faulty):
-    _inner: SupportsNotifications
-
-    def on_stored(self, callback: Callable[[datetime], None]) -> Callable[[], None]:
-        return self._inner.on_stored(callback)
-
-
-class _Clock(Faulty):
-    _inner: SupportsClock
-
-    def clock(self) -> Clock:
-        return self._inner.clock()
-
-
-class _Closable(Faulty):
-    _inner: SupportsClose
-
-    async def close(self) -> None:
-        await self.faults.call("close", self._inner.close)
-
-
-FAULTY_CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
-    (SupportsSetup, _Infrastructure),
-    (SupportsTransactions, _Transactions),
-    (SupportsHighestMode, _HighestMode),
-    (SupportsBatches, _Batches),
-    (SupportsManagement, _Management),
-    (SupportsDueForecast, _Forecasts),
-    (SupportsLookup, _Lookups),
-    (SupportsNotifications, _Notifications),
-    (SupportsClock, _Clock),
-    (SupportsClose, _Closable),
-)
-
-
 class FaultyTimeoutPersister(Faulty):
     """Wraps a timeout persister and claims its capabilities; every call passes the injected faults.
 
@@ -260,9 +118,7 @@ class FaultyTimeoutPersister(Faulty):
 
     def __new__(cls, persister: TimeoutPersister, *faults: Fault, shared: Faults | None = None) -> Self:
         """Return an instance of a class that has the capabilities of `persister`."""
-        parts = tuple(part for capability, part in PERSISTER_CAPABILITIES if isinstance(persister, capability))
-        made: Self = object.__new__(type(cls.__name__, (cls, *parts), {}))
-        return made
+        return with_capabilities(cls, persister, PERSISTER_CAPABILITIES)
 
     def __init__(self, persister: TimeoutPersister, *faults: Fault, shared: Faults | None = None) -> None:
         super().__init__(*faults, shared=shared)
@@ -298,66 +154,3 @@ class FaultyTimeoutPersister(Faulty):
 
     async def lease(self, ids: Sequence[str], until: datetime) -> None:
         await self.faults.call("lease", lambda: self._inner.lease(ids, until), ids, until)
-
-
-class _Opening(Faulty):
-    _inner: SupportsOpen
-
-    async def open(self, endpoint_name: str) -> None:
-        await self.faults.call("open", lambda: self._inner.open(endpoint_name), endpoint_name)
-
-    async def close(self) -> None:
-        await self.faults.call("close", self._inner.close)
-
-
-class _Take(Faulty):
-    _inner: SupportsTake
-
-    async def take(self, timeout_id: str, transaction: Transaction) -> Timeout | None:
-        return await self.faults.call("take", lambda: self._inner.take(timeout_id, transaction), timeout_id)
-
-
-class _Locks(Faulty):
-    _inner: SupportsTimeoutLocks
-
-    async def lock_due(self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction) -> LockedTimeouts:
-        return await self.faults.call(
-            "lock_due",
-            lambda: self._inner.lock_due(at, limit, max_bytes=max_bytes, transaction=transaction),
-            at,
-            limit,
-        )
-
-    async def remove_many(self, ids: Sequence[str], transaction: Transaction) -> int:
-        return await self.faults.call("remove_many", lambda: self._inner.remove_many(ids, transaction), ids)
-
-    async def lease_locked(self, ids: Sequence[str], until: datetime, transaction: Transaction) -> None:
-        await self.faults.call("lease_locked", lambda: self._inner.lease_locked(ids, until, transaction), ids, until)
-
-
-class _Counting(Faulty):
-    _inner: SupportsCount
-
-    async def count(self) -> TimeoutCount:
-        return await self.faults.call("count", self._inner.count)
-
-
-class _Forwarding(Faulty):
-    _inner: SupportsForwarding
-
-    def forwards_to(self, transport: object) -> bool:
-        return self._inner.forwards_to(transport)
-
-    async def forward_due(self, at: datetime, limit: int, *, max_bytes: int) -> Forwarded:
-        forward = self._inner.forward_due
-        return await self.faults.call("forward_due", lambda: forward(at, limit, max_bytes=max_bytes), at, limit)
-
-
-PERSISTER_CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
-    *FAULTY_CAPABILITIES,
-    (SupportsOpen, _Opening),
-    (SupportsTake, _Take),
-    (SupportsTimeoutLocks, _Locks),
-    (SupportsCount, _Counting),
-    (SupportsForwarding, _Forwarding),
-)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
-from delayline.testing.faults import Fault, Faults, Faulty
+from delayline.testing.faults import Fault, Faults, Faulty, with_capabilities
 from delayline.transport import (
     ReceivedMessage,
     Receiver,
@@ -22,12 +22,18 @@ from delayline.transport import (
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Hashable, Sequence
 
-    from delayline.message import Message
     from delayline.transaction import Transaction, TransactionMode
     from delayline.transport import QueuePass, TransportOperation
 
 
 class _PrefetchReceiver(Receiver, SupportsPrefetch, Protocol): ...
+
+
+#: What a faulty transport has if the wrapped transport has it.
+TRANSPORT_CAPABILITIES: Final = (
+    SupportsTransportTransactions, SupportsQueueManagement, SupportsQueuePass, SupportsQualifiedQueues,
+    SupportsQueueLookup,
+)  # fmt: skip
 
 
 class FaultyTransport(Faulty):
@@ -46,11 +52,11 @@ class FaultyTransport(Faulty):
             transport = FaultyTransport(MyTransport(), Fault("dispatch", BackendUnavailable("down"), calls=range(1, 3)))
     """
 
+    _inner: Transport
+
     def __new__(cls, transport: Transport, *faults: Fault, shared: Faults | None = None) -> Self:
         """Return an instance of a class that has the capabilities of `transport`."""
-        parts = tuple(part for capability, part in _CAPABILITIES if isinstance(transport, capability))
-        made: Self = object.__new__(type(cls.__name__, (cls, *parts), {}))
-        return made
+        return with_capabilities(cls, transport, TRANSPORT_CAPABILITIES, passing=_passing)
 
     def __init__(self, transport: Transport, *faults: Fault, shared: Faults | None = None) -> None:
         super().__init__(*faults, shared=shared)
@@ -131,65 +137,12 @@ class FaultyPrefetchReceiver(FaultyReceiver):
         return self._receiver.holds(received)
 
 
-class _Transactions(Faulty):
-    _inner: SupportsTransportTransactions
-
-    def transaction(self) -> Transaction:
-        return self.faults.apply_to(self._inner.transaction())
-
-
-class _Queues(Faulty):
-    _inner: SupportsQueueManagement
-
-    async def count(self, queue: str) -> int:
-        return await self.faults.call("count", lambda: self._inner.count(queue), queue)
-
-    async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
-        return await self.faults.call("browse", lambda: self._inner.browse(queue, limit, offset=offset), queue, limit)
-
-    async def take(self, queue: str, message_id: str, transaction: Transaction | None = None) -> bool:
-        return await self.faults.call(
-            "take", lambda: self._inner.take(queue, message_id, transaction), queue, message_id
-        )
-
-    async def purge(self, queue: str) -> int:
-        return await self.faults.call("purge", lambda: self._inner.purge(queue), queue)
-
-
-class _Passes(Faulty):
-    _inner: SupportsQueuePass
-
-    @contextlib.asynccontextmanager
-    async def passing(self, queue: str) -> AsyncIterator[QueuePass]:
-        await self.faults.call("passing", _nothing, queue)
-        async with self._inner.passing(queue) as messages:
-            yield messages
-
-
 async def _nothing() -> None: ...
 
 
-class _Finds(Faulty):
-    _inner: SupportsQueueLookup
-
-    async def has_queue(self, queue: str) -> bool:
-        return await self.faults.call("has_queue", lambda: self._inner.has_queue(queue), queue)
-
-    async def queues(self) -> Sequence[str]:
-        return await self.faults.call("queues", self._inner.queues)
-
-
-class _Names(Faulty):
-    _inner: SupportsQualifiedQueues
-
-    def qualified(self, queue: str, qualifier: str) -> str:
-        return self._inner.qualified(queue, qualifier)
-
-
-_CAPABILITIES: tuple[tuple[Any, type[Faulty]], ...] = (
-    (SupportsTransportTransactions, _Transactions),
-    (SupportsQueueManagement, _Queues),
-    (SupportsQueuePass, _Passes),
-    (SupportsQualifiedQueues, _Names),
-    (SupportsQueueLookup, _Finds),
-)
+@contextlib.asynccontextmanager
+async def _passing(wrapper: Faulty, queue: str) -> AsyncIterator[QueuePass]:
+    """Look through a queue, under the faults of `passing`."""
+    await wrapper.faults.call("passing", _nothing, queue)
+    async with wrapper._inner.passing(queue) as messages:
+        yield messages
