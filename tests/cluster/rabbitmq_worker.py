@@ -14,7 +14,7 @@ import time
 
 from delayline import Endpoint, Message, MessageContext, StoredDelivery, TransactionMode
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
-from delayline.rabbitmq.receiver import RabbitMQReceiver
+from delayline.rabbitmq.acknowledgements import Acknowledgements
 from delayline.sql import SqlDelayedMessageStore
 
 
@@ -30,20 +30,20 @@ def die() -> None:
 
 def die_acknowledging(path: str, step: str) -> list[int]:
     """Die at the step of the first acknowledgement of at least 24 messages; return a list that gets their number."""
-    flush, numbers = RabbitMQReceiver._flush, list[int]()
+    write, numbers = Acknowledgements._write, list[int]()
 
-    async def fatal(receiver: RabbitMQReceiver) -> None:
-        number = len(receiver._acknowledged)
+    async def fatal(acknowledgements: Acknowledgements) -> None:
+        number = len(acknowledgements)
         if number >= 24 and not numbers:
             numbers.append(number)
             journal(f"{path}.acknowledged", str(number))
             if step == "before":
                 die()
-        await flush(receiver)
+        await write(acknowledgements)
         if numbers and step == "after":
             die()
 
-    RabbitMQReceiver._flush = fatal  # type: ignore[method-assign,assignment]
+    Acknowledgements._write = fatal  # type: ignore[method-assign,assignment]
     return numbers
 
 

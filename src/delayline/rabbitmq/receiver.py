@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -17,10 +16,12 @@ from pamqp import commands
 from delayline.errors import BackendUnavailable, QueueNotFound
 from delayline.events import Event, emit
 from delayline.message import Headers, to_wire_time
+from delayline.rabbitmq.acknowledgements import Acknowledgements
 from delayline.rabbitmq.amqp.channel import retrieve_exception
 from delayline.rabbitmq.decoding import crashes_of, message_from
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED
 from delayline.rabbitmq.overlapping_copies import OverlappingCopies, meant_for_another
+from delayline.rabbitmq.prefetched import Prefetched
 from delayline.rabbitmq.read_ahead import ReadAhead
 from delayline.rabbitmq.refusals import NotFound
 from delayline.transport import SUSPECT_FROM, ReceivedMessage
@@ -31,12 +32,10 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.rabbitmq.connection import BrokerConnection
-from delayline.rabbitmq.overlapping_copies import DeliveryBindings
+    from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT: Final = 2.0
-"""Seconds without a handler that gets free after which messages that were sent ahead go back to the queue."""
 LONGEST_HELD: Final = 600.0
 """Seconds after which a message that the error queue does not take goes back to its queue: brokers close the channel,
 and double all of its messages, if one is not acknowledged within `consumer_timeout`, 30 minutes by default."""
@@ -82,6 +81,30 @@ class DeliveryTag(NamedTuple):
     tag: int
 
 
+class ReturnCounts:
+    """How often messages came back to their queue, and which of them it would drop at the next return.
+
+    Args:
+        counted: whether the queue counts it, as quorum queues do.
+        is_dropped_next: whether the queue would drop a message that was returned so often.
+    """
+
+    def __init__(self, *, counted: bool, is_dropped_next: Callable[[int], Awaitable[bool]]) -> None:
+        self._counted = counted
+        self._is_dropped_next = is_dropped_next
+        self.nack_is_counted = True
+
+    def earlier(self, delivered: Delivery) -> int:
+        """Return how many deliveries of it have ended without an outcome; of a queue that counts none, up to 1."""
+        if not self._counted:
+            return int(delivered.redelivered)
+        return crashes_of(delivered) + (delivered.returns if self.nack_is_counted else delivered.failures)
+
+    async def would_drop(self, delivered: Delivery) -> bool:
+        """Return whether the queue would drop the message instead of taking it back."""
+        return self._counted and await self._is_dropped_next(delivered.returns)
+
+
 class RabbitMQReceiver:
     """Receives messages from a queue. A lost connection or consumer is replaced by the next `receive`.
 
@@ -113,9 +136,7 @@ class RabbitMQReceiver:
         self._restore = restore
         self._move_aside = move_aside
         self._copy = copy
-        self._is_dropped_next = is_dropped_next
-        self._counted = counted
-        self._nack_is_counted = True
+        self._returns = ReturnCounts(counted=counted, is_dropped_next=is_dropped_next)
         self._one_by_one = True
         self._alone: int | None = None
         """The tag of the only message that may be held."""
@@ -125,20 +146,16 @@ class RabbitMQReceiver:
         self._number = 0
         self._capacity = 0
         self._consumers: list[str] = []
-        self._buffer: deque[Delivery] = deque()
-        self._redelivered = 0
+        self._prefetched = Prefetched(self._return_buffer_soon)
+        self._buffer = self._prefetched.messages
         self._held: set[int] = set()
-        self._acknowledged: set[int] = set()
-        self._flushes: set[asyncio.Task[None]] = set()
-        self._answer: asyncio.Task[None] | None = None
+        self._acknowledgements = Acknowledgements(self._first_open)
         self._closing: asyncio.Task[None] | None = None
         self._retries: set[asyncio.Task[None]] = set()
         self._unmoved: set[int] = set()
         self._last: dict[int, Delivery] = {}
         self._ahead = ReadAhead()
         self._newest = self._detached = 0
-        self._moved_on = 0.0
-        self._patience: asyncio.TimerHandle | None = None
         self._returning: asyncio.Task[None] | None = None
         self._left_to: set[str] = set()
         self._copies = OverlappingCopies(bindings, queue, drop=self._drop_copy, keep=self._keep_copy)
@@ -221,8 +238,7 @@ class RabbitMQReceiver:
             try:
                 await self._cancel_consumers(channel)
                 while (delivered := next(filter(crashes_of, self._buffer), None)) is not None:
-                    self._buffer.remove(delivered)
-                    self._redelivered -= delivered.redelivered
+                    self._prefetched.remove(delivered)
                     await self._return(channel, delivered)
             except BaseException:
                 self._let_go(tag, held=True)
@@ -249,7 +265,7 @@ class RabbitMQReceiver:
         A quorum queue takes 32 of them at a time, and forgets the rest when the channel is closed just then: their
         messages come again. An acknowledgement of all that was received, as after a stop, is always heeded.
         """
-        await asyncio.gather(*self._flushes)
+        await self._acknowledgements.written()
 
     async def flush(self, received: ReceivedMessage) -> None:
         """Return once the broker has answered a method that follows the message's acknowledgement.
@@ -258,31 +274,14 @@ class RabbitMQReceiver:
         loop share the method. The limit of quorum queues applies, see `flushed`.
         """
         answer = None
-        if self._receipt(received).channel == self._number:
-            answer = self._closing if self._channel is None else self._next_answer(self._channel)
+        if _receipt_of(received).channel == self._number:
+            answer = self._closing if self._channel is None else self._acknowledgements.answer(self._channel)
         if answer is None:
             raise BackendUnavailable(f"the channel of {self._queue!r} ended before an acknowledgement was processed")
         await asyncio.shield(answer)
 
-    def _next_answer(self, channel: Channel) -> asyncio.Task[None]:
-        if self._answer is None:
-            self._answer = asyncio.create_task(self._await_answer(channel))
-            self._answer.add_done_callback(retrieve_exception)
-        return self._answer
-
-    async def _await_answer(self, channel: Channel) -> None:
-        self._answer = None  # later acknowledgements may be written after the method
-        await self.flushed()
-        await channel.call(commands.Channel.Flow(active=True))
-
-    def _receipt(self, received: ReceivedMessage) -> DeliveryTag:
-        delivery = received.receipt
-        if not isinstance(delivery, DeliveryTag):
-            raise TypeError(f"receipt {delivery!r} was not given by this receiver")
-        return delivery
-
     def _tag(self, received: ReceivedMessage) -> int | None:
-        delivery = self._receipt(received)
+        delivery = _receipt_of(received)
         return delivery.tag if delivery.channel == self._number and delivery.tag in self._held else None
 
     def _done(self, tag: int) -> None:
@@ -290,12 +289,13 @@ class RabbitMQReceiver:
             return
         self._let_go(tag)
         self._last.pop(tag, None)
-        self._ahead.end(tag, self._time())
-        if not self._acknowledged:
-            flush = asyncio.create_task(self._flush())
-            self._flushes.add(flush)
-            flush.add_done_callback(self._flushes.discard)
-        self._acknowledged.add(tag)
+        self._ahead.end(tag, _time())
+        self._acknowledgements.add(self._channel, tag)
+
+    def _first_open(self) -> int:
+        """Return the lowest tag of a message that is here."""
+        waiting = min((delivered.tag for delivered in self._buffer), default=NO_TAG)
+        return min(min(self._held, default=NO_TAG), waiting)
 
     def _let_go(self, tag: int, *, held: bool = False) -> None:
         if not held:
@@ -307,7 +307,7 @@ class RabbitMQReceiver:
 
     def _give_back(self, tag: int) -> None:
         self._let_go(tag)
-        self._ahead.end(tag, self._time())
+        self._ahead.end(tag, _time())
         if self._channel is not None:
             with contextlib.suppress(BackendUnavailable):
                 self._channel.requeue(tag)
@@ -317,16 +317,16 @@ class RabbitMQReceiver:
         batch: list[ReceivedMessage] = []
         while self._buffer and len(batch) < limit and self._alone is None:
             delivered = self._buffer[0]
-            if delivered.redelivered and await self._must_not_return(delivered):
+            if delivered.redelivered and await self._returns.would_drop(delivered):
                 if not batch and self._is_next(delivered):
-                    self._pop()
+                    self._held.add(self._prefetched.pop().tag)
                     await self._set_aside(delivered, ReturnedTooOften(delivered.returns))
                 return batch
             if not self._is_next(delivered):
                 continue
             other = meant_for_another(delivered, self._queue)
             if other is not None:
-                self._pop()
+                self._held.add(self._prefetched.pop().tag)
                 self._unmoved.add(delivered.tag)
                 self._copies.add(delivered, other)
                 continue
@@ -334,13 +334,13 @@ class RabbitMQReceiver:
                 message = message_from(delivered)
             except Exception as error:  # whatever is wrong with a message stops no other
                 if not batch:
-                    self._pop()
+                    self._held.add(self._prefetched.pop().tag)
                     await self._set_aside(delivered, error)
                 return batch
-            self._pop()
+            self._held.add(self._prefetched.pop().tag)
             tag = DeliveryTag(self._number, delivered.tag)
-            self._ahead.begin(delivered.tag, self._time())
-            if earlier := self._earlier(delivered):
+            self._ahead.begin(delivered.tag, _time())
+            if earlier := self._returns.earlier(delivered):
                 self._suspicious[delivered.tag] = delivered
             batch.append(ReceivedMessage(message, tag, earlier))
         return batch
@@ -348,12 +348,6 @@ class RabbitMQReceiver:
     def _is_next(self, delivered: Delivery) -> bool:
         """Return False if another message has come before it meanwhile, or the channel was lost."""
         return bool(self._buffer) and self._buffer[0] is delivered
-
-    def _earlier(self, delivered: Delivery) -> int:
-        """Return how many deliveries of it have ended without an outcome; of a queue that counts none, up to 1."""
-        if not self._counted:
-            return int(delivered.redelivered)
-        return crashes_of(delivered) + (delivered.returns if self._nack_is_counted else delivered.failures)
 
     def _drop_copy(self, copy: Delivery, other: str) -> None:
         """Drop a delayed message that the other endpoint has got as well."""
@@ -374,29 +368,8 @@ class RabbitMQReceiver:
         }
         self._set_aside_soon(copy, marks)
 
-    def _time(self) -> float:
-        return asyncio.get_running_loop().time()
-
-    def _pop(self) -> None:
-        self._held.add(self._buffer.popleft().tag)
-        self._redelivered = max(0, self._redelivered - 1)
-        self._moved_on = self._time()
-
-    def _watch_buffer(self) -> None:
-        """See to it that messages sent ahead do not wait for long; called before a message is buffered."""
-        if not self._buffer:
-            self._moved_on = self._time()
-        if self._patience is None:
-            self._patience = asyncio.get_running_loop().call_later(LONGEST_WAIT, self._return_what_waits)
-
-    def _return_what_waits(self) -> None:
-        self._patience = None
-        if self._stopped or not self._buffer:
-            return
-        left = self._moved_on + LONGEST_WAIT - self._time()
-        if left > 0:
-            self._patience = asyncio.get_running_loop().call_later(left, self._return_what_waits)
-        elif self._returning is None or self._returning.done():
+    def _return_buffer_soon(self) -> None:
+        if not self._stopped and (self._returning is None or self._returning.done()):
             self._returning = asyncio.create_task(self._return_buffer())
 
     async def _return_buffer(self) -> None:
@@ -443,7 +416,7 @@ class RabbitMQReceiver:
             marks: headers to add.
             after: seconds until the first try.
         """
-        latest = self._time() + LONGEST_HELD
+        latest = _time() + LONGEST_HELD
         while True:
             await asyncio.sleep(after)
             after = min(max(2 * after, FIRST_PAUSE), LONGEST_PAUSE)
@@ -452,7 +425,7 @@ class RabbitMQReceiver:
             except Exception as error:
                 emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_SET_ASIDE, self._queue, error)
                 channel = self._channel
-                if channel is not None and self._time() >= latest:
+                if channel is not None and _time() >= latest:
                     self._unmoved.discard(delivered.tag)
                     self._held.discard(delivered.tag)
                     self._last.pop(delivered.tag, None)
@@ -487,7 +460,7 @@ class RabbitMQReceiver:
         if self._one_by_one:
             return at_work + 1, 0
         wanted = min(at_work + limit, MOST_UNACKNOWLEDGED)
-        return wanted, min(self._ahead.number(wanted, self._time()), MOST_UNACKNOWLEDGED - wanted)
+        return wanted, min(self._ahead.number(wanted, _time()), MOST_UNACKNOWLEDGED - wanted)
 
     async def _grow(self, number: int) -> None:
         channel = self._channel
@@ -499,7 +472,7 @@ class RabbitMQReceiver:
 
     async def _open(self) -> Channel:
         channel = await self._connection.channel()
-        self._nack_is_counted = await self._connection.version() < NACK_IS_NOT_COUNTED
+        self._returns.nack_is_counted = await self._connection.version() < NACK_IS_NOT_COUNTED
         self._number += 1
         self._channel = channel
         channel.on_end = partial(self._channel_ended, self._number)
@@ -512,15 +485,10 @@ class RabbitMQReceiver:
         As long as they were returned twice and more, perhaps by crashes of their handlers, each `receive` has the
         broker send a single message: messages sent ahead would be returned with it.
         """
-        if self._one_by_one and self._earlier(delivered) < SUSPECT_FROM:
+        if self._one_by_one and self._returns.earlier(delivered) < SUSPECT_FROM:
             self._one_by_one = False
         self._newest = delivered.tag
-        self._watch_buffer()
-        if delivered.redelivered:
-            self._buffer.insert(self._redelivered, delivered)
-            self._redelivered += 1
-        else:
-            self._buffer.append(delivered)
+        self._prefetched.add(delivered)
         self._changed.set()
 
     def _cancelled(self) -> None:
@@ -544,12 +512,12 @@ class RabbitMQReceiver:
         self._channel = None
         self._number += 1
         self._one_by_one = True
-        self._capacity = self._redelivered = self._newest = self._detached = 0
+        self._capacity = self._newest = self._detached = 0
         self._ahead.forget()
         self._consumers.clear()
-        self._buffer.clear()
+        self._prefetched.clear()
         self._held.clear()
-        self._acknowledged.clear()
+        self._acknowledgements.forget()
         self._end_retries()
         self._unmoved.clear()
         self._last.clear()
@@ -560,20 +528,6 @@ class RabbitMQReceiver:
         self._copies.forget()
         for retry in self._retries:
             retry.cancel()
-
-    async def _flush(self) -> None:
-        """Send the acknowledgements of a turn of the loop: together, where nothing before them is still open."""
-        channel, tags = self._channel, self._acknowledged
-        if channel is None or not tags:
-            return
-        self._acknowledged = set()
-        unsettled = min(min(self._held, default=NO_TAG), min((one.tag for one in self._buffer), default=NO_TAG))
-        whole = [tag for tag in tags if tag < unsettled]
-        with contextlib.suppress(BackendUnavailable):
-            if whole:
-                channel.acknowledge(max(whole), multiple=True)
-            for tag in tags.difference(whole):
-                channel.acknowledge(tag)
 
     async def _stop_consuming(self, channel: Channel) -> None:
         await self._cancel_consumers(channel)
@@ -592,24 +546,20 @@ class RabbitMQReceiver:
         self._consumers_ended()
 
     async def _return_all(self, channel: Channel) -> None:
-        self._redelivered = 0
         while self._buffer:
-            await self._return(channel, self._buffer.popleft())
+            await self._return(channel, self._prefetched.pop())
 
     async def _return(self, channel: Channel, delivered: Delivery) -> None:
         """Return a message to the queue, as a copy if the queue would drop it."""
-        if crashes_of(delivered) or await self._must_not_return(delivered):
+        if crashes_of(delivered) or await self._returns.would_drop(delivered):
             try:
-                await self._copy(delivered, crashes_of(delivered) and self._earlier(delivered))
+                await self._copy(delivered, crashes_of(delivered) and self._returns.earlier(delivered))
             except Exception as error:
                 emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_COPIED, self._queue, error)
             else:
                 channel.acknowledge(delivered.tag)
                 return
         channel.requeue(delivered.tag)
-
-    async def _must_not_return(self, delivered: Delivery) -> bool:
-        return self._counted and await self._is_dropped_next(delivered.returns)
 
     async def _close_when_done(self) -> None:
         channel = self._channel
@@ -636,3 +586,13 @@ class RabbitMQReceiver:
                     await channel.close()
         except TimeoutError as error:
             raise BackendUnavailable(f"RabbitMQ has not answered the end of the channel of {self._queue!r}") from error
+
+
+def _receipt_of(received: ReceivedMessage) -> DeliveryTag:
+    if not isinstance(received.receipt, DeliveryTag):
+        raise TypeError(f"receipt {received.receipt!r} was not given by this receiver")
+    return received.receipt
+
+
+def _time() -> float:
+    return asyncio.get_running_loop().time()
