@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 import pytest
@@ -13,6 +14,8 @@ from tests.servers.rabbitmq import RabbitmqServer
 
 from delayline import Endpoint
 from delayline.rabbitmq import RabbitMQTransport
+from delayline.testing.conformance.messages import operation
+from delayline.testing.conformance.transport import received
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -120,3 +123,42 @@ async def test_messages_that_only_wait_do_not_reach_the_consumer_timeout(
             await endpoint.send("sales", "slow", message_id=f"slow{number}")
         await eventually_async(lambda: len(handled) == 50 + 5 * concurrency, patience=120)
     assert set(handled.values()) == {1}
+
+
+async def test_a_message_on_its_way_back_is_there_once_after_a_stop(
+    rabbitmq: RabbitmqServer, rabbitmq_url: str
+) -> None:
+    # Given a message that counts its crashes, which returns to its queue as a copy
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.start()
+    await transport.setup_infrastructure(["sales"])
+    await transport.dispatch([operation("sales", "m1")])
+    receiver = await transport.receiver("sales")
+    [message] = await received(receiver, 1)
+    await receiver.release(message)
+    [message] = await received(receiver, 1)
+    await receiver.count_surely(message, 2)
+    [message] = await received(receiver, 1)
+    assert message.earlier_deliveries == 2
+    # When the receiver stops while the broker takes no copy yet
+    await asyncio.to_thread(rabbitmq.raise_memory_alarm)
+    try:
+        release = asyncio.create_task(receiver.release(message))
+        await asyncio.sleep(0)
+        await receiver.stop()
+        assert not release.done()
+    finally:
+        await asyncio.to_thread(rabbitmq.clear_memory_alarm)
+    await release
+    # Then it is in the queue once
+    await eventually_async(partial(is_counted, transport, 1))
+    receiver = await transport.receiver("sales")
+    [message] = await received(receiver, 1)
+    assert await receiver.acknowledge(message)
+    await receiver.stop()
+    assert await transport.count("sales") == 0
+    await transport.stop()
+
+
+async def is_counted(transport: RabbitMQTransport, number: int) -> bool:
+    return await transport.count("sales") == number

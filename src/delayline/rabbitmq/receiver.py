@@ -149,6 +149,8 @@ class RabbitMQReceiver:
         self._prefetched = Prefetched(self._return_buffer_soon)
         self._buffer = self._prefetched.messages
         self._held: set[int] = set()
+        self._leaving: set[int] = set()
+        """Messages on their way back to the queue."""
         self._acknowledgements = Acknowledgements(self._first_open)
         self._closing: asyncio.Task[None] | None = None
         self._retries: set[asyncio.Task[None]] = set()
@@ -257,6 +259,7 @@ class RabbitMQReceiver:
                     with contextlib.suppress(BackendUnavailable):
                         await self._stop_consuming(self._channel)
         self._consumers.clear()
+        self._prefetched.clear()
         await self._close_when_done()
 
     async def flushed(self) -> None:
@@ -295,7 +298,7 @@ class RabbitMQReceiver:
     def _first_open(self) -> int:
         """Return the lowest tag of a message that is here."""
         waiting = min((delivered.tag for delivered in self._buffer), default=NO_TAG)
-        return min(min(self._held, default=NO_TAG), waiting)
+        return min(min(self._held, default=NO_TAG), min(self._leaving, default=NO_TAG), waiting)
 
     def _let_go(self, tag: int, *, held: bool = False) -> None:
         if not held:
@@ -517,6 +520,7 @@ class RabbitMQReceiver:
         self._consumers.clear()
         self._prefetched.clear()
         self._held.clear()
+        self._leaving.clear()
         self._acknowledgements.forget()
         self._end_retries()
         self._unmoved.clear()
@@ -550,21 +554,28 @@ class RabbitMQReceiver:
             await self._return(channel, self._prefetched.pop())
 
     async def _return(self, channel: Channel, delivered: Delivery) -> None:
-        """Return a message to the queue, as a copy if the queue would drop it."""
-        if crashes_of(delivered) or await self._returns.would_drop(delivered):
-            try:
-                await self._copy(delivered, crashes_of(delivered) and self._returns.earlier(delivered))
-            except Exception as error:
-                emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_COPIED, self._queue, error)
-            else:
-                channel.acknowledge(delivered.tag)
-                return
-        channel.requeue(delivered.tag)
+        """Return a message to the queue, as a copy if the queue would drop it.
+
+        Until then no acknowledgement of later ones may include it, and its channel is not closed.
+        """
+        self._leaving.add(delivered.tag)
+        try:
+            if crashes_of(delivered) or await self._returns.would_drop(delivered):
+                try:
+                    await self._copy(delivered, crashes_of(delivered) and self._returns.earlier(delivered))
+                except Exception as error:
+                    emit(logger, logging.ERROR, Event.ERROR_MOVE_FAILED, NOT_COPIED, self._queue, error)
+                else:
+                    channel.acknowledge(delivered.tag)
+                    return
+            channel.requeue(delivered.tag)
+        finally:
+            self._leaving.discard(delivered.tag)
 
     async def _close_when_done(self) -> None:
         channel = self._channel
         # `stop` cancels the consumers and returns prefetched messages first, which needs the channel.
-        if channel is None or self._held or self._consumers:
+        if channel is None or self._held or self._leaving or self._buffer or self._consumers:
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(STOP_PATIENCE):
