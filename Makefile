@@ -2,7 +2,7 @@
 .DEFAULT_GOAL := help
 # Compiled files are kept: hundreds of processes are started, and each would compile what it imports again.
 unexport PYTHONDONTWRITEBYTECODE
-.PHONY: help setup demo test test-all test-spark test-others test-newer test-versions test-sqlalchemy-oldest lint check bench bench-large docs
+.PHONY: help setup demo test test-all test-spark test-core test-others test-newer test-versions test-sqlalchemy-oldest lint check bench bench-large docs
 
 # Debian's Python is compiled with profile-guided optimization; one that pyenv has compiled takes 1.5 times as long.
 ifneq ($(wildcard /usr/bin/python3.11),)
@@ -47,20 +47,22 @@ CORE := tests/unit tests/conformance/test_memory.py tests/conformance/test_custo
 
 test: export DELAYLINE_TEST_SAMPLE := $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
 test: setup ## the checks, the tests with a sample of the long suites, the core's coverage, the docs
-	@$(MAKE) --no-print-directory -j3 --output-sync=target lint test-spark test-others test-newer
+	@$(MAKE) --no-print-directory -j4 --output-sync=target lint test-spark test-others test-core test-newer
 
 test-all: setup ## the same with every test, also the long ones
-	@$(MAKE) --no-print-directory -j3 --output-sync=target lint test-spark test-others test-newer
+	@$(MAKE) --no-print-directory -j4 --output-sync=target lint test-spark test-others test-core test-newer
 
-# Side by side: Spark's tests wait more than they work, for a JVM and for due times, and mypy uses one processor.
+# Side by side: tests wait more than they work, for servers, a JVM and due times, and mypy uses one processor.
 test-spark: setup
 	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n 0 tests/spark --durations=10
 
-test-others: setup
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) $(CORE) --cov --cov-branch --cov-report=
+test-core: setup
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n 2 $(CORE) --cov --cov-branch --cov-report=
 	$(RUN) coverage report --fail-under=95
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not spark and not newer_server" $(CORE:%=--ignore=%) --durations=15
 	@$(MAKE) --no-print-directory test-sqlalchemy-oldest
+
+test-others: setup
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not spark and not newer_server" $(CORE:%=--ignore=%) --durations=15
 
 # What a newer RabbitMQ is tried with in `make test`, beside the tests that ask for one.
 NEWER_SAMPLE := tests/conformance/test_rabbitmq.py $(addprefix tests/integration/test_rabbitmq_,delivery.py infrastructure.py verification.py)
