@@ -26,6 +26,7 @@ from delayline import (
     Message,
     MessageContext,
     Outcome,
+    Recoverability,
     SqlDelayedMessageStore,
     SqlTransport,
     StoredDelivery,
@@ -141,6 +142,64 @@ async def test_a_message_that_is_being_dispatched_cannot_be_cancelled(postgresql
             await shop.send("shop", "paid", delay=LATER, transaction=connection)
         assert [message.message.text for message in await shop.delayed.pending()] == ["reminder", "paid"]
         await store.close()
+
+
+@pytest.mark.parametrize("ending", ["commit", "rollback"])
+async def test_a_second_transaction_waits_for_the_end_of_the_first(postgresql_url: str, ending: str) -> None:
+    # Given a transaction that has cancelled a message
+    shop = Endpoint("shop", transport=SqlTransport(postgresql_url), delayed_delivery=stored(postgresql_url))
+    async with shop:
+        await shop.send("shop", "reminder", message_id=REMINDER, delay=LATER)
+        first, second = psycopg.connect(postgresql_url), psycopg.connect(postgresql_url)
+        with first, second:
+            assert await shop.delayed.cancel(REMINDER, transaction=first) is Outcome.DONE
+            # When another cancels it too
+            cancelling = asyncio.create_task(shop.delayed.cancel(REMINDER, transaction=second))
+            await asyncio.sleep(0.1)
+            getattr(first, ending)()
+            # Then it does so if the first has not
+            assert await cancelling is (Outcome.DONE if ending == "rollback" else Outcome.NOT_PENDING)
+        assert await shop.delayed.pending() == []
+
+
+async def test_a_handler_cancels_what_another_transaction_has_not_cancelled_after_all(postgresql_url: str) -> None:
+    # Given a transaction of the user's that has cancelled a message, and is open for longer than a change waits
+    handled: list[int] = []
+    failed = asyncio.Event()
+    shop = Endpoint(
+        "shop",
+        transport=SqlTransport(postgresql_url),
+        delayed_delivery=stored(postgresql_url),
+        recoverability=Recoverability(immediate_retries=1, delayed_retries=3, time_increase=timedelta(seconds=1)),
+    )
+
+    @shop.handler
+    async def paid(message: Message, context: MessageContext) -> None:
+        handled.append(context.attempt)
+        if len(handled) > 1:
+            failed.set()
+        context.cancel(REMINDER)
+
+    async with shop:
+        await shop.send("shop", "reminder", message_id=REMINDER, delay=LATER)
+        with psycopg.connect(postgresql_url) as connection:
+            assert await shop.delayed.cancel(REMINDER, transaction=connection) is Outcome.DONE
+            # When a handler cancels it too, and the transaction is rolled back after the first attempt
+            await shop.send("shop", "paid")
+            async with asyncio.timeout(60):
+                await failed.wait()
+            connection.rollback()
+
+        # Then the handler's cancel is not lost
+        async def none() -> bool:
+            return await shop.delayed.pending() == []
+
+        await eventually_async(none, "the message is cancelled")
+        assert await shop.transport.count("error") == 0  # type: ignore[attr-defined]
+
+
+def stored(url: str) -> StoredDelivery:
+    return StoredDelivery(SqlDelayedMessageStore(url))
 
 
 async def test_a_store_elsewhere_is_refused_with_the_way_out(tmp_path: Path) -> None:

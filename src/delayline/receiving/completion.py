@@ -13,7 +13,7 @@ from itertools import groupby, takewhile
 from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 from delayline.delayed.delivery import management_of
-from delayline.delayed.store import SupportsManagement
+from delayline.delayed.store import Outcome, SupportsManagement
 from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.grouping import Grouping
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, control_message, to_wire_time
@@ -47,6 +47,10 @@ MAXIMUM_COMPLETED: Final = 500
 
 class AlreadyHandled(Exception):
     """The message left its queue while it was being handled here: another receiver has handled it."""
+
+
+class PendingMessageLocked(DelaylineError):
+    """A pending message that a handler has changed is locked by another transaction: the handler is tried again."""
 
 
 class _Completion(NamedTuple):
@@ -244,9 +248,14 @@ class Completion:
         assert self.pending is not None  # noqa: S101 - else the context has refused the change
         given = () if transaction is None else (transaction,)
         if change.due is None:
-            await self.pending.cancel(change.message_id, *given)
+            outcome = await self.pending.cancel(change.message_id, *given)
         else:
-            await self.pending.reschedule(change.message_id, change.due, *given)
+            outcome = await self.pending.reschedule(change.message_id, change.due, *given)
+        if outcome is Outcome.DISPATCHING and transaction is not None:
+            # Another transaction may be changing it too, and be rolled back.
+            raise PendingMessageLocked(
+                f"pending message {change.message_id!r} is being dispatched, or changed by another transaction"
+            )
 
 
 def _is_in_store(effect: Effect) -> bool:

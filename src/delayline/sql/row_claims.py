@@ -8,10 +8,12 @@ released, or the process ends.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from sqlalchemy import bindparam, func, select
 
@@ -43,6 +45,9 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
+#: How long a change in a transaction waits for the lock of another, in seconds, and how often it looks.
+LOCKED_FOR: Final = 2.0
+LOOKS_AT_LOCK_EVERY: Final = 0.02
 
 
 class RowClaims(Protocol):
@@ -215,8 +220,18 @@ class ServerRowClaims:
     async def manage(
         self, message_id: str, work: Callable[[Connection], object], transaction: Transaction | None = None
     ) -> Outcome:
-        """Run `work` unless the message is locked or leased."""
-        return await self._database.write(partial(self._if_free, message_id, work), transaction)
+        """Run `work` unless the message is locked or leased.
+
+        In a transaction it waits a moment for a lock: it may be that of another transaction that changes the message,
+        and may be rolled back.
+        """
+        change = partial(self._if_free, message_id, work)
+        outcome = await self._database.write(change, transaction)
+        patience = time.monotonic() + LOCKED_FOR
+        while outcome is Outcome.DISPATCHING and transaction is not None and time.monotonic() < patience:
+            await asyncio.sleep(LOOKS_AT_LOCK_EVERY)
+            outcome = await self._database.write(change, transaction)
+        return outcome
 
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues inside the server."""
