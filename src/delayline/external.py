@@ -135,7 +135,7 @@ class WaitingThread:
                 settle = _fail(outcome, error)
             else:
                 settle = _succeed(outcome, result)
-            with contextlib.suppress(RuntimeError):  # the the loop is closed: no task waits for the result
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no task waits for the result
                 loop.call_soon_threadsafe(settle)
 
         self._jobs.put(job)

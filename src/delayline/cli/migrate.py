@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import click
 
 from delayline.cli.due import delay_given, instant_given
-from delayline.cli.options import EXIT_FAILED, Command, Commands, examples, json_option
+from delayline.cli.options import EXIT_FAILED, Command, Commands, examples, json_option, with_options
 from delayline.errors import ConfigurationError
 from delayline.readable import DELAYS, INSTANTS
 
@@ -74,10 +74,7 @@ def on_a_source(command: Command) -> Command:
         click.option("--table", metavar="NAME", help="Of azure-storage: its table, where it is not the usual table."),
         click.option("--container", metavar="NAME", help="Of azure-storage: its container, likewise."),
     )
-    decorated: Command = with_source
-    for option in reversed(options):
-        decorated = option(decorated)
-    return decorated
+    return with_options(with_source, *options)
 
 
 def to_a_target(command: Command) -> Command:
@@ -107,10 +104,7 @@ def to_a_target(command: Command) -> Command:
         click.option("--cold-tier", metavar="FOLDER", help="Where far messages of the target's stores wait in files."),
         click.option("--hot-horizon", callback=delay_given, default="1d", show_default=True, help=far),
     )
-    decorated: Command = with_target
-    for option in reversed(options):
-        decorated = option(decorated)
-    return decorated
+    return with_options(with_target, *options)
 
 
 def planned(command: Command) -> Command:
@@ -151,10 +145,7 @@ def planned(command: Command) -> Command:
             help="Rows delivered, confirmed and marked together, at most: 1000, or 10000 to stores.",
         ),
     )
-    decorated: Command = with_plan
-    for option in reversed(options):
-        decorated = option(decorated)
-    return on_a_source(to_a_target(decorated))
+    return on_a_source(to_a_target(with_options(with_plan, *options)))
 
 
 def report_option(command: Command) -> Command:

@@ -63,6 +63,13 @@ def examples(*lines: str) -> str:
     return "\b\nExample:\n" + "\n".join(f"  {line}" for line in lines)
 
 
+def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """Return the command with the options, which its help text lists in this order."""
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 def settings_options(*names: str) -> Callable[[Command], Command]:
     """Give a command `settings`, with flags for the named settings (all when none is named), and --config."""
 

@@ -22,11 +22,11 @@ from delayline.delayed.store import (
     found_of,
     spans_of,
 )
-from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
+from delayline.memory.transaction import InMemory, in_memory
 from delayline.message import in_utc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime, timedelta
 
     from delayline.message import DelayedMessage
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 Key = tuple["datetime", int, str]  # due, order of arrival, id
 
 
-class MemoryDelayedMessageStore(SingleMessageVerbs):
+class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
     """Keeps delayed messages in memory: for tests, tutorials and messages that may die with the process."""
 
     def __init__(self) -> None:
@@ -45,20 +45,6 @@ class MemoryDelayedMessageStore(SingleMessageVerbs):
         self._locked: set[str] = set()
         self._arrival = count()
         self._listeners: list[Callable[[datetime], None]] = []
-
-    @property
-    def transaction_domain(self) -> Hashable:
-        """The process's memory."""
-        return DOMAIN
-
-    @property
-    def locks_rows(self) -> bool:
-        """True: a transaction locks only the messages that it has fetched."""
-        return True
-
-    def transaction(self) -> MemoryTransaction:
-        """Return a transaction that memory transports can join."""
-        return MemoryTransaction()
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
         """Do nothing: every mode works."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Hashable
 
 #: Every memory transport and store of a process can share a transaction.
 DOMAIN: Final = "memory"
@@ -61,3 +61,21 @@ def in_memory(transaction: Transaction) -> MemoryTransaction:
     if not isinstance(transaction, MemoryTransaction):
         raise TypeError(f"a {type(transaction).__name__} cannot span this process's memory")
     return transaction
+
+
+class InMemory:
+    """What a store or persister in memory says of its transactions."""
+
+    @property
+    def transaction_domain(self) -> Hashable:
+        """The process's memory."""
+        return DOMAIN
+
+    @property
+    def locks_rows(self) -> bool:
+        """True: a transaction locks only what it has fetched."""
+        return True
+
+    def transaction(self) -> MemoryTransaction:
+        """Return a transaction that memory transports can join."""
+        return MemoryTransaction()

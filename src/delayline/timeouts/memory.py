@@ -4,39 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
+from delayline.memory.transaction import InMemory, in_memory
 from delayline.timeouts.persister import DueTimeout, LockedTimeouts, TimeoutCount, TimeoutsChunk
 
 if TYPE_CHECKING:
     import uuid
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Sequence
     from datetime import datetime
 
     from delayline.timeouts.persister import Timeout
     from delayline.transaction import Transaction
 
 
-class MemoryTimeoutPersister:
+class MemoryTimeoutPersister(InMemory):
     """Timeout persister in memory, for tests, tutorials and messages that may be lost with the process."""
 
     def __init__(self) -> None:
         self._timeouts: dict[str, Timeout] = {}
         self._leases: dict[str, datetime] = {}
         self._locked: set[str] = set()
-
-    @property
-    def transaction_domain(self) -> Hashable:
-        """The process's memory."""
-        return DOMAIN
-
-    @property
-    def locks_rows(self) -> bool:
-        """True: a transaction locks single timeouts."""
-        return True
-
-    def transaction(self) -> MemoryTransaction:
-        """Return a transaction that memory transports can join."""
-        return MemoryTransaction()
 
     async def add(self, timeout: Timeout, transaction: Transaction | None = None) -> None:
         """Keep the timeout."""
