@@ -85,8 +85,8 @@ def listed(hosts: Sequence[Host]) -> dict[str, str]:
     return {"host": ",".join(host.name for host in hosts), "port": ",".join(str(host.port) for host in hosts)}
 
 
-def _read(text: str) -> URL:
-    parts = URL_PARTS.match(text)
+def _read(address: str) -> URL:
+    parts = URL_PARTS.match(address)
     product = parts["product"].lower() if parts else ""
     places: list[str] = []
     if parts and "," in parts["hosts"] and "@" not in parts["hosts"]:  # with an @ it has a part of the password
@@ -94,8 +94,8 @@ def _read(text: str) -> URL:
             raise ConfigurationError(f"the {product}:// URL has several hosts, and {ONE_HOST[product]}")
         if product == SEVERAL_HOSTS:
             places = [unquote(host) for host in parts["hosts"].split(",")]
-            text = parts["before"] + parts["rest"]
-    url = make_url(text)
+            address = parts["before"] + parts["rest"]
+    url = make_url(address)
     if product != SEVERAL_HOSTS:
         return url
     ports: list[str] = []

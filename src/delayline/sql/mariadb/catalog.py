@@ -93,12 +93,12 @@ class MariadbCatalog(Catalog):
                     lacking.append(need)
             if lacking:
                 user = user or _quoted_user(run(connection, "SELECT CURRENT_USER()")[0][0])
-                place = (
+                granted_on = (
                     name
                     if table.schema
                     else f"`{str(self._dialect.connections.url.database).replace('`', '``')}`.{name}"
                 )
-                grants.append(f"GRANT {', '.join(lacking)} ON {place.replace('%%', '%')} TO {user};")
+                grants.append(f"GRANT {', '.join(lacking)} ON {granted_on.replace('%%', '%')} TO {user};")
         return grants
 
     def _refusal(self, connection: Connection, statement: str) -> int | None:

@@ -122,11 +122,8 @@ class PostgresqlCatalog(Catalog):
 
     def identify(self, connection: Connection, table: Table) -> TableIdentity:
         """Return the server, the database and the table that the search path leads to."""
-        name = self._dialect.sql.identifier_preparer.format_table(table).replace(
-            "%%", "%"
-        )  # a value, no part of a statement
-        database, found, *server = run(connection, SERVER_IDENTITY, name)[0]
-        return TableIdentity(f"PostgreSQL database {database}", tuple(server), found)
+        database, relation, *server = run(connection, SERVER_IDENTITY, self._value_of(table))[0]
+        return TableIdentity(f"PostgreSQL database {database}", tuple(server), relation)
 
     def _value_of(self, table: Table) -> str:
         """Return the table's name as a value, no part of a statement."""
