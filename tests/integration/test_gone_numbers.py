@@ -130,7 +130,7 @@ async def test_numbers_that_begin_anew_are_found(
         connection.execute("ALTER SEQUENCE delayline_messages_seq_seq RESTART")
         connection.execute(PUT, ["first"])
     # Then these messages are received, too
-    receiver._gone._check_at = 0.0
+    receiver._gone._settled._beginning_at = 0.0
     assert ids(await asyncio.wait_for(received(receiver, 1), PATIENCE)) == ["first"]
 
 
@@ -185,7 +185,7 @@ async def test_where_the_server_does_not_tell_of_transactions_late_messages_are_
         await looks_begin_behind(receiver, number)
         # But when it is committed, the check from the first number on finds it
         order.commit()
-        receiver._gone._check_at = 0.0
+        receiver._gone._settled._beginning_at = 0.0
         assert ids(await asyncio.wait_for(received(receiver, 1), PATIENCE)) == ["late"]
     await receiver.stop()
     await transport.stop()

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 from delayline.errors import BackendUnavailable
+from delayline.sql.settled_bound import BEGINNING_EVERY
 from delayline.sql.watermark import (
-    BEGINNING_EVERY,
     FULL_LOOK_EVERY,
     FULL_LOOK_SHARE,
     FULL_LOOK_WITHIN,

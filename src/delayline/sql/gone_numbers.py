@@ -4,10 +4,10 @@ A server keeps the index entries of deleted rows as long as an older snapshot is
 dump. Until then each look from the first number on reads all of them: 150 000 cost 50 ms. One that begins behind the
 entries of messages that are gone reads none.
 
-A message gets its number before it is committed, so a number that is not there may still appear. It cannot any more
-once every transaction has ended that was in progress when a higher number was seen. PostgreSQL numbers transactions and
-tells which are in progress. On other servers they are taken to have ended after `ENDED_WITHIN` seconds; a message of a
-longer one is found by the check from the first number on, which is repeated more often there.
+A message gets its number before it is committed, so a number that is not there may still appear: the number behind
+which looks begin is a `SettledBound`. PostgreSQL numbers transactions and tells which are in progress. On other servers
+they are taken to have ended after `ENDED_WITHIN` seconds; a message of a longer one is found by the check from the
+first number on, which is repeated more often there.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.errors import DelaylineError
 from delayline.sql.claims_in_statements import TransactionsInProgress
 from delayline.sql.server_database import ServerDatabase
+from delayline.sql.settled_bound import BEGINNING_EVERY, SettledBound
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,10 +36,6 @@ if TYPE_CHECKING:
 SETTLED_AFTER: Final = 500
 #: ... and the seconds between two such queries at least.
 SETTLED_EVERY: Final = 0.5
-#: Seconds until it is checked that no message is there nevertheless, as after a failover to a server whose numbers
-#: begin anew. A check that takes long is repeated later, after so many times as long as it took.
-CHECKED_EVERY: Final = 10.0
-CHECKED_SHARE: Final = 50
 #: Where the server does not tell which transactions are in progress: the seconds after which each is taken to have
 #: ended, those between two checks, and those of a check that shows that looks can begin at the first number again.
 ENDED_WITHIN: Final = 5.0
@@ -73,11 +70,8 @@ class GoneNumbers:
         self._queue = queue
         self._found = found
         self._reached = 0
-        self._seen: tuple[int, float] | None = None
-        """A number that was given, and the transaction before which all have to end until lower ones are settled."""
+        self._settled: SettledBound[int] = SettledBound(BEGINNING_EVERY if claims is not None else CHECKED_OFTEN)
         self._settled_at = -math.inf
-        self._check_every = CHECKED_EVERY if claims is not None else CHECKED_OFTEN
-        self._check_at = time.monotonic() + self._check_every
         self._task: asyncio.Task[None] | None = None
 
     def reach(self, number: int) -> None:
@@ -90,7 +84,7 @@ class GoneNumbers:
             return
         now = time.monotonic()
         settles = self._reached - self.last >= SETTLED_AFTER and now - self._settled_at >= SETTLED_EVERY
-        checks = self.last > 0 and now >= self._check_at
+        checks = self.last > 0 and self._settled.begins_anew
         if settles or checks:
             asking = self._ask(settles=settles, checks=checks)
             self._task = asyncio.create_task(asking, name=f"delayline gone numbers {self._queue}")
@@ -114,12 +108,8 @@ class GoneNumbers:
     async def _settle(self) -> None:
         reached, self._settled_at = self._reached, time.monotonic()  # given before the query
         oldest, following, first = await self._database.read(self._in_progress)
-        if self._seen is not None:
-            number, before = self._seen
-            if oldest < before:
-                return
-            self.last = max(self.last, number if first is None else min(number, first - 1))
-        self._seen = reached, following
+        self._settled.look(oldest, following, None if first is None else first - 1, reached)
+        self.last = max(self.last, self._settled.bound or 0)
 
     def _in_progress(self, connection: Connection) -> TransactionsInProgress:
         if self._claims is not None:
@@ -134,10 +124,11 @@ class GoneNumbers:
             lambda connection: self._statements.numbers.rows(connection, self._queue, 0, 1)
         )
         ended = time.monotonic()
-        self._check_at = ended + max(self._check_every, CHECKED_SHARE * (ended - began))
+        self._settled.began_anew(began)
         if rows and rows[0][0] <= self.last:
             self.last = rows[0][0] - 1
-            self._seen = None
+            self._settled.forget()
             self._found()
         elif self._claims is None and ended - began < CHEAP_LOOK:
-            self.last, self._seen = 0, None
+            self.last = 0
+            self._settled.forget()

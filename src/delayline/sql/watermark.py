@@ -8,10 +8,10 @@ looks find such messages. They run beside the poller, on a separate connection, 
 apart.
 
 While an old transaction stays open for an hour, a full look from the beginning would read millions of entries. Where
-the server tells which transactions are in progress, full looks therefore begin at the settled due time: no message was
-below it when they looked, and every transaction that was in progress then has ended since. A later transaction can
-store a message below it only if that is overdue by more than `OVERDUE_WITHIN` already and its notification is lost; a
-look from the beginning, which is repeated the later the longer it takes, finds that message too.
+the server tells which transactions are in progress, full looks therefore begin at the settled due time
+(`SettledBound`). A later transaction can store a message below it only if that is overdue by more than `OVERDUE_WITHIN`
+already and its notification is lost; a look from the beginning, which is repeated the later the longer it takes, finds
+that message too.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import DelaylineError, NotStarted
+from delayline.sql.settled_bound import SettledBound
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -33,8 +34,6 @@ FULL_LOOK_EVERY: Final = 1.0  # seconds between full looks that cost little
 FULL_LOOK_SHARE: Final = 20  # costlier looks pause for so many times as long as they take ...
 FULL_LOOK_WITHIN: Final = 5.0  # ... but never longer: this bounds how late a message below the watermark is found
 OVERDUE_WITHIN: Final = timedelta(seconds=15)
-BEGINNING_EVERY: Final = 10.0  # seconds between full looks from the beginning; costly looks pause ...
-BEGINNING_SHARE: Final = 50  # ... for so many times as long as they take
 
 
 class DueQuery:
@@ -64,54 +63,13 @@ class Seen(NamedTuple):
     """The number that the next transaction gets."""
 
 
-class SettledDue:
-    """The due time below which no message is, nor is stored by a transaction that was in progress when it was looked.
-
-    Not safe to call from several threads.
-    """
-
-    def __init__(self) -> None:
-        self._due: datetime | None = None
-        self._next: tuple[datetime, int] | None = None
-        """A due time that is settled once all transactions before this number have ended, and no message is below."""
-        self._beginning_at = 0.0
-
-    def since(self) -> datetime | None:
-        """Return where the next full look begins: None for the beginning."""
-        return self._due if time.monotonic() < self._beginning_at else None
-
-    def looked(self, look: DueQuery, seen: Seen) -> None:
-        """Note what a full look has seen."""
-        if look.since is None:
-            ended = time.monotonic()
-            self._beginning_at = ended + max(BEGINNING_EVERY, BEGINNING_SHARE * (ended - look.began))
-        waiting = [due for due in (seen.earliest, look.lowest) if due is not None]
-        if self._next is not None:
-            due, before = self._next
-            if seen.oldest < before:
-                return
-            self._due = min([due, *waiting])
-        self._next = min([seen.now - OVERDUE_WITHIN, *waiting]), seen.following
-
-    def lower(self, due: datetime) -> None:
-        """Lower it to a message stored with that due time."""
-        if self._due is not None:
-            self._due = min(self._due, due)
-        if self._next is not None:
-            self._next = min(self._next[0], due), self._next[1]
-
-    def forget(self) -> None:
-        """Begin anew: a message was stored, and its due time is unknown."""
-        self._due = self._next = None
-
-
 class Watermark:
     """The due time before which this process expects no message. Safe to call from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._since: datetime | None = None
-        self._settled = SettledDue()
+        self._settled: SettledBound[datetime] = SettledBound()
         self._looks: set[DueQuery] = set()
         self._looked_at = 0.0
         self._pause = FULL_LOOK_EVERY
@@ -129,7 +87,8 @@ class Watermark:
     def begin(self, *, full: bool = False) -> DueQuery:
         """Begin a look, which must be ended or abandoned. Without a watermark it is a full look, too."""
         with self._lock:
-            look = DueQuery(self._settled.since() if full else self._since, time.monotonic(), full=full)
+            settled = None if self._settled.begins_anew else self._settled.bound
+            look = DueQuery(settled if full else self._since, time.monotonic(), full=full)
             self._looks.add(look)
             return look
 
@@ -140,13 +99,21 @@ class Watermark:
             if look.stale:
                 return
             if seen is not None:
-                self._settled.looked(look, seen)
+                self._settle(look, seen)
             if look.full:
                 self._looked_at = time.monotonic()
                 cost = FULL_LOOK_SHARE * (self._looked_at - look.began)
                 self._pause = min(FULL_LOOK_WITHIN, max(FULL_LOOK_EVERY, cost))
             if reached is not None:
                 self._since = reached if look.lowest is None else min(reached, look.lowest)
+
+    def _settle(self, look: DueQuery, seen: Seen) -> None:
+        """Note what a full look has seen."""
+        if look.since is None:
+            self._settled.began_anew(look.began)
+        lowest = min((due for due in (seen.earliest, look.lowest) if due is not None), default=None)
+        proposed = seen.now - OVERDUE_WITHIN
+        self._settled.look(seen.oldest, seen.following, lowest, proposed if lowest is None else min(proposed, lowest))
 
     def abandon(self, look: DueQuery) -> None:
         """End a look that failed."""
