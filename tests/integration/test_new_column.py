@@ -52,7 +52,7 @@ ADDED: Mapping[str, list[tuple[str, str]]] = {
 """,
         ),
         (
-            "content.body, message.number_of_retries",
+            "message.number_of_retries",
             ", message.priority, message.tenant, message.until and kept_instant(message.until), message.note",
         ),
         ("headers, body, retry_count", ", priority, tenant, until, note"),
