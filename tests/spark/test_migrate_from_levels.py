@@ -205,7 +205,7 @@ def test_an_abort_gives_everything_back_to_the_levels(
             Migration(plan).run(spark)
     assert count(rabbitmq_url, V2) == 0
     for wrong, why in (
-        (Plan(source, plan.target, None), "name one with --endpoint"),
+        (Plan(source, plan.target, None), "name with --endpoint the endpoint"),
         (Plan(source, plan.target, [ENDPOINT], sent), "leave out --cutoff"),
     ):
         with pytest.raises(ConfigurationError, match=why):
