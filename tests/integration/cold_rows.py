@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 
 from delayline.bulk.cold_folder import ColdFolder, HourWriter
-from delayline.delayed.arrow import MESSAGE_SCHEMA
+from delayline.delayed.arrow import completed
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -18,17 +18,14 @@ if TYPE_CHECKING:
 
 
 def rows(*messages: tuple[str, datetime], destination: str = "billing") -> pa.RecordBatch:
-    columns = [
-        [message_id for message_id, _ in messages],
-        [destination] * len(messages),
-        [due for _, due in messages],
-        ['{"n":"ü"}'] * len(messages),
-        [message_id.encode() for message_id, _ in messages],
-    ]
-    return pa.RecordBatch.from_arrays(
-        [pa.array(column, kind.type) for column, kind in zip(columns, MESSAGE_SCHEMA, strict=True)],
-        schema=MESSAGE_SCHEMA,
-    )
+    columns = {
+        "id": [message_id for message_id, _ in messages],
+        "destination": [destination] * len(messages),
+        "due": [due for _, due in messages],
+        "headers": ['{"n":"ü"}'] * len(messages),
+        "body": [message_id.encode() for message_id, _ in messages],
+    }
+    return completed(pa.RecordBatch.from_pydict(columns))
 
 
 async def hold(store: TwoTierStore, *messages: tuple[str, datetime], destination: str = "billing") -> list[ColdFile]:

@@ -20,7 +20,6 @@ from delayline.bulk.journal_export import JournalExport
 from delayline.bulk.scan import PendingScan, Span
 from delayline.bulk.writer import BulkWriter
 from delayline.delayed.arrow import MESSAGE_SCHEMA, completed
-from delayline.delayed.columns import BULK_NAMES
 from delayline.message import DelayedMessage, Message
 from delayline.migration.sources.delayline_store import DelaylineStore
 from delayline.spark.options import SOURCE_COLUMNS
@@ -94,7 +93,7 @@ def keep_in_bulk(url: str) -> None:
     staging.commit([staging.write([batch, unaware])], on_conflict="replace")
     # When they are read by a store, a scan and a migration
     found = asyncio.run(pending(url))
-    [scanned] = PendingScan(url, TABLE, None, []).rows(BULK_NAMES, Span(None, None), 10)
+    [scanned] = PendingScan(url, TABLE, None, []).rows(list(columns), Span(None, None), 10)
     source = DelaylineStore(url)
     table = source.table(TABLE)
     with source.dialect.connections.look() as connection:
@@ -103,7 +102,7 @@ def keep_in_bulk(url: str) -> None:
     assert found == {"a": message("a", **VALUES), "b": message("b"), "c": message("c")}, found
     rows = [*zip(*columns.values(), strict=True), (*unaware.to_pylist()[0].values(), *[None] * len(VALUES))]
     assert sorted(map(tuple, scanned)) == rows, scanned
-    assert sorted(tuple(row.values()) for row in moved.to_pylist()) == rows, moved
+    assert sorted(tuple(row.values()) for row in moved.select(list(columns)).to_pylist()) == rows, moved
 
 
 async def pending(url: str) -> dict[str, DelayedMessage]:

@@ -97,7 +97,8 @@ async def test_a_declared_column_is_kept_everywhere(url: str, changed_sources: P
     await hold(tiers, ("older", DUE))
     await tiers.close()
     plain = {"id": ["a"], "destination": ["b"], "due": [DUE], "headers": [None], "body": [b"c"]}
-    fingerprint = Fingerprint.of(pa.RecordBatch.from_pydict(plain, MESSAGE_SCHEMA))
+    schema = pa.schema([MESSAGE_SCHEMA.field(name) for name in plain])
+    fingerprint = Fingerprint.of(pa.RecordBatch.from_pydict(plain, schema))
     # When one with more columns, declared in two files, goes on with them
     assert len(ADDED) <= 6
     command = [sys.executable, PROCESS, url, cold, str(fingerprint)]
