@@ -105,6 +105,10 @@ class StoredRow(NamedTuple):
             published=PublishedColumn(5, "RetryCount", nullable=False),
         ),
     ] = 0
+    origin: Annotated[
+        str | None,
+        StoredColumn(ColumnKind.NAME, MAXIMUM_DESTINATION_LENGTH, nullable=True, azure="Origin"),
+    ] = None
 
     @classmethod
     def of(
@@ -119,7 +123,15 @@ class StoredRow(NamedTuple):
         """
         content, due = message.message, kept_instant(message.due)
         # In the order of the fields above: by their names it takes twice as long.
-        return cls(content.id, message.destination, due, kept_headers(content), content.body, message.number_of_retries)
+        return cls(
+            content.id,
+            message.destination,
+            due,
+            kept_headers(content),
+            content.body,
+            message.number_of_retries,
+            message.origin,
+        )
 
     @classmethod
     def each(cls, columns: Mapping[str, Iterable[Any]]) -> Iterator[Self]:
@@ -136,9 +148,9 @@ class StoredRow(NamedTuple):
 
 def message_of(row: Sequence[Any], instant: Callable[[Any], datetime]) -> DelayedMessage:
     """Return the message of a `StoredRow`, or of its values in the same order. instant: returns what a value keeps."""
-    message_id, destination, due, headers, body, retry_count = row
+    message_id, destination, due, headers, body, retry_count, origin = row
     content = Message.from_encoded(message_id, headers, body or b"")
-    return DelayedMessage(content, destination or "", instant(due), retry_count)
+    return DelayedMessage(content, destination or "", instant(due), retry_count, origin)
 
 
 def _declared() -> Iterator[StoredColumn]:
