@@ -315,8 +315,6 @@ class DelayedMessage:
     destination: str
     due: datetime
     number_of_retries: int = 0
-    origin: str | None = None
-    """The endpoint that has sent it, if its sender says so."""
 
     @property
     def id(self) -> str:

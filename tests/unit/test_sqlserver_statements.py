@@ -94,7 +94,6 @@ def test_the_table_is_the_documents() -> None:
             column.server_default is not None,
         )
         for column in table.columns
-        if column.name != "Origin"  # ours, behind them
     }
     # Then they are the same, in the same order
     assert list(found) == list(wanted)
@@ -113,7 +112,6 @@ def test_the_script_that_makes_it_can_run_again() -> None:
         "    [Time] DATETIME NULL,\n"
         "    [Headers] VARBINARY(max) NOT NULL,\n"
         "    [RetryCount] INTEGER NOT NULL DEFAULT (0),\n"
-        "    [Origin] NVARCHAR(200) NULL,\n"
         "    PRIMARY KEY ([Id])\n)",
         "IF NOT EXISTS (SELECT * FROM sys.indexes WHERE name = N'Index_Time' AND "
         "object_id = object_id(N'[dbo].[sales.timeouts]'))\n"
@@ -148,9 +146,9 @@ def test_the_verbs_are_the_documents() -> None:
     assert plain(store.delete.sql) == f"DELETE FROM {{0}} {keys}"  # noqa: S608
     assert plain(store.count_failure.sql) == f"UPDATE {{0}} SET RetryCount=(RetryCount + 1) {keys}"  # noqa: S608
     assert plain(store.next_due.sql) == "SELECT min(Time) AS min_1 FROM {0} WITH (NOLOCK)"
-    columns = "(Id, Destination, State, Time, Headers, RetryCount, Origin)"
+    columns = "(Id, Destination, State, Time, Headers, RetryCount)"
     assert plain(store.insert.sql) == (
-        f"INSERT INTO {{0}} {columns} SELECT * FROM (VALUES (?, ?, ?, CAST(? AS DATETIME), ?, ?, ?)) AS new {columns} "  # noqa: S608
+        f"INSERT INTO {{0}} {columns} SELECT * FROM (VALUES (?, ?, ?, CAST(? AS DATETIME), ?, ?)) AS new {columns} "  # noqa: S608
         "WHERE NOT EXISTS (SELECT * FROM {0} AS old WHERE old.Id = new.Id "
         "AND old.Id = new.Id COLLATE Latin1_General_100_BIN2 AND DATALENGTH(old.Id) = DATALENGTH(new.Id))"
     )
@@ -308,6 +306,6 @@ def test_a_search_reads_the_beginning_of_a_body_and_counts_its_bytes() -> None:
     made = Statements()
     found = plain(str(made.store.found(100).compile(dialect=made.dialect.sql)))
     assert found.startswith(
-        "SELECT Id, Destination, Time, Headers, SUBSTRING(State, 1, 100) AS body, RetryCount, Origin, "
+        "SELECT Id, Destination, Time, Headers, SUBSTRING(State, 1, 100) AS body, RetryCount, "
         "COALESCE(DATALENGTH(State), 0) AS size FROM {0}"
     )

@@ -105,10 +105,6 @@ class StoredRow(NamedTuple):
             published=PublishedColumn(5, "RetryCount", nullable=False),
         ),
     ] = 0
-    origin: Annotated[
-        str | None,
-        StoredColumn(ColumnKind.NAME, MAXIMUM_DESTINATION_LENGTH, nullable=True, azure="Origin"),
-    ] = None
 
     @classmethod
     def of(
@@ -123,15 +119,7 @@ class StoredRow(NamedTuple):
         """
         content, due = message.message, kept_instant(message.due)
         # In the order of the fields above: by their names it takes twice as long.
-        return cls(
-            content.id,
-            message.destination,
-            due,
-            kept_headers(content),
-            content.body,
-            message.number_of_retries,
-            message.origin,
-        )
+        return cls(content.id, message.destination, due, kept_headers(content), content.body, message.number_of_retries)
 
     @classmethod
     def each(cls, columns: Mapping[str, Iterable[Any]]) -> Iterator[Self]:
@@ -148,9 +136,9 @@ class StoredRow(NamedTuple):
 
 def message_of(row: Sequence[Any], instant: Callable[[Any], datetime]) -> DelayedMessage:
     """Return the message of a `StoredRow`, or of its values in the same order. instant: returns what a value keeps."""
-    message_id, destination, due, headers, body, retry_count, origin = row
+    message_id, destination, due, headers, body, retry_count = row
     content = Message.from_encoded(message_id, headers, body or b"")
-    return DelayedMessage(content, destination or "", instant(due), retry_count, origin)
+    return DelayedMessage(content, destination or "", instant(due), retry_count)
 
 
 def _declared() -> Iterator[StoredColumn]:
