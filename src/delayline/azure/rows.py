@@ -93,18 +93,15 @@ def _row_in(entity: Mapping[str, Any]) -> TableRow:
     due = due_of(key.row)
     if due is None or not key.row.startswith(key.partition):
         raise ForeignRow("its keys are not a due time (yyyyMMddHH, yyyyMMddHHmmss_id)")
-    values = {name: entity[PROPERTIES[name]] for name in PROPERTIES if PROPERTIES[name] in entity}
-    retries = values.pop("retry_count", None)
-    headers = entity.get(ENCODED_HEADERS)
+    values = {name: entity.get(property_name) for name, property_name in PROPERTIES.items()}
+    retries, headers = values["retry_count"], entity.get(ENCODED_HEADERS)
     if headers is None:
-        headers = str(values.get("headers") or "").encode("utf-8", "surrogatepass")
-    row = StoredRow(**{
-        "id": "", "destination": "", "body": b"", **values,
-        "due": due, "headers": headers, "retry_count": retries if isinstance(retries, int) and retries >= 0 else 0,
-    })  # fmt: skip
+        headers = str(values["headers"] or "").encode("utf-8", "surrogatepass")
+    number = retries if isinstance(retries, int) and retries >= 0 else 0
+    row = StoredRow(**values | {"due": due, "headers": headers, "retry_count": number})
     if not isinstance(row.id, str) or not row.id or not isinstance(row.destination, str) or not row.destination:
         raise ForeignRow("it has no MessageId or no Destination")
-    if not isinstance(row.body, bytes) or not isinstance(row.headers, bytes):
+    if not isinstance(row.body, bytes | None) or not isinstance(row.headers, bytes):
         raise ForeignRow("its Body or EncodedHeaders is not binary")
     return TableRow(key, message_of(row, in_utc), own=retries is not None)
 

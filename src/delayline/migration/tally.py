@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from delayline.migration.rows import reasons_of, record_batch
+from delayline.migration.rows import SourceRow, reasons_of, record_batch
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -94,7 +94,7 @@ def _count(counts: Counts, rows: Sequence[CollectedMessage], bounds: Bounds) -> 
         counts.too_far += sum(due > bounds.latest for due in times)
     counts.span(min(times, default=None), max(times, default=None))
     counts.destinations.update(row.destination for row in rows)
-    messages = record_batch((row.id, row.destination, row.due, row.headers, row.body, row.why) for row in rows)
+    messages = record_batch([getattr(row, name) for name in SourceRow._fields] for row in rows)
     reasons: pa.Array = reasons_of(messages, largest=bounds.largest)
     for position in pc.indices_nonzero(pc.is_valid(reasons)).to_pylist():
         reason = reasons[position].as_py()
