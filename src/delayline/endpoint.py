@@ -454,7 +454,6 @@ class Endpoint:
         deliver_at: datetime | None = None,
         expires: timedelta | None = None,
         correlation_id: str | None = None,
-        reply_to: str | None = None,
         transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET,
         check_destination: bool = True,
         on_conflict: OnConflict | None = None,
@@ -473,7 +472,6 @@ class Endpoint:
             deliver_at: Due time, an aware `datetime`.
             expires: How long the message may wait in its queue, above zero; then it is deleted.
             correlation_id: Id of the exchange that the message belongs to, 1 to 250 characters; by default its own id.
-            reply_to: Name of the queue for replies, 1 to 200 characters; by default the endpoint's own.
             transaction: An external transaction on the database of the queues or of the store: a connection or
                 session of SQLAlchemy, a connection of psycopg, psycopg2, sqlite3 or PyMySQL, or Django's `connection`
                 or an alias of its DATABASES. The message exists if and only if you commit. None is an error: leave it
@@ -498,7 +496,7 @@ class Endpoint:
             ConfigurationError: The message cannot be part of the transaction.
             TransactionAborted: The transaction has failed before and has to be rolled back.
         """
-        send = Send(destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, reply_to)
+        send = Send(destination, body, headers, message_id, delay, deliver_at, expires, correlation_id)
         return await self._started_sender().send(send, transaction, on_conflict, check_destination=check_destination)
 
     async def send_many(

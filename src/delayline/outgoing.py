@@ -148,7 +148,6 @@ class Send(NamedTuple):
         deliver_at: Due time, an aware `datetime`.
         expires: How long the message may wait in its queue.
         correlation_id: Id of the exchange that the message belongs to, 1 to 250 characters.
-        reply_to: Name of the queue for replies, 1 to 200 characters.
     """
 
     destination: str
@@ -159,7 +158,6 @@ class Send(NamedTuple):
     deliver_at: datetime | None = None
     expires: timedelta | None = None
     correlation_id: str | None = None
-    reply_to: str | None = None
 
 
 class Composer:
@@ -184,7 +182,7 @@ class Composer:
         return self._compose(send, related_to, self._now(send.deliver_at))
 
     def _compose(self, send: Send, related_to: Message | None, now: datetime) -> Outgoing:
-        destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, reply_to = send
+        destination, body, headers, message_id, delay, deliver_at, expires, correlation_id = send
         check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
         due = due_time(now, delay, deliver_at)
         if message_id is None:
@@ -199,9 +197,6 @@ class Composer:
         if correlation_id is not None:
             check_name("correlation_id", correlation_id, MAXIMUM_ID_LENGTH)
             headers = {**(headers or {}), Headers.CORRELATION_ID: correlation_id}
-        if reply_to is not None:
-            check_name("reply_to", reply_to, MAXIMUM_DESTINATION_LENGTH)
-            headers = {**(headers or {}), Headers.REPLY_TO: reply_to}
         if self.traces is not None:
             headers = {**self.traces.headers(destination, None if due is None else due - now), **(headers or {})}
         values = sent_values(message_id, content_type, now, due)

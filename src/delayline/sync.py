@@ -89,7 +89,6 @@ class SyncEndpoint:
         deliver_at: datetime | None = None,
         expires: timedelta | None = None,
         correlation_id: str | None = None,
-        reply_to: str | None = None,
         transaction: ExternalConnection | Unset = UNSET,
         check_destination: bool = True,
         on_conflict: OnConflict | None = None,
@@ -105,7 +104,6 @@ class SyncEndpoint:
             deliver_at: Due time, an aware `datetime`.
             expires: How long the message may wait in its queue, above zero; then it is deleted.
             correlation_id: Id of the exchange that the message belongs to, 1 to 250 characters; by default its own id.
-            reply_to: Name of the queue for replies, 1 to 200 characters; by default the endpoint's own.
             transaction: An external transaction, whose connection is used on the calling thread; see `Endpoint.send`.
             check_destination: Whether a delayed message for a queue that does not exist is refused.
             on_conflict: `"keep"`, `"replace"` or `"raise"` for an id that is pending already; see `Endpoint.send`.
@@ -126,7 +124,6 @@ class SyncEndpoint:
             deliver_at=deliver_at,
             expires=expires,
             correlation_id=correlation_id,
-            reply_to=reply_to,
             check_destination=check_destination,
             on_conflict=on_conflict,
         )

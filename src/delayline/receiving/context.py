@@ -86,7 +86,7 @@ class MessageContext:
         """The transaction that the handler has asked for."""
         self._over = False
 
-    def send(  # noqa: PLR0913 - as in Endpoint.send
+    def send(
         self,
         destination: str,
         body: Body,
@@ -97,7 +97,6 @@ class MessageContext:
         deliver_at: datetime | None = None,
         expires: timedelta | None = None,
         correlation_id: str | None = None,
-        reply_to: str | None = None,
         check_destination: bool = True,
     ) -> Awaitable[str]:
         """Send a message, now or delayed, when the handler has succeeded.
@@ -111,7 +110,6 @@ class MessageContext:
             deliver_at: When it is due, an aware datetime.
             expires: How long it may wait in its queue, above zero; then it is deleted.
             correlation_id: Id of the exchange that it belongs to, 1 to 250 characters.
-            reply_to: The queue for replies, 1 to 200 characters; the endpoint's own when left out.
             check_destination: Whether a delayed message for a queue that does not exist is a failure of the handler.
 
         Returns:
@@ -121,7 +119,7 @@ class MessageContext:
             InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
             InvalidDueTime: By the call: a delay or instant that cannot be honoured.
         """
-        send = Send(destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, reply_to)
+        send = Send(destination, body, headers, message_id, delay, deliver_at, expires, correlation_id)
         composed = self._composer.compose(send, self.message)
         return Recorded(self._keep(composed._replace(check=check_destination)))
 
