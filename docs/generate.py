@@ -1,6 +1,7 @@
 """Write the parts of the pages that come from the code: `python docs/generate.py`; `--check` only compares.
 
-A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`, in README.md or any page.
+A generated part stands between `<!-- generated: NAME -->` and `<!-- end of generated -->`, in README.md,
+CONTRIBUTING.md or any page.
 """
 
 from __future__ import annotations
@@ -540,10 +541,26 @@ def extras() -> str:
     return table(["extra", "for", "installs"], rows)
 
 
+def layout() -> str:
+    """Return the package's modules from the top layer to the bottom, with the first sentence of each."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    [layers] = [contract["layers"] for contract in settings["contracts"] if contract.get("containers") == ["delayline"]]
+    rows = []
+    for layer in layers:
+        for name in layer.split(" | "):
+            place = f"{name}/" if (SOURCE / name).is_dir() else f"{name}.py"
+            file = SOURCE / name / "__init__.py" if place.endswith("/") else SOURCE / place
+            documentation = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+            first = re.split(r"(?<=\.)\s|\n\n", documentation, maxsplit=1)[0]
+            rows.append([code(place), " ".join(first.split()).removesuffix(".")])
+    return table(["layer, top to bottom", "contents"], rows)
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "guarantees": guarantees,
     "modes": modes,
     "extras": extras,
+    "layout": layout,
     "endpoint-settings": endpoint_settings,
     "stored-delivery-settings": stored_delivery_settings,
     "rabbitmq-settings": rabbitmq_settings,
@@ -567,7 +584,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
 
 def pages() -> list[Path]:
     """Return every page that may have generated parts."""
-    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def fresh(text: str) -> str:
