@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 Entity = dict[str, Any]
 
 #: The property of each column that is not in the row's key.
-PROPERTIES: Final = {column.name: column.azure for column in STORED_COLUMNS if column.azure}
+PROPERTY_NAMES: Final = {column.name: column.azure for column in STORED_COLUMNS if column.azure}
 #: Azure's limit for a property that is a text.
 LONGEST_TEXT: Final = 32 * 1024
 #: Columns that .NET neither writes nor reads. A row without the first was not written here.
-RETRIES_COLUMN: Final = PROPERTIES["retry_count"]
+RETRIES_COLUMN: Final = PROPERTY_NAMES["retry_count"]
 ENCODED_HEADERS: Final = "EncodedHeaders"
 #: Column of an index row: the row key of the message.
 PLACE_COLUMN: Final = "Place"
@@ -68,12 +68,12 @@ def to_entity(row: TableRow) -> Entity:
     """Return the entity of a message; raises InvalidMessage for a message that is too large for an entity."""
     headers, encoded = _headers(row.message.message)
     kept = StoredRow.of(row.message, in_utc, lambda _: b"")
-    properties = {PROPERTIES[name]: value for name, value in kept._asdict().items() if name in PROPERTIES}
+    properties = {PROPERTY_NAMES[name]: value for name, value in kept._asdict().items() if name in PROPERTY_NAMES}
     entity: Entity = {
         "PartitionKey": row.key.partition,
         "RowKey": row.key.row,
         **{name: value for name, value in properties.items() if value is not None},
-        PROPERTIES["headers"]: headers,
+        PROPERTY_NAMES["headers"]: headers,
     }
     return entity if encoded is None else entity | {ENCODED_HEADERS: encoded}
 
@@ -93,7 +93,7 @@ def _row_in(entity: Mapping[str, Any]) -> TableRow:
     due = due_of(key.row)
     if due is None or not key.row.startswith(key.partition):
         raise ForeignRow("its keys are not a due time (yyyyMMddHH, yyyyMMddHHmmss_id)")
-    values = {name: entity.get(property_name) for name, property_name in PROPERTIES.items()}
+    values = {name: entity.get(property_name) for name, property_name in PROPERTY_NAMES.items()}
     retries, headers = values["retry_count"], entity.get(ENCODED_HEADERS)
     if headers is None:
         headers = str(values["headers"] or "").encode("utf-8", "surrogatepass")

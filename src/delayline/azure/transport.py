@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-THIRTY_SECONDS: Final = timedelta(seconds=30)
+HIDDEN_FOR: Final = timedelta(seconds=30)
 SEVEN_DAYS: Final = timedelta(days=7)
 PARALLEL_SENDS: Final = 32
 FOR_EVER: Final = -1
@@ -75,7 +75,7 @@ class AzureStorageQueueTransport:
         account: str | AzureAccount,
         *,
         poll_interval: timedelta = ONE_SECOND,
-        visibility_timeout: timedelta = THIRTY_SECONDS,
+        visibility_timeout: timedelta = HIDDEN_FOR,
         server_timeout: float | None = None,
         queue_name_sanitizer: Sanitizer | str | None = None,
     ) -> None:

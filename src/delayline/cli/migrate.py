@@ -10,6 +10,7 @@ import click
 
 from delayline.cli.due import delay_given, instant_given
 from delayline.cli.options import EXIT_FAILED, Command, Commands, examples, json_option, with_options
+from delayline.cli.screen import ROWS_SHOWN
 from delayline.errors import ConfigurationError
 from delayline.readable import DELAYS, INSTANTS
 
@@ -156,7 +157,6 @@ def report_option(command: Command) -> Command:
     )
 
 
-ROWS_SHOWN: Final = 10
 FROM_TO: Final = "--from nservicebus-sql --source postgresql://db/nsb --target amqp://broker"
 FROM: Final = "--from nservicebus-sql"
 

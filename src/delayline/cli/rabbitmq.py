@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -18,7 +18,7 @@ from delayline.cli.options import (
     settings_options,
     without_management_option,
 )
-from delayline.cli.screen import MARKS, bar
+from delayline.cli.screen import MARKS, ROWS_SHOWN, bar
 from delayline.readable import duration
 
 if TYPE_CHECKING:
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.admin.verification import Check
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
     from delayline.settings import Settings
-
-ROWS_SHOWN: Final = 10
 
 
 @click.group(

@@ -16,6 +16,8 @@ from rich.text import Text
 
 UNWRAPPED_WIDTH: Final = 10_000
 """Columns where no terminal is: nothing is cut or wrapped that a script may read."""
+ROWS_SHOWN: Final = 10
+"""Rejected rows that people are shown."""
 NUMBERS: Final = frozenset({"retries", "size", "count", "messages", "attempts", "bytes", "line"})
 
 #: How a check is shown that found all right, or a fault, or could not be made: mark and style.

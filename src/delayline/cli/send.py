@@ -15,6 +15,7 @@ from delayline.cli.connection import sending_endpoint, start_of_delay
 from delayline.cli.due import due_options
 from delayline.cli.message_file import InputLine, InputRow, RejectedFile, RowFile, reason_of
 from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, examples, json_option, settings_options
+from delayline.cli.screen import ROWS_SHOWN
 from delayline.errors import DelaylineError, InvalidMessage, QueueNotFound
 from delayline.outgoing import due_time
 from delayline.readable import in_the_future, local, relative
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 
 SENT_AT_ONCE: Final = 2000
 """Rows that are stored concurrently, and so in few transactions."""
-ROWS_SHOWN: Final = 10
-"""Rejected lines shown on the screen; the file has them all."""
 
 
 @click.command(

@@ -14,6 +14,7 @@ import click
 
 from delayline.cli.due import delay_given
 from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, Commands, examples, json_option, settings_options
+from delayline.cli.screen import ROWS_SHOWN
 from delayline.masking import masked
 from delayline.readable import DELAYS
 
@@ -124,7 +125,6 @@ def in_thread(work: Callable[[], object]) -> None:
 
 
 READABLE_FORMATS = ("parquet", "csv", "jsonl", "jdbc")
-ROWS_SHOWN = 10
 """Rejected rows shown on the screen."""
 
 

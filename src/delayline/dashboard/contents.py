@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from delayline.message import Message
 
 Form = Literal["json", "text", "hex"]
-FORMS: Final[tuple[Form, ...]] = ("json", "text", "hex")
+BODY_FORMS: Final[tuple[Form, ...]] = ("json", "text", "hex")
 #: Bytes of a body that are shown.
 BODY_SHOWN: Final = 65_536
 #: Bytes of a binary body that are shown, at 16 a line.

@@ -19,7 +19,7 @@ from starlette.responses import HTMLResponse, RedirectResponse, Response, Stream
 from delayline.dashboard import charts
 from delayline.dashboard.actions import HIGHEST_JOB_RATE, MOST_CHANGED
 from delayline.dashboard.back_ends import unavailable
-from delayline.dashboard.contents import FORMS, Form
+from delayline.dashboard.contents import BODY_FORMS, Form
 from delayline.dashboard.forms import body_of, headers_of, instant_of, whole
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
 from delayline.dashboard.model import (
@@ -480,7 +480,7 @@ def _filters(given: Mapping[str, str]) -> dict[str, str]:
 
 def _form(request: Request) -> Form | None:
     form = request.query_params.get("form")
-    return form if form in FORMS else None
+    return form if form in BODY_FORMS else None
 
 
 def _offset(request: Request) -> int:

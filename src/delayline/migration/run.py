@@ -28,7 +28,7 @@ from delayline.migration.journal import (
 from delayline.migration.plan import ROUND_ROWS, partitions_of, preview, waits
 from delayline.migration.source import skipped_rows
 from delayline.migration.target import Staged
-from delayline.migration.work import DONE, BatchDelivery
+from delayline.migration.work import DELIVERY_RESULT, BatchDelivery
 from delayline.spark.errors import translated_errors
 from delayline.spark.session import parallelism
 
@@ -250,7 +250,7 @@ class Migration:
             with translated_errors():
                 tasks = min(len(batches), parallelism(spark))
                 numbers = _numbers(spark, batches, tasks)
-                done = numbers.mapInArrow(delivery.deliver, DONE).toArrow().to_pylist()
+                done = numbers.mapInArrow(delivery.deliver, DELIVERY_RESULT).toArrow().to_pylist()
             if not session.confirms:
                 staged = [Staged.of(row["staged"]) for row in done if row["staged"] is not None]
                 attempts = {row["batch"]: row["attempt"] for row in done if row["batch"] is not None}

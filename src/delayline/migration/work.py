@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from delayline.migration.source import SourcePartition, TableSource
     from delayline.migration.target import DeliverySession, Staged
 
-DONE: Final = "staged STRING, batch BIGINT, attempt BIGINT"
+DELIVERY_RESULT: Final = "staged STRING, batch BIGINT, attempt BIGINT"
 DONE_SCHEMA: Final = pa.schema([("staged", pa.string()), ("batch", pa.int64()), ("attempt", pa.int64())])
 LOOKED: Final = "reason STRING, rows BIGINT, id STRING"
 LOOKED_SCHEMA: Final = pa.schema([("reason", pa.string()), ("rows", pa.int64()), ("id", pa.string())])

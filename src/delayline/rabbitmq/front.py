@@ -10,10 +10,10 @@ import re
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from delayline.clock import SystemClock
+from delayline.clock import EPOCH, SystemClock
 from delayline.delayed.store import (
     DueBucket,
     DueCount,
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 PARKED: Final = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d:\d{6} Z)\|(.+)", re.DOTALL)
 #: Characters in front of the destination in the name that `parked` gives.
 PARKED_PREFIX: Final = len("2026-11-24 08:00:00:000000 Z|")
-EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 ALL_TIME: Final = timedelta(days=365_000)
 PAGE: Final = 200
 #: How long a message that is being rescheduled is out of the poller's way; if the process ends meanwhile, it enters

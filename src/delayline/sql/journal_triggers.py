@@ -31,8 +31,8 @@ class JournalTriggers:
 
 #: What an entry has of a message, of the row before a change and of the one after it.
 MESSAGE: Final = ", ".join(JOURNALED_NAMES)
-OLD: Final = ", ".join(f"OLD.{name}" for name in JOURNALED_NAMES)
-NEW: Final = ", ".join(f"NEW.{name}" for name in JOURNALED_NAMES)
+OLD_COLUMNS: Final = ", ".join(f"OLD.{name}" for name in JOURNALED_NAMES)
+NEW_COLUMNS: Final = ", ".join(f"NEW.{name}" for name in JOURNALED_NAMES)
 ENTRY_COLUMNS: Final = f"(store, event, {MESSAGE}, at, retries)"
 GONE: Final = "CASE {old}retry_count WHEN -1 THEN 'cancelled' WHEN -2 THEN 'failed' ELSE 'dispatched' END"
 CHANGED: Final = "CASE WHEN NEW.retry_count > OLD.retry_count THEN 'retried' ELSE 'rescheduled' END"
@@ -53,7 +53,7 @@ BEGIN
     FROM gone;
   ELSE
     INSERT INTO {{journal}} {ENTRY_COLUMNS}
-    VALUES (TG_ARGV[0], {CHANGED}, {NEW}, clock_timestamp(), NEW.retry_count);
+    VALUES (TG_ARGV[0], {CHANGED}, {NEW_COLUMNS}, clock_timestamp(), NEW.retry_count);
   END IF;
   RETURN NULL;
 END $$
@@ -95,8 +95,8 @@ def _on_rows(**words: str) -> dict[str, str]:
     filled = {
         **words,
         "columns": ENTRY_COLUMNS,
-        "old": OLD,
-        "new": NEW,
+        "old": OLD_COLUMNS,
+        "new": NEW_COLUMNS,
         "gone": GONE.format(old="OLD."),
         "changed": CHANGED,
         "is_change": IS_CHANGE,

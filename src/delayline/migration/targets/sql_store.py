@@ -13,6 +13,7 @@ from delayline.bulk.writer import BulkWriter, IdTaken, blocking
 from delayline.clock import ONE_MICROSECOND
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING_COLUMNS
+from delayline.migration.sources.delayline_store import TIMEOUTS_SUFFIX
 from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.session import activated, parallelism
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from delayline.migration.target import Attempted
 
-TIMEOUTS_SUFFIX: Final = ".timeouts"
 #: How often ids are looked for that others store meanwhile.
 ROUNDS: Final = 5
 DUPLICATE_ID: Final = "a message with this id is pending in the target's store already: cancel one of the two"

@@ -186,7 +186,7 @@ ELSEWHERE: Final = (
 )
 STATEMENT_NAMES: Final = "delayline statements"  # the key in SQLAlchemy's `Connection.info`, of the names by statement
 NUMBER: Final = struct.Struct(">q")
-DONE: Final = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
+SUCCESSFUL: Final = (ExecStatus.COMMAND_OK, ExecStatus.TUPLES_OK)
 #: Is called with the result of a statement before the connection is free for others.
 Then: TypeAlias = Callable[[StatementResult], None]
 
@@ -418,7 +418,7 @@ class LoopStatements:
                 if result is None:
                     self._finish(self._refusal)
                     return
-                if result.status not in DONE:
+                if result.status not in SUCCESSFUL:
                     self._refusal = self._refusal or psycopg.errors.error_from_result(result)
                 self._result = result
         except Exception as error:
@@ -573,5 +573,5 @@ def _numbered(sql: str) -> bytes:
 
 
 def _must_be_done(result: PGresult) -> None:
-    if result.status not in DONE:
+    if result.status not in SUCCESSFUL:
         raise psycopg.errors.error_from_result(result)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 #: The fields of a row: those of a message, and one before them.
 FIELDS: Final = len(BULK_COLUMNS) + 1
 #: The bytes of numbers, in the words of NumPy; other fields are texts and bytes.
-FORMS: Final = {ColumnKind.INSTANT: ">i8", ColumnKind.COUNT: ">i4"}
+NUMBER_FORMS: Final = {ColumnKind.INSTANT: ">i8", ColumnKind.COUNT: ">i4"}
 #: The header and trailer of binary COPY.
 COPY_HEADER: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 COPY_END: Final = b"\xff\xff"
@@ -123,7 +123,7 @@ def _pieces(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
 
 def _field(column: StoredColumn, values: pa.Array) -> list[pa.Array]:
     """Return the lengths and the bytes of a field; a null has the length -1, and no bytes."""
-    form = FORMS.get(column.kind)
+    form = NUMBER_FORMS.get(column.kind)
     if form is None:
         contents = content_bytes(column, values)
     else:

@@ -40,7 +40,7 @@ from delayline.sql.session_claims import SessionClaims
 from delayline.sql.sqlserver.catalog import SqlServerCatalog, only_row
 from delayline.sql.sqlserver.connections import SqlServerConnections
 from delayline.sql.sqlserver.errors import DUPLICATE_KEY, NO_SUCH_OBJECT, number_of, text_of
-from delayline.sql.sqlserver.statements import LATEST, NEW, DueTime, rounded_down, rounded_up
+from delayline.sql.sqlserver.statements import LATEST, NEW_ROWS_OPTION, DueTime, rounded_down, rounded_up
 from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class SqlServerWords(StatementWords):
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is; a key that only looks the same is an error."""
-        return insert_into(table).execution_options(**{NEW: conflict_columns(table, key)})
+        return insert_into(table).execution_options(**{NEW_ROWS_OPTION: conflict_columns(table, key)})
 
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return the column under the collation of delayline's own names, which the document's table does not have."""

@@ -26,7 +26,7 @@ LOCK: Final = "WITH (UPDLOCK, ROWLOCK)"
 #: Hints for reading messages: locked messages are being moved or handled, and are passed over.
 LOOK: Final = "WITH (READPAST, READCOMMITTEDLOCK)"
 #: The option of an insert that leaves a row with the same key as it is; it names the key's columns.
-NEW: Final = "delayline_new"
+NEW_ROWS_OPTION: Final = "delayline_new"
 
 EARLIEST: Final = datetime(1753, 1, 1, tzinfo=UTC)
 LATEST: Final = datetime(9999, 12, 31, 23, 59, 59, 997_000, tzinfo=UTC)
@@ -108,7 +108,7 @@ class HintedSql(MSSQLCompiler):
         """Compile `insert_new`: insert rows whose key, character for character, no row has."""
         parent: Any = super()
         statement = str(parent.visit_insert(insert_stmt, *arguments, **options))
-        keys = insert_stmt.get_execution_options().get(NEW)
+        keys = insert_stmt.get_execution_options().get(NEW_ROWS_OPTION)
         if keys is None:
             return statement
         table = self.preparer.format_table(insert_stmt.table)

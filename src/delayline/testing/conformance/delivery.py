@@ -30,7 +30,7 @@ from delayline.events import Event
 from delayline.message import DelayedMessage, Headers, Message, from_wire_time
 from delayline.receiving.recoverability import Recoverability
 from delayline.testing.clock import ManualClock, settle
-from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, PATIENCE, TICK, delayed
+from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, PATIENCE, PLENTY, TICK, delayed
 from delayline.testing.conformance.processes import DeliveryBetweenProcesses
 from delayline.testing.conformance.store import closed, opened
 from delayline.testing.conformance.transport import nothing_left, received
@@ -964,7 +964,6 @@ class DeliveryBreakers(DeliveryFixtures):
         assert await scenario.store.next_due() == DUE_IN_5_SECONDS
 
 
-PLENTY = 1 << 40
 BILLING = "billing"
 NOWHERE = "nowhere"
 

@@ -16,6 +16,8 @@ AT: Final = datetime(2026, 1, 1, tzinfo=UTC)
 TICK: Final = timedelta(microseconds=1)
 #: Real seconds after which a call that should have answered is given up.
 PATIENCE: Final = 20.0
+#: More bytes than any test's messages have.
+PLENTY: Final = 1 << 40
 
 #: Names a back end might quote, fold, cut, trim or normalise: all are different, all are valid.
 HOSTILE_NAMES: Final = [

@@ -37,6 +37,7 @@ from delayline.testing.conformance.messages import (
     HOSTILE_NAMES,
     LOOKALIKES,
     PATIENCE,
+    PLENTY,
     TICK,
     delayed,
     same,
@@ -527,9 +528,6 @@ class StoreContent(StoreFixtures):
         assert fetched is not None
         assert await store.remove(fetched) is True
         await closed(store)
-
-
-PLENTY = 1 << 40
 
 
 class StoreBatches(StoreFixtures):
