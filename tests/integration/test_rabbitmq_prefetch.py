@@ -133,9 +133,10 @@ async def test_a_message_on_its_way_back_is_there_once_after_a_stop(
     await transport.start()
     await transport.setup_infrastructure(["sales"])
     await transport.dispatch([operation("sales", "m1")])
+    channel = await transport.connection.channel()
+    assert await channel.get("sales") is not None
+    await transport.connection.release(channel)
     receiver = await transport.receiver("sales")
-    [message] = await received(receiver, 1)
-    await receiver.release(message)
     [message] = await received(receiver, 1)
     await receiver.count_surely(message, 2)
     [message] = await received(receiver, 1)
@@ -157,6 +158,37 @@ async def test_a_message_on_its_way_back_is_there_once_after_a_stop(
     assert await receiver.acknowledge(message)
     await receiver.stop()
     assert await transport.count("sales") == 0
+    await transport.stop()
+
+
+async def test_a_stop_returns_many_messages_without_a_failure(rabbitmq_url: str) -> None:
+    # Given a receiver that was sent more messages ahead than a quorum queue takes back at a time
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.start()
+    await transport.setup_infrastructure(["sales"])
+    receiver = await transport.receiver("sales")
+    await transport.dispatch([operation("sales", f"m{number}") for number in range(100)])
+    for message in await received(receiver, 100):
+        assert await receiver.acknowledge(message)
+    await receiver.flushed()
+    await transport.dispatch([operation("sales", f"m{number}") for number in range(300)])
+    [message, *others] = await received(receiver, 1)
+
+    async def many_are_ahead() -> bool:
+        return await transport.count("sales") < 300 - len(others) - 60
+
+    await eventually_async(many_are_ahead)
+    # When it stops, one message later than the others
+    for other in others:
+        await receiver.release(other)
+    assert await receiver.acknowledge(message)
+    await receiver.stop()
+    # Then the queue has the others again, and counts no failure where it counts no returns
+    await eventually_async(partial(is_counted, transport, 299))
+    channel = await transport.connection.channel()
+    failures = [(await channel.get("sales")).failures for _ in range(299)]  # type: ignore[union-attr]
+    assert set(failures) == {0}
+    await transport.connection.release(channel)
     await transport.stop()
 
 

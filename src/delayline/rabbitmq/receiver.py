@@ -550,8 +550,27 @@ class RabbitMQReceiver:
         self._consumers_ended()
 
     async def _return_all(self, channel: Channel) -> None:
-        while self._buffer:
-            await self._return(channel, self._prefetched.pop())
+        """Return the messages that were sent ahead, together where nothing before them is open.
+
+        A quorum queue takes 32 single returns at a time, and counts the others as failed when the channel is closed.
+        """
+        plain: list[int] = []
+        try:
+            while self._buffer:
+                delivered = self._prefetched.pop()
+                self._leaving.add(delivered.tag)
+                if crashes_of(delivered) or await self._returns.would_drop(delivered):
+                    await self._return(channel, delivered)
+                else:
+                    plain.append(delivered.tag)
+            await self.flushed()
+        finally:
+            self._leaving.difference_update(plain)
+        if plain and not len(self._acknowledgements) and max(plain) < self._first_open():
+            channel.requeue(max(plain), multiple=True)
+            return
+        for tag in plain:
+            channel.requeue(tag)
 
     async def _return(self, channel: Channel, delivered: Delivery) -> None:
         """Return a message to the queue, as a copy if the queue would drop it.

@@ -143,13 +143,13 @@ class Channel:
         self._must_be_open()
         self._connection.write(method_frame(self.number, _ack(BASIC, ACK, tag, multiple)))
 
-    def requeue(self, tag: int) -> None:
-        """Return a message to its queue.
+    def requeue(self, tag: int, *, multiple: bool = False) -> None:
+        """Return a message to its queue; with `multiple` all unacknowledged ones up to it.
 
         RabbitMQ 4.3 and later count a reject as a failed delivery, and a nack not.
         """
         self._must_be_open()
-        self._connection.write(frame.marshal(commands.Basic.Nack(tag, requeue=True), self.number))
+        self._connection.write(frame.marshal(commands.Basic.Nack(tag, multiple=multiple, requeue=True), self.number))
 
     async def requeue_all(self) -> None:
         """End the consumers, which would get the messages again, and return every unacknowledged one to its queue."""
