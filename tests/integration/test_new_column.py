@@ -45,10 +45,10 @@ ADDED: Mapping[str, list[tuple[str, str]]] = {
         (
             "    ] = 0\n",
             """
-    priority: Annotated[Any, StoredColumn(ColumnKind.COUNT, nullable=True, azure="Priority")] = None
-    tenant: Annotated[Any, StoredColumn(ColumnKind.NAME, 40, nullable=True, journaled=True, azure="Tenant")] = None
-    until: Annotated[Any, StoredColumn(ColumnKind.INSTANT, nullable=True, azure="Until")] = None
-    note: Annotated[Any, StoredColumn(ColumnKind.BYTES, nullable=True, azure="Note")] = None
+    priority: Annotated[Any, StoredColumn(ColumnKind.COUNT, nullable=True)] = None
+    tenant: Annotated[Any, StoredColumn(ColumnKind.NAME, 40, nullable=True, journaled=True)] = None
+    until: Annotated[Any, StoredColumn(ColumnKind.INSTANT, nullable=True)] = None
+    note: Annotated[Any, StoredColumn(ColumnKind.BYTES, nullable=True)] = None
 """,
         ),
         (

@@ -30,7 +30,11 @@ if TYPE_CHECKING:
 Entity = dict[str, Any]
 
 #: The property of each column that is not in the row's key.
-PROPERTY_NAMES: Final = {column.name: column.azure for column in STORED_COLUMNS if column.azure}
+PROPERTY_NAMES: Final = {
+    column.name: column.capitalised if column.azure is None else column.azure
+    for column in STORED_COLUMNS
+    if column.azure != ""
+}
 #: Azure's limit for a property that is a text.
 LONGEST_TEXT: Final = 32 * 1024
 #: Columns that .NET neither writes nor reads. A row without the first was not written here.

@@ -40,7 +40,8 @@ class PublishedColumn:
     """A column of the table that NServiceBus has published for SQL Server."""
 
     position: int
-    name: str
+    name: str = ""
+    """Its name there; empty where that is its `capitalised` name."""
     nullable: bool = True
 
 
@@ -55,11 +56,16 @@ class StoredColumn:
     in_bulk: bool = True
     """Whether jobs read and write it; others are 0 in the rows that a job writes."""
     journaled: bool = False
-    azure: str = ""
-    """Its property in Azure's rows; empty where the row's key has it."""
+    azure: str | None = None
+    """Its property in Azure's rows, by default its `capitalised` name; empty where the row's key has it."""
     published: PublishedColumn | None = None
     name: str = ""
     """Its field of `StoredRow`, and its name in SQL, Arrow and Spark."""
+
+    @property
+    def capitalised(self) -> str:
+        """Its name as .NET writes names."""
+        return self.name.title().replace("_", "")
 
     @property
     def is_content(self) -> bool:
@@ -77,32 +83,25 @@ class StoredRow(NamedTuple):
             MAXIMUM_ID_LENGTH,
             journaled=True,
             azure="MessageId",
-            published=PublishedColumn(0, "Id", nullable=False),
+            published=PublishedColumn(0, nullable=False),
         ),
     ]
     destination: Annotated[
         str,
-        StoredColumn(
-            ColumnKind.NAME,
-            MAXIMUM_DESTINATION_LENGTH,
-            journaled=True,
-            azure="Destination",
-            published=PublishedColumn(1, "Destination"),
-        ),
+        StoredColumn(ColumnKind.NAME, MAXIMUM_DESTINATION_LENGTH, journaled=True, published=PublishedColumn(1)),
     ]
-    due: Annotated[Any, StoredColumn(ColumnKind.INSTANT, journaled=True, published=PublishedColumn(3, "Time"))]
-    headers: Annotated[
-        bytes,
-        StoredColumn(ColumnKind.HEADERS, azure="Headers", published=PublishedColumn(4, "Headers", nullable=False)),
+    due: Annotated[
+        Any, StoredColumn(ColumnKind.INSTANT, journaled=True, azure="", published=PublishedColumn(3, "Time"))
     ]
-    body: Annotated[bytes | None, StoredColumn(ColumnKind.BYTES, azure="Body", published=PublishedColumn(2, "State"))]
+    headers: Annotated[bytes, StoredColumn(ColumnKind.HEADERS, published=PublishedColumn(4, nullable=False))]
+    body: Annotated[bytes | None, StoredColumn(ColumnKind.BYTES, published=PublishedColumn(2, "State"))]
     retry_count: Annotated[
         int,
         StoredColumn(
             ColumnKind.COUNT,
             in_bulk=False,
             azure="NumberOfRetries",
-            published=PublishedColumn(5, "RetryCount", nullable=False),
+            published=PublishedColumn(5, nullable=False),
         ),
     ] = 0
 

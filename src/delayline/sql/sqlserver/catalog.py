@@ -152,7 +152,7 @@ def _position(column: StoredColumn) -> int:
 
 def _published(column: StoredColumn) -> Column[Any]:
     """Return the column as the document has it, our own with names like those there."""
-    published = column.published or PublishedColumn(0, column.name.title().replace("_", ""))
+    published = column.published or PublishedColumn(0)
     types: Mapping[ColumnKind, TypeEngine[Any]] = {
         ColumnKind.NAME: mssql.NVARCHAR(column.length),
         ColumnKind.INSTANT: DueTime(),
@@ -162,7 +162,7 @@ def _published(column: StoredColumn) -> Column[Any]:
     }
     counts = column.kind is ColumnKind.COUNT and not published.nullable
     return Column(
-        published.name,
+        published.name or column.capitalised,
         types[column.kind],
         key=column.name,
         primary_key=column.name == "id",
