@@ -53,6 +53,16 @@ FAILURE_HEADERS: Final = (
 )
 
 
+#: Parts of the texts of OpenSSL, libpq and the drivers for a peer that went away during the handshake, in lower case.
+CUT_HANDSHAKE: Final = ("eof", "has been closed", "closed unexpectedly", "reset by peer", "broken pipe", "econnreset")
+
+
+def is_cut_handshake(text: str) -> bool:
+    """Return whether an error of TLS says that the peer went away, as a server that is stopped does, and no more."""
+    text = text.lower()
+    return any(sign in text for sign in CUT_HANDSHAKE)
+
+
 def back_off(attempts: int) -> timedelta:
     """Return how long a message waits after that many failed attempts: 1 s, doubling, 60 s at most."""
     return min(FIRST_RETRY_DELAY * (1 << min(attempts - 1, 6)), LONGEST_RETRY_DELAY)

@@ -13,6 +13,7 @@ from delayline.errors import (
     StorageFull,
     TransactionConflict,
 )
+from delayline.failures import is_cut_handshake
 from delayline.sql.server import ServerErrors, cause_of
 
 if TYPE_CHECKING:
@@ -134,7 +135,7 @@ class MariadbErrors(ServerErrors):
                 TEXT_REFUSED.format(place=server, cause=f"{error.reason}: {error.object[error.start : error.end]!r}")
             )
         if number in {2002, 2003}:
-            if "SSL" in cause or "certificate" in cause:
+            if ("SSL" in cause or "certificate" in cause) and not is_cut_handshake(cause):
                 return BackendUnusable(TLS.format(place=server, cause=cause))
             return BackendUnavailable(NOT_REACHED.format(place=server, cause=cause))
         if any(sign in cause for sign in NO_SPACE):

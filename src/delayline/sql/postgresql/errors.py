@@ -13,6 +13,7 @@ from delayline.errors import (
     TransactionAborted,
     TransactionConflict,
 )
+from delayline.failures import is_cut_handshake
 from delayline.sql.postgresql import numbers, rights
 from delayline.sql.server import ServerErrors, cause_of, watch_of
 
@@ -162,7 +163,7 @@ class PostgresqlErrors(ServerErrors):
 
     def _not_reached(self, cause: str) -> Exception:
         for sign, advice in UNUSABLE_TEXTS.items():
-            if sign in cause:
+            if sign in cause and not is_cut_handshake(cause):
                 return BackendUnusable(f"cannot use {self._place}: {cause}. {advice}")
         if any(sign in cause for sign in TOO_MANY_SESSIONS):
             return BackendUnavailable(

@@ -17,6 +17,7 @@ from delayline.errors import (
     MissingExtra,
     StorageFull,
 )
+from delayline.failures import is_cut_handshake
 from delayline.sql.server import ServerErrors, cause_of
 
 if TYPE_CHECKING:
@@ -260,7 +261,7 @@ class SqlServerErrors(ServerErrors):
             return ConfigurationError(f"the URL of {server} has an option unknown to the driver: {cause}")
         if kinds & {"OperationalError", "InterfaceError"}:
             for sign, remedy in UNUSABLE.items():
-                if sign in cause:
+                if sign in cause and not is_cut_handshake(cause):
                     return BackendUnusable(f"cannot use {server}: {cause}. {remedy}")
             return BackendUnavailable(f"cannot reach {server}: {cause}. Check that the server runs and answers there")
         return error
