@@ -254,7 +254,7 @@ async def test_a_long_delay_waits_in_the_store_until_the_levels_can_take_it(
     """Given a delay 3 s beyond the range, when those have passed, then the message is in the levels."""
     delivery = DelayLevelDelivery(stored=StoredDelivery(store))
     endpoint = Endpoint("sales", transport=RabbitMQTransport(rabbitmq_url), delayed_delivery=delivery)
-    monkeypatch.setattr(delayline.rabbitmq.delivery, "MARGIN", timedelta(0))
+    monkeypatch.setattr(delayline.rabbitmq.delivery, "LEVELS_MARGIN", timedelta(0))
     async with endpoint:
         due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY + 3)
         await endpoint.send("sales", b"", message_id="m", deliver_at=due)
@@ -273,7 +273,7 @@ async def test_a_long_delay_for_a_missing_queue_ends_in_the_error_queue(
     transport = RabbitMQTransport(rabbitmq_url)
     endpoint = Endpoint("sales", transport=transport, delayed_delivery=DelayLevelDelivery(stored=StoredDelivery(store)))
     async with endpoint:
-        monkeypatch.setattr(delayline.rabbitmq.delivery, "MARGIN", timedelta(0))
+        monkeypatch.setattr(delayline.rabbitmq.delivery, "LEVELS_MARGIN", timedelta(0))
         due = datetime.now(UTC) + timedelta(seconds=MAXIMUM_DELAY, milliseconds=300)
         await endpoint.send("nowhere", b"", message_id="m", deliver_at=due)
         [found] = await received(await transport.receiver("error"))
