@@ -6,6 +6,7 @@ Authors of stores and transports find their protocols in `delayline.spi`; the ti
 import typing
 
 from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.pending import PendingMessages
 from delayline.delayed.store import Outcome
 from delayline.endpoint import Endpoint
 from delayline.errors import (
@@ -28,7 +29,7 @@ from delayline.receiving.context import MessageContext
 from delayline.receiving.recoverability import Discard, MoveToErrors, Recoverability, Retry, exponential
 from delayline.receiving.transactions import HandlerRows, handler_rows
 from delayline.serialization import JsonSerializer, Serializer, message_type
-from delayline.sync import SyncEndpoint
+from delayline.sync import SyncEndpoint, SyncPendingMessages
 from delayline.transaction import Guarantee, TransactionMode, guarantee
 
 if typing.TYPE_CHECKING:
@@ -79,6 +80,7 @@ __all__ = [
     "MoveToErrors",
     "NotStarted",
     "Outcome",
+    "PendingMessages",
     "QueueNotFound",
     "Recoverability",
     "Retry",
@@ -89,6 +91,7 @@ __all__ = [
     "SqlTransport",
     "StoredDelivery",
     "SyncEndpoint",
+    "SyncPendingMessages",
     "TransactionAborted",
     "TransactionMode",
     "TwoPhaseCommit",

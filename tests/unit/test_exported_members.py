@@ -38,7 +38,7 @@ def test_every_name_can_be_imported_and_is_documented(module: ModuleType) -> Non
 
 
 def test_one_name_has_one_home() -> None:
-    assert set(delayline.__all__) & set(delayline.spi.__all__) == {"DelayedMessage"}
+    assert set(delayline.__all__) & set(delayline.spi.__all__) == {"DelayedMessage", "Outcome"}
     assert not set(delayline.timeouts.__all__) & {*delayline.__all__, *delayline.spi.__all__}
 
 
