@@ -48,7 +48,7 @@ def test_other_rows_under_a_name_are_refused_and_the_same_ones_repeated(spark: S
     assert (again.stored, again.duplicates, again.rejected, again.repeated) == (2, 1, 1, True)
     # And when other rows come under that name, more of them or as many, nothing is stored
     for rows, how in (
-        (prefixed(spark, "x", 50), "it had 4 rows, and this one has 50"),
+        (prefixed(spark, "x", 50), "it had 4 rows, and this input has 50"),
         (frame(spark, "a", "b", "c", ""), "the rows of this input have other ids"),
     ):
         with pytest.raises(DifferentInput, match=f"the run 'nightly' was used for another input: {how}"):
