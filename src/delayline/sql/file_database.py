@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from sqlalchemy import bindparam, false, select, update
+from sqlalchemy import bindparam, select, update
 
 from delayline.clock import SystemClock
 from delayline.delayed.columns import StoredRow
@@ -371,7 +371,7 @@ class NumberStatements:
         claimed = statements.waiting.where(columns.seq == bindparam("sequence"), is_due)
         self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
         self.claimed_row = Prepared(claimed, sql, ["sequence", "until"])
-        self.touch = Prepared(update(statements.table).values(seq=columns.seq).where(false()), sql, [])
+        self.touch = Prepared(update(statements.table).values(seq=columns.seq).where(columns.seq == 0), sql, [])
         self.number = Prepared(select(columns.seq).where(columns.id == bindparam("key")), sql, ["key"])
 
 
