@@ -92,7 +92,7 @@ async def test_a_broker_killed_with_messages_on_several_levels(crashing_rabbitmq
 
 async def test_a_memory_alarm_makes_senders_wait(rabbitmq: RabbitmqServer, rabbitmq_url: str) -> None:
     """Given a broker that takes nothing more, when it does again, then everything that was sent meanwhile arrives."""
-    endpoint = sales(rabbitmq_url)
+    endpoint = sales(f"{rabbitmq_url}?server_timeout=120")  # a busy machine may take longer than the default
     handled = Handled(endpoint)
     async with endpoint:
         await endpoint.send("sales", b"", message_id="before", delay=timedelta(seconds=1))

@@ -9,6 +9,7 @@ import pytest
 from sqlalchemy import func, select, update
 from tests.eventually import eventually_async
 
+import delayline.telemetry.history
 from delayline import DelayedMessage, Endpoint, Message, StoredDelivery
 from delayline.composition import endpoint_from
 from delayline.dashboard.model import Unavailable
@@ -54,8 +55,9 @@ def sending(history: MinuteHistory) -> Endpoint:
     return Endpoint("sales", transport=MemoryTransport(), delayed_delivery=delivery, observers=[history])
 
 
-async def test_each_minute_row_counts_the_work_of_its_minute(url: str) -> None:
+async def test_each_minute_row_counts_the_work_of_its_minute(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # Given an endpoint that counts, at half past a minute
+    monkeypatch.setattr(delayline.telemetry.history, "LAST_ROW_WITHIN", 60.0)
     clock = ManualClock(NOON + MINUTE / 2)
     history = MinuteHistory(url, clock=clock)
     async with sending(history):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HISTORY_KEPT_FOR: Final = timedelta(days=30)
+LAST_ROW_WITHIN: Final = 2.0  # seconds that an endpoint waits for it when it stops
 MICROS_A_MINUTE: Final = 60_000_000  # microseconds
 #: Minutes that a row covers.
 SCALES: Final = (1, 60)
@@ -188,7 +189,7 @@ class MinuteHistory(Measurements):
                 await self._put(scale, start, difference(self._process, scale, start, base, snapshot, now))
 
         try:
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(LAST_ROW_WITHIN):
                 await asyncio.shield(asyncio.ensure_future(put()))
         except (DelaylineError, TimeoutError) as error:
             log_text = "The last minute row of endpoint %s was not written: %s"
