@@ -210,8 +210,12 @@ async def test_a_connection_that_only_reads_is_replaced_too(
     server.fail_over()
     old = server.connections()
     monkeypatch.setattr(sessions, "PING_EVERY", 0.0)
-    assert await waiting(store) == ["before"]
-    await eventually_async(lambda: len(old & server.connections()) < len(old))  # it is closed in the background
+
+    async def is_replaced() -> bool:  # once it is read on, which another connection may be while it notifies others
+        assert await waiting(store) == ["before"]
+        return len(old & server.connections()) < len(old)
+
+    await eventually_async(is_replaced, "a connection is replaced")
 
 
 async def test_connections_of_handlers_transactions_are_replaced_too(server: Failover) -> None:
