@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 from delayline.errors import ConfigurationError
+from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
     import sqlite3
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import Session, scoped_session
-
-    from delayline.transaction import Transaction
 
     class DriverConnection(Protocol):
         """Common interface of psycopg2, PyMySQL, mysqlclient and Django connections."""
@@ -115,6 +114,26 @@ class SupportsExternalTransactions(Protocol):
         object that is not a connection.
         """
         ...
+
+
+async def enlisted(
+    given: ExternalConnection | ExternalTransaction | Transaction, part: object, refusal: str
+) -> Transaction:
+    """Return a `transaction=` argument as a transaction that the part can take part in.
+
+    Args:
+        given: The user's connection or transaction; a transaction of delayline's is returned as it is.
+        part: A transport, store or delayed delivery.
+        refusal: What to do instead where the part takes part in no external transaction.
+
+    Raises:
+        ConfigurationError: The part cannot take part in it.
+    """
+    if isinstance(given, Transaction):
+        return given
+    if not isinstance(part, SupportsExternalTransactions):
+        raise ConfigurationError(refusal)
+    return await part.enlist(given if isinstance(given, ExternalTransaction) else ExternalTransaction(given))
 
 
 class WaitingThread:

@@ -16,7 +16,7 @@ from delayline.delayed.delivery import StoredDelivery, SupportsCancelledDefer, S
 from delayline.delayed.store import StoreResult
 from delayline.errors import ConfigurationError, DispatchFailed, DuplicateMessage, InvalidMessage
 from delayline.events import Event, emit
-from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
+from delayline.external import UNSET, checked_transaction, enlisted
 from delayline.grouping import ABANDONED
 from delayline.message import in_utc
 from delayline.outgoing import Destinations, Send, hand_over, report_sent
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.store import OnConflict
-    from delayline.external import ExternalConnection, Unset
+    from delayline.external import ExternalConnection, ExternalTransaction, Unset
     from delayline.observer import Observer
     from delayline.outgoing import Composer, Outgoing
     from delayline.transport import Transport
@@ -181,21 +181,20 @@ class Sender:
         if isinstance(external, Transaction):
             await self._deliver([outgoing], external)
             return
-        given = external if isinstance(external, ExternalTransaction) else ExternalTransaction(external)
         if outgoing.due is not None:
-            await self._deliver([outgoing], await _enlisted(given, self._delivery))
+            await self._deliver([outgoing], await _enlisted(external, self._delivery))
             return
         try:
-            enlisted = await _enlisted(given, self._transport)
+            transaction = await _enlisted(external, self._transport)
         except ConfigurationError as refused:
             if self._delivery is None:
                 raise
             try:
-                enlisted = await _enlisted(given, self._delivery)
+                transaction = await _enlisted(external, self._delivery)
             except ConfigurationError:
                 raise refused from None
             outgoing = outgoing._replace(due=self._clock.now())
-        await self._deliver([outgoing], enlisted)
+        await self._deliver([outgoing], transaction)
 
     async def _check_and_deliver(self, outgoing: Outgoing, destinations: Destinations | None) -> None:
         if destinations is not None:
@@ -288,10 +287,9 @@ async def _run_for(
             done.set_result(None)
 
 
-async def _enlisted(external: ExternalTransaction, part: object) -> Transaction:
-    if isinstance(part, SupportsExternalTransactions):
-        return await part.enlist(external)
-    raise ConfigurationError(
+async def _enlisted(external: ExternalConnection | ExternalTransaction, part: object) -> Transaction:
+    refusal = (
         f"{type(part).__name__} cannot take part in an external transaction: use a SqlTransport and a "
         "SqlDelayedMessageStore, or send without transaction="
     )
+    return await enlisted(external, part, refusal)

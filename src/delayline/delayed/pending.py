@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delayline.delayed.store import managed
-from delayline.errors import ConfigurationError
-from delayline.external import UNSET, ExternalTransaction, SupportsExternalTransactions, checked_transaction
-from delayline.transaction import Transaction
+from delayline.external import UNSET, checked_transaction, enlisted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,8 +13,9 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.delayed.store import DueCount, Outcome
-    from delayline.external import ExternalConnection, Unset
+    from delayline.external import ExternalConnection, ExternalTransaction, Unset
     from delayline.message import DelayedMessage
+    from delayline.transaction import Transaction
 
 
 class PendingMessages:
@@ -135,13 +134,8 @@ class PendingMessages:
         transaction = checked_transaction(given)
         if transaction is None:
             return ()
-        if isinstance(transaction, Transaction):
-            return (transaction,)
-        external = transaction if isinstance(transaction, ExternalTransaction) else ExternalTransaction(transaction)
-        management = self._management
-        if not isinstance(management, SupportsExternalTransactions):
-            raise ConfigurationError(
-                f"a transaction of yours does not reach a {type(management).__name__}, where the messages wait: keep "
-                "them in a SqlDelayedMessageStore, or leave transaction= out and change them after your commit"
-            )
-        return (await management.enlist(external),)
+        refusal = (
+            f"a transaction of yours does not reach a {type(self._management).__name__}, where the messages wait: keep "
+            "them in a SqlDelayedMessageStore, or leave transaction= out and change them after your commit"
+        )
+        return (await enlisted(transaction, self._management, refusal),)
