@@ -10,7 +10,7 @@ export UV_PYTHON ?= /usr/bin/python3.11
 endif
 UV := $(shell command -v uv 2>/dev/null || echo python3 -m uv)
 RUN := $(UV) run --frozen --no-sync
-WORKERS ?= 3
+WORKERS ?= 4
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | awk -F'\t' '{printf "make %-22s %s\n", $$1, $$2}'
@@ -62,7 +62,7 @@ test-core: setup
 	@$(MAKE) --no-print-directory test-sqlalchemy-oldest
 
 test-others: setup
-	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n 4 -m "not spark and not newer_server" $(CORE:%=--ignore=%) --durations=15
+	DELAYLINE_REQUIRE_SERVICES=1 $(RUN) pytest -n $(WORKERS) -m "not spark and not newer_server" $(CORE:%=--ignore=%) --durations=15
 
 # What a newer RabbitMQ is tried with in `make test`, beside the tests that ask for one.
 NEWER_SAMPLE := tests/conformance/test_rabbitmq.py $(addprefix tests/integration/test_rabbitmq_,delivery.py infrastructure.py verification.py)
