@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ColumnKind(Enum):
-    """What a column keeps. Whoever keeps messages has a type for each kind."""
+    """The kind of value that a column keeps; each back end has a type for it."""
 
     NAME = auto()
     """A text of limited length, equal to another one only when it is the same, character for character."""
@@ -74,7 +74,7 @@ class StoredColumn:
 
 
 class StoredRow(NamedTuple):
-    """A stored message as the values of its columns, in the types of whoever keeps them."""
+    """A stored message as the values of its columns, in the types of the back end that keeps it."""
 
     id: Annotated[
         str,
