@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable
 from delayline.message import Headers
-from delayline.outgoing import Outgoing
 from delayline.receiving.context import MessageContext
 from delayline.receiving.handling import Stopping
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 
-    from delayline.outgoing import Composer
+    from delayline.outgoing import Composer, Effect
     from delayline.receiving.completion import Completion, RetryNotices
     from delayline.receiving.handlers import Call, Handlers
     from delayline.receiving.intake import MessageTasks
@@ -71,9 +70,9 @@ class HandlerAttempt:
         return own or self._attempts.recoverability
 
     @property
-    def outgoing(self) -> Sequence[Outgoing]:
-        """What the handlers have sent."""
-        return [effect for effect in self._context.effects if isinstance(effect, Outgoing)]
+    def effects(self) -> Sequence[Effect]:
+        """What the handlers have sent, and the pending messages that they have changed."""
+        return self._context.effects
 
     def run(self) -> Coroutine[object, object, None]:
         """Run the handlers, once the limit of their type admits the message."""

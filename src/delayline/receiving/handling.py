@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from delayline.observer import SupportsTraces
-    from delayline.outgoing import Outgoing
+    from delayline.outgoing import Effect
     from delayline.receiving.completion import Completion
     from delayline.receiving.intake import Intake
     from delayline.receiving.recoverability import Recoverability
@@ -69,8 +69,8 @@ class Attempt(Protocol):
         ...
 
     @property
-    def outgoing(self) -> Sequence[Outgoing]:
-        """What the handlers have sent."""
+    def effects(self) -> Sequence[Effect]:
+        """What the handlers have sent, and the pending messages that they have changed."""
         ...
 
     def run(self) -> Awaitable[None]:
@@ -167,7 +167,7 @@ class Handling:
                 number, conflicts = number + 1, 0
             else:
                 self.recovery.completed(message.id)
-                self.intake.reports.handled(message, attempt.outgoing, began, ended)
+                self.intake.reports.handled(message, attempt.effects, began, ended)
                 return
 
 

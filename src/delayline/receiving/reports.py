@@ -11,7 +11,7 @@ from delayline.events import Event, emit
 from delayline.failures import brief
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers
 from delayline.observer import Action
-from delayline.outgoing import report_sent
+from delayline.outgoing import Outgoing, report_sent
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from delayline.message import Message
     from delayline.observer import Observer
-    from delayline.outgoing import Outgoing
+    from delayline.outgoing import Effect
     from delayline.transport import ReceivedMessage
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,12 @@ class Reports:
         if self.observer is not None:
             self.observer.received(self.queue, number, error)
 
-    def handled(self, message: Message, outgoing: Sequence[Outgoing], began: float, ended: float) -> None:
-        """The handlers have run from `began` to `ended`, and the message is completed with their sends."""
+    def handled(self, message: Message, effects: Sequence[Effect], began: float, ended: float) -> None:
+        """The handlers have run from `began` to `ended`, and the message is completed with their effects."""
         if self.observer is not None:
             self.observer.handled(self.queue, message, ended - began, None)
-            if outgoing:
-                report_sent(self.observer, outgoing, time.perf_counter() - ended, None)
+            if sends := [effect for effect in effects if isinstance(effect, Outgoing)]:
+                report_sent(self.observer, sends, time.perf_counter() - ended, None)
         if logger.isEnabledFor(logging.DEBUG):
             seen = message.logical
             self._log(logging.DEBUG, Event.HANDLED, "handled %s", seen.id, message=seen)

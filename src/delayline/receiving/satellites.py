@@ -73,7 +73,7 @@ class SatelliteAttempt:
     received: ReceivedMessage
     message: Message
     number: int
-    outgoing: tuple[()] = ()
+    effects: tuple[()] = ()
     """Nothing: the message is only moved."""
 
     @property
