@@ -22,6 +22,7 @@ from delayline.delayed.delivery import (
     storage_of,
 )
 from delayline.delayed.host import DeliveryHost
+from delayline.delayed.outbox import OutboxDelivery
 from delayline.delayed.pending import PendingMessages
 from delayline.delayed.store import SupportsRightsCheck
 from delayline.errors import (
@@ -66,6 +67,7 @@ if TYPE_CHECKING:
     from types import TracebackType
 
     from delayline.clock import Clock
+    from delayline.delayed.outbox import Outbox
     from delayline.delayed.store import DelayedMessageStore, OnConflict
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body
@@ -115,6 +117,8 @@ class Endpoint:
         serializer: Writes and reads the bodies of messages that are neither bytes nor text; JSON by default.
         observers: Objects that are called with what the endpoint has done, such as `delayline.telemetry.Measurements`.
         disable_timeout_manager: Do not start the `draining` delivery; `delayline doctor` shows when it is empty.
+        outbox: Keeps what is sent with `transaction=` on a database that neither the queues nor the delayed messages
+            are in, as `SqlOutbox(url)`, and forwards it after the commit.
 
     Raises:
         ConfigurationError: An argument is invalid.
@@ -147,6 +151,7 @@ class Endpoint:
         disable_timeout_manager: bool = False,
         serializer: Serializer | None = None,
         observers: Sequence[Observer] = (),
+        outbox: Outbox | None = None,
     ) -> None:
         self.name = check_endpoint_name(name)
         self.transport = transport
@@ -184,6 +189,7 @@ class Endpoint:
             self._observers,
         )
         self.draining = draining
+        self._outbox = None if outbox is None else OutboxDelivery(outbox, delayed_delivery)
         self._deliveries = self._bind(None if disable_timeout_manager else draining)
         self._reset()
 
@@ -544,7 +550,8 @@ class Endpoint:
         """Bind the delayed deliveries of this endpoint, and return them."""
         if self.draining is not None and self.draining is self.delayed_delivery:
             raise ConfigurationError("draining= is the delayed_delivery itself: leave it out, or name the new delivery")
-        deliveries = [delivery for delivery in (self.delayed_delivery, draining) if delivery is not None]
+        all_deliveries = (self.delayed_delivery, draining, self._outbox)
+        deliveries = [delivery for delivery in all_deliveries if delivery is not None]
         for delivery in deliveries:
             delivery.bind(self._host)
         return deliveries
@@ -558,7 +565,9 @@ class Endpoint:
     async def _start_parts(self) -> None:
         self._observers.attach(self)
         self._composer.traces = self._observers.traces
-        self._sender = Sender(self.transport, self.delayed_delivery, self._composer, self._clock, self._observers.all)
+        self._sender = Sender(
+            self.transport, self.delayed_delivery, self._composer, self._clock, self._observers.all, self._outbox
+        )
         await self.transport.start()
         self._running.push_async_callback(self.transport.stop)
         self._observers.start()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from delayline.delayed.delivery import StoredDelivery, SupportsCancelledDefer, SupportsDestinationCheck
 from delayline.delayed.store import StoreResult
-from delayline.errors import ConfigurationError, DispatchFailed, DuplicateMessage, InvalidMessage
+from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, DuplicateMessage, InvalidMessage
 from delayline.events import Event, emit
 from delayline.external import UNSET, checked_transaction, enlisted
 from delayline.grouping import ABANDONED
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery
+    from delayline.delayed.outbox import OutboxDelivery
     from delayline.delayed.store import OnConflict
     from delayline.external import ExternalConnection, ExternalTransaction, Unset
     from delayline.observer import Observer
@@ -64,6 +65,7 @@ class Sender:
         composer: Composes them.
         clock: The endpoint's.
         observer: Is told what was sent; None for none.
+        outbox: Keeps what is sent in an external transaction that reaches neither; None for none.
     """
 
     def __init__(
@@ -73,9 +75,11 @@ class Sender:
         composer: Composer,
         clock: Clock,
         observer: Observer | None,
+        outbox: OutboxDelivery | None = None,
     ) -> None:
         self._transport = transport
         self._delivery = delivery
+        self._outbox = outbox
         self._composer = composer
         self._clock = clock
         self._observer = observer
@@ -110,7 +114,7 @@ class Sender:
                 destinations = None
             if external is not None:
                 if destinations is not None:
-                    await destinations.check(queue)
+                    await self._check(destinations, queue)
                 await self._deliver_in(external, outgoing)
             elif destinations is None and self._goes_on(outgoing):
                 await self._deliver([outgoing])
@@ -132,7 +136,10 @@ class Sender:
             composed = self._composer.compose_many(sends)
             if check_destination and self.destinations is not None:
                 for queue in {outgoing.operation.destination for outgoing in composed if outgoing.due is not None}:
-                    await self.destinations.check(queue)
+                    if external is None:
+                        await self.destinations.check(queue)
+                    else:
+                        await self._check(self.destinations, queue)
             if external is not None:
                 for outgoing in composed:
                     await self._deliver_in(external, outgoing)
@@ -176,18 +183,22 @@ class Sender:
     ) -> None:
         """Deliver in an external transaction, or in a transaction of ours.
 
-        A message for a queue that an external transaction does not reach waits in the store, due at once.
+        What an external transaction does not reach goes to the outbox. Without one, a message that is due waits in the
+        store, if that is reached.
         """
         if isinstance(external, Transaction):
             await self._deliver([outgoing], external)
             return
-        if outgoing.due is not None:
-            await self._deliver([outgoing], await _enlisted(external, self._delivery))
-            return
+        part = self._transport if outgoing.due is None else self._delivery
         try:
-            transaction = await _enlisted(external, self._transport)
+            transaction = await _enlisted(external, part)
         except ConfigurationError as refused:
-            if self._delivery is None:
+            if self._outbox is not None:
+                transaction = await _enlisted(external, self._outbox)
+                with self._reported([outgoing]) if self._observer is not None else UNOBSERVED:
+                    await self._outbox.put([(outgoing.operation, outgoing.due)], transaction)
+                return
+            if self._delivery is None or outgoing.due is not None:
                 raise
             try:
                 transaction = await _enlisted(external, self._delivery)
@@ -195,6 +206,11 @@ class Sender:
                 raise refused from None
             outgoing = outgoing._replace(due=self._clock.now())
         await self._deliver([outgoing], transaction)
+
+    async def _check(self, destinations: Destinations, queue: str) -> None:
+        """Raise QueueNotFound for a queue that does not exist; an outbox needs no transport that answers."""
+        with contextlib.suppress(*() if self._outbox is None else (BackendUnavailable,)):
+            await destinations.check(queue)
 
     async def _check_and_deliver(self, outgoing: Outgoing, destinations: Destinations | None) -> None:
         if destinations is not None:
@@ -290,6 +306,6 @@ async def _run_for(
 async def _enlisted(external: ExternalConnection | ExternalTransaction, part: object) -> Transaction:
     refusal = (
         f"{type(part).__name__} cannot take part in an external transaction: use a SqlTransport and a "
-        "SqlDelayedMessageStore, or send without transaction="
+        "SqlDelayedMessageStore, give the endpoint an outbox, as in outbox=SqlOutbox(url), or send without transaction="
     )
     return await enlisted(external, part, refusal)

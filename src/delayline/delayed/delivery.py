@@ -228,6 +228,8 @@ class StoredDelivery:
         self._poller: Poller | None = None
         self._signalled: Poller | None = None
         """The poller, if the store does not notify it."""
+        self._unsubscribe: Callable[[], None] | None = None
+        """Ends the store's notifications of the poller."""
         self._closers: list[Callable[[], None]] = []
 
     @property
@@ -283,18 +285,28 @@ class StoredDelivery:
         breaker = self._breaker("DelayedDeliveryStore", "Failed to store delayed message")
         self._group = StoreGroup(self.store, breaker, self._signal, host.observers.all)
         if self.polling:
-            self._poller = self._new_poller()
-            if isinstance(self.store, SupportsNotifications):
-                self._closers.append(self.store.on_stored(self._poller.signal))
-            else:
-                self._signalled = self._poller
-            self._poller.start()
+            self._start_polling()
 
-    async def stop(self) -> None:
-        """Wait for the poller's batch and for running stores, then close the store if it supports that."""
+    def _start_polling(self) -> None:
+        self._poller = self._new_poller()
+        if isinstance(self.store, SupportsNotifications):
+            self._unsubscribe = self.store.on_stored(self._poller.signal)
+        else:
+            self._signalled = self._poller
+        self._poller.start()
+
+    async def _stop_polling(self) -> None:
+        """Wait for the poller's batch."""
         if self._poller is not None:
             await self._poller.stop()
             self._poller = self._signalled = None
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+            self._unsubscribe = None
+
+    async def stop(self) -> None:
+        """Wait for the poller's batch and for running stores, then close the store if it supports that."""
+        await self._stop_polling()
         if self._group is not None:
             await self._group.stop()
             self._group = None

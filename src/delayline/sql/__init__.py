@@ -1,8 +1,9 @@
 """Transport and delayed message store on SQL databases."""
 
 from delayline.sql.databases import SqlDatabase
+from delayline.sql.outbox import SqlOutbox
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
 from delayline.sql.two_phase import TwoPhaseCommit
 
-__all__ = ["SqlDatabase", "SqlDelayedMessageStore", "SqlTransport", "TwoPhaseCommit"]
+__all__ = ["SqlDatabase", "SqlDelayedMessageStore", "SqlOutbox", "SqlTransport", "TwoPhaseCommit"]

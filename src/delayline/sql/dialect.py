@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 from sqlalchemy import and_, bindparam, delete
 from sqlalchemy.exc import DBAPIError
 
+from delayline.delayed.outbox import LONGEST_ROW_PREFIX
 from delayline.errors import ConfigurationError
+from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.sql.schema import TO_PUT, timeouts_table
 
 if TYPE_CHECKING:
@@ -127,6 +129,8 @@ class StatementWords(ABC):
     """Whether a delete of a list of keys locks no other rows."""
     returns_deleted: ClassVar[bool] = False
     """Whether a delete returns the rows that it has deleted."""
+    sees_whole_commits: ClassVar[bool] = False
+    """Whether a query that passes over locked rows sees every row of a commit or none: locks may end one by one."""
     transactions_in_progress: ClassVar[Sequence[ColumnElement[int]]] = ()
     """The columns that show the oldest transaction in progress and the number of the next; none where nothing does."""
 
@@ -228,6 +232,11 @@ class Catalog(ABC):
     def store_table(self, name: str, schema: str | None) -> Table:
         """Return the table of a store by the name and schema that the user has given."""
         return self.timeouts_table(self.kept_name(name), self.schema_of(schema))
+
+    def outbox_table(self, name: str, schema: str | None) -> Table:
+        """Return the table of an outbox, whose rows have longer ids than their messages."""
+        longest = LONGEST_ROW_PREFIX + MAXIMUM_ID_LENGTH
+        return timeouts_table(self.kept_name(name), self.schema_of(schema), leases=True, id_length=longest)
 
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
         """Return the shared tables that this product has besides the queues' tables: by default none."""

@@ -7,7 +7,7 @@ under its version, checks its shape and shows its SQL.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -262,19 +262,23 @@ def _type_of(column: StoredColumn) -> TypeEngine[Any]:
 
 
 @lru_cache(maxsize=64)
-def timeouts_table(name: str, schema: str | None = None, *, leases: bool = False) -> Table:
+def timeouts_table(
+    name: str, schema: str | None = None, *, leases: bool = False, id_length: int = MAXIMUM_ID_LENGTH
+) -> Table:
     """Return the logical table of a delayed message store under that name.
 
     Args:
         name: the table's name.
         schema: the database schema; the connection's default if None.
         leases: whether to add the column with the end of a message's lease.
+        id_length: the most characters of an id.
     """
+    columns = [replace(column, length=id_length) if column.name == "id" else column for column in STORED_COLUMNS]
     return Table(
         name,
         MetaData(schema=schema),
         _sequence(primary_key=True),
-        *message_columns(STORED_COLUMNS, unique=True),
+        *message_columns(columns, unique=True),
         *([Column("leased_until", DUE)] if leases else []),
         Index(_index_name(name), "due", "seq"),
         sqlite_autoincrement=True,

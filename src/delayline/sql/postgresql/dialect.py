@@ -83,6 +83,7 @@ class PostgresqlWords(StatementWords):
     """A list is an array, which is a single parameter."""
 
     deletes_by_list = True
+    sees_whole_commits = True
     returns_deleted = True
 
     transactions_in_progress = tuple(

@@ -80,6 +80,7 @@ class SqliteWords(StatementWords):
 
     deletes_by_list = True
     returns_deleted = True
+    sees_whole_commits = True
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
