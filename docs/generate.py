@@ -21,6 +21,7 @@ import click
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from delayline import (
+    ConfigurationError,
     DelaylineError,
     Endpoint,
     Headers,
@@ -28,6 +29,7 @@ from delayline import (
     MemoryTransport,
     Recoverability,
     SqlDelayedMessageStore,
+    SqlInbox,
     SqlTransport,
     StoredDelivery,
     TransactionMode,
@@ -113,8 +115,23 @@ def guarantees() -> str:
         [name, *(cell(transport, store, mode) for mode in TransactionMode), with_rows(transport, store)]
         for name, transport, store in pairs
     ]
+    rows.append(with_an_inbox(RabbitMQTransport(broker), DelayLevelDelivery()))
     rows += timeout_guarantees(one, two)
     return table(["parts", *(code(mode.name) for mode in TransactionMode), "your rows"], rows)
+
+
+def with_an_inbox(transport: Transport, delivery: DelayLevelDelivery) -> list[str]:
+    """Return the row of every pair of parts with an inbox: what it promises depends on no other part."""
+
+    def cell(mode: TransactionMode) -> str:
+        try:
+            inbox = SqlInbox("postgresql://server/one")
+            return str(Endpoint("any", transport=transport, inbox=inbox, transaction_mode=mode).guarantee)
+        except ConfigurationError:
+            return "refuses to start"
+
+    rows = str(handler_rows(transport, delivery, TransactionMode.RECEIVE_ONLY, inbox=True))
+    return ["any of these with an [inbox](../how-to/inbox.md)", *map(cell, TransactionMode), rows]
 
 
 def timeout_guarantees(one: str, two: str) -> list[list[str]]:
@@ -273,6 +290,7 @@ EVENT_MEANING: Final = {
     Event.CRITICAL_ERROR_ACTION_FAILED: "The critical error action raised an error itself.",
     Event.SEND_ABANDONED: "A send went on after its caller was cancelled, and has failed.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",
+    Event.HANDLED_BEFORE: "The inbox has a record of the message: it is acknowledged, and not handled again.",
     Event.HANDLER_FAILED: "One attempt to handle a message failed.",
     Event.HANDLER_REPEATED: "A handler runs again at once, as its own transaction gave way to another (a deadlock).",
     Event.DISCARDED: "A retry policy has dropped a message whose handler failed.",

@@ -37,7 +37,7 @@ if typing.TYPE_CHECKING:
     from delayline.azure import DelayedTableDelivery as DelayedTableDelivery
     from delayline.rabbitmq import DelayLevelDelivery as DelayLevelDelivery
     from delayline.rabbitmq import RabbitMQTransport as RabbitMQTransport
-    from delayline.sql import SqlDatabase, SqlDelayedMessageStore, SqlOutbox, SqlTransport, TwoPhaseCommit
+    from delayline.sql import SqlDatabase, SqlDelayedMessageStore, SqlInbox, SqlOutbox, SqlTransport, TwoPhaseCommit
     from delayline.version import __version__ as __version__
 else:
     #: Imported on first use: their libraries take longer to load than all the rest. Names that need an extra are not
@@ -51,6 +51,7 @@ else:
             "RabbitMQTransport": "delayline.rabbitmq",
             "SqlDatabase": "delayline.sql",
             "SqlDelayedMessageStore": "delayline.sql",
+            "SqlInbox": "delayline.sql",
             "SqlOutbox": "delayline.sql",
             "SqlTransport": "delayline.sql",
             "TwoPhaseCommit": "delayline.sql",
@@ -89,6 +90,7 @@ __all__ = [
     "Serializer",
     "SqlDatabase",
     "SqlDelayedMessageStore",
+    "SqlInbox",
     "SqlOutbox",
     "SqlTransport",
     "StoredDelivery",

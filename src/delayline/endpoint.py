@@ -40,6 +40,7 @@ from delayline.outgoing import DELAYED_DELIVERIES, Composer, HeaderMap, Send, ch
 from delayline.receiving.execution import name_of
 from delayline.receiving.handlers import Handlers
 from delayline.receiving.intake import open_intake
+from delayline.receiving.once import Once
 from delayline.receiving.pipeline import Pipeline, handler_pipeline
 from delayline.receiving.recoverability import Recoverability
 from delayline.receiving.satellites import open_satellite
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from delayline.delayed.outbox import Outbox
     from delayline.delayed.store import DelayedMessageStore, OnConflict
     from delayline.external import ExternalConnection, Unset
+    from delayline.inbox import Inbox
     from delayline.message import Body
     from delayline.observer import Observer
     from delayline.sending import Sent
@@ -117,8 +119,10 @@ class Endpoint:
         serializer: Writes and reads the bodies of messages that are neither bytes nor text; JSON by default.
         observers: Objects that are called with what the endpoint has done, such as `delayline.telemetry.Measurements`.
         disable_timeout_manager: Do not start the `draining` delivery; `delayline doctor` shows when it is empty.
+        inbox: Keeps a record of each message that was handled, in the database of the handlers' rows, as
+            `SqlInbox(url)`: what they do there happens once, and what they send.
         outbox: Keeps what is sent with `transaction=` on a database that neither the queues nor the delayed messages
-            are in, as `SqlOutbox(url)`, and forwards it after the commit.
+            are in, as `SqlOutbox(url)`, and forwards it after the commit. By default in the database of the inbox.
 
     Raises:
         ConfigurationError: An argument is invalid.
@@ -151,6 +155,7 @@ class Endpoint:
         disable_timeout_manager: bool = False,
         serializer: Serializer | None = None,
         observers: Sequence[Observer] = (),
+        inbox: Inbox | None = None,
         outbox: Outbox | None = None,
     ) -> None:
         self.name = check_endpoint_name(name)
@@ -158,10 +163,11 @@ class Endpoint:
         delayed_delivery = _delivery("delayed_delivery", delayed_delivery)
         draining = _delivery("draining", draining)
         self.delayed_delivery = delayed_delivery
+        self.inbox = inbox
         self.error_queue = _error_queue(error_queue, name)
         self.send_only = send_only
         self._chooses_mode = transaction_mode is None
-        self._use_mode(_mode(transaction_mode, transport, delayed_delivery))
+        self._use_mode(_mode(transaction_mode, transport, delayed_delivery, inbox))
         self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
         self.concurrency = whole_number("concurrency", concurrency, at_least=1)
         self.transaction_connections = (
@@ -189,14 +195,15 @@ class Endpoint:
             self._observers,
         )
         self.draining = draining
-        self._outbox = None if outbox is None else OutboxDelivery(outbox, delayed_delivery)
+        self._outbox = _outbox(outbox, inbox, delayed_delivery)
         self._deliveries = self._bind(None if disable_timeout_manager else draining)
         self._reset()
 
     def _use_mode(self, mode: TransactionMode) -> None:
         self.transaction_mode = mode
-        self.guarantee: Guarantee = guarantee(self.transport, self.delayed_delivery, mode)
-        self.handler_rows: HandlerRows = handler_rows(self.transport, self.delayed_delivery, mode)
+        has_inbox = self.inbox is not None
+        self.guarantee: Guarantee = guarantee(self.transport, self.delayed_delivery, mode, inbox=has_inbox)
+        self.handler_rows: HandlerRows = handler_rows(self.transport, self.delayed_delivery, mode, inbox=has_inbox)
 
     def _reset(self) -> None:
         self._sender: Sender | None = None
@@ -421,6 +428,8 @@ class Endpoint:
             await self._setup_queues()
             for delivery in self._deliveries:
                 await delivery.setup_infrastructure()
+            if self.inbox is not None:
+                await self.inbox.setup_infrastructure()
         finally:
             await self.transport.stop()
 
@@ -577,12 +586,17 @@ class Endpoint:
         if self._setup:
             for delivery in self._deliveries:
                 await _set_up(delivery)
+            if self.inbox is not None:
+                await self.inbox.setup_infrastructure()
         await self._check_rights()
         for delivery in self._deliveries:
             self._running.push_async_callback(delivery.stop)
             await self._start_delivery(delivery)
+        if self.inbox is not None:
+            await self.inbox.start(self.name)
+            self._running.push_async_callback(self.inbox.stop)
         if self._handlers:
-            transactions = HandlerTransactions(self.transport, self.transaction_mode, self.transaction_connections)
+            transactions = self._handler_transactions()
             self._running.push_async_callback(transactions.close)
             transactions.check_drivers(self._handlers.functions)
             self._running.callback(self._handlers.close)
@@ -594,6 +608,7 @@ class Endpoint:
                 recoverability=self.recoverability,
                 delivery=self.delayed_delivery,
                 destinations=self._sender.destinations,
+                once=self._once(),
             )
             self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)
@@ -609,6 +624,17 @@ class Endpoint:
             self.guarantee,
         )
         self._started = True
+
+    def _handler_transactions(self) -> HandlerTransactions:
+        if self.inbox is None:
+            return HandlerTransactions(self.transport, self.transaction_mode, self.transaction_connections)
+        # The rows commit with the record, whatever the mode is in which their messages leave the queue.
+        return HandlerTransactions(self.inbox, TransactionMode.TRANSACTION_SCOPE, self.transaction_connections)
+
+    def _once(self) -> Once | None:
+        if self.inbox is None or self._outbox is None:
+            return None
+        return Once(self.inbox, self._outbox, self.delayed_delivery)
 
     async def _start_delivery(self, delivery: DelayedDelivery) -> None:
         """Start it; in a weaker mode if its store refuses the default mode, which the store alone knows."""
@@ -633,6 +659,8 @@ class Endpoint:
             if isinstance(delivery, SupportsRightsCheck):
                 with contextlib.suppress(BackendUnavailable):  # some deliveries start without their database
                     missing |= dict.fromkeys(await delivery.missing_rights(self.name, takes=True))
+        if self.inbox is not None:
+            missing |= dict.fromkeys(await self.inbox.missing_rights())
         if missing:
             grants = "\n".join(missing)
             raise BackendUnusable(
@@ -723,14 +751,32 @@ def _error_queue(error_queue: str, name: str) -> str:
     return check_endpoint_name(error_queue)
 
 
-def _mode(mode: TransactionMode | None, transport: Transport, delivery: DelayedDelivery | None) -> TransactionMode:
-    if mode is None:
-        return strongest_mode(transport, delivery)
-    if isinstance(mode, TransactionMode):
-        return mode
-    raise ConfigurationError(
-        f"transaction_mode must be one of TransactionMode.{', '.join(TransactionMode.__members__)}; not {mode!r}"
-    )
+def _mode(
+    mode: TransactionMode | None, transport: Transport, delivery: DelayedDelivery | None, inbox: Inbox | None
+) -> TransactionMode:
+    if mode is not None and not isinstance(mode, TransactionMode):
+        raise ConfigurationError(
+            f"transaction_mode must be one of TransactionMode.{', '.join(TransactionMode.__members__)}; not {mode!r}"
+        )
+    if inbox is None:
+        return strongest_mode(transport, delivery) if mode is None else mode
+    if mode not in (None, TransactionMode.RECEIVE_ONLY):
+        raise ConfigurationError(
+            f"with inbox= a message leaves its queue after the commit in the inbox's database, which is RECEIVE_ONLY, "
+            f"not {mode.name}: leave transaction_mode out"
+        )
+    return TransactionMode.RECEIVE_ONLY
+
+
+def _outbox(outbox: Outbox | None, inbox: Inbox | None, delivery: DelayedDelivery | None) -> OutboxDelivery | None:
+    if inbox is not None:
+        outbox = outbox or inbox.new_outbox()
+        if outbox.transaction_domain != inbox.external_domain:
+            raise ConfigurationError(
+                f"the inbox is in {inbox.external_domain} and the outbox in {outbox.transaction_domain}: leave outbox= "
+                "out, and what handlers send is kept beside the inbox"
+            )
+    return None if outbox is None else OutboxDelivery(outbox, delivery)
 
 
 def _recoverability(

@@ -19,6 +19,7 @@ class Event(StrEnum):
     CRITICAL_ERROR = "endpoint.critical_error"
     CRITICAL_ERROR_ACTION_FAILED = "endpoint.critical_error_action_failed"
     HANDLED = "receive.handled"
+    HANDLED_BEFORE = "receive.handled_before"
     HANDLER_FAILED = "receive.handler_failed"
     HANDLER_REPEATED = "receive.handler_repeated"
     RETRIED_LATER = "receive.retried_later"

@@ -212,7 +212,11 @@ def share_transactions(first: TransactionParticipant, second: TransactionPartici
 
 
 def guarantee(
-    transport: TransportParticipant, delivery: TransactionParticipant | None, mode: TransactionMode
+    transport: TransportParticipant,
+    delivery: TransactionParticipant | None,
+    mode: TransactionMode,
+    *,
+    inbox: bool = False,
 ) -> Guarantee:
     """Return the guarantee of this pair: the only source for start-up, `doctor` and the table in the documentation.
 
@@ -222,6 +226,7 @@ def guarantee(
         transport: The endpoint's transport.
         delivery: Its delayed delivery; None for an endpoint without delayed delivery.
         mode: The transaction mode.
+        inbox: Whether the endpoint keeps an inbox, for handlers whose effects are in its database.
 
     Raises:
         UnsupportedTransactionMode: The pair cannot honour the mode; the text has the remedy.
@@ -238,6 +243,8 @@ def guarantee(
             f"Use transaction_mode=TransactionMode.{highest.name}, or leave it out."
         )
     shared = delivery is None or share_transactions(transport, delivery)
+    if inbox and mode is TransactionMode.RECEIVE_ONLY:
+        return Guarantee.EXACTLY_ONCE
     if mode is TransactionMode.TRANSACTION_SCOPE:
         if not shared:
             raise UnsupportedTransactionMode(

@@ -9,13 +9,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable
+from delayline.inbox import key_of
 from delayline.message import Headers
 from delayline.receiving.context import MessageContext
 from delayline.receiving.handling import Stopping
+from delayline.receiving.once import RecordedCompletion, Records
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 
+    from delayline.delayed.store import SupportsManagement
     from delayline.outgoing import Composer, Effect
     from delayline.receiving.completion import Completion, RetryNotices
     from delayline.receiving.handlers import Call, Handlers
@@ -37,15 +40,20 @@ class HandlerAttempts:
     composer: Composer
     transactions: HandlerTransactions
     recoverability: Recoverability
-    completion: Completion
+    completion: Completion | RecordedCompletion
     notices: RetryNotices
     limits: TypeLimits
+    pending: SupportsManagement | None
+    """Changes pending messages; None where handlers cannot change any."""
 
     def begin(self, received: ReceivedMessage, number: int) -> HandlerAttempt:
         """Return an attempt. Raises CorruptHeaders, UnknownMessageType or InvalidPayload."""
         message = received.message
         calls = self.handlers.calls(message.logical)
-        context = MessageContext(message, self.queue, number, self.composer, self.transactions, self.completion.pending)
+        context = MessageContext(message, self.queue, number, self.composer, self.transactions, self.pending)
+        if isinstance(self.completion, RecordedCompletion):
+            context.records = Records(self.completion.once.inbox, key_of(message))
+            return RecordedAttempt(self, received, calls, context, self.completion)
         return HandlerAttempt(self, received, calls, context)
 
 
@@ -109,6 +117,44 @@ class HandlerAttempt:
                 raise outage from error
             raise
         context.end()
+
+
+class RecordedAttempt(HandlerAttempt):
+    """An attempt to handle a message that an inbox keeps a record of."""
+
+    __slots__ = ("_completion", "_is_recorded")
+
+    def __init__(
+        self,
+        attempts: HandlerAttempts,
+        received: ReceivedMessage,
+        calls: Sequence[Call],
+        context: MessageContext,
+        completion: RecordedCompletion,
+    ) -> None:
+        super().__init__(attempts, received, calls, context)
+        self._completion = completion
+        self._is_recorded = False
+
+    async def complete(self) -> None:
+        """Record the message with the sends, unless it is recorded, and acknowledge it."""
+        try:
+            if self._is_recorded or (self._context.records is not None and self._context.records.is_known):
+                await self._completion.acknowledge(self._received, self._context.own)
+            else:
+                await super().complete()
+        finally:
+            self._completion.release(self._received)
+
+    async def _run(self) -> None:
+        if not await self._completion.admit(self._received):
+            self._is_recorded = True
+            return
+        try:
+            await super()._run()
+        except BaseException:
+            self._completion.release(self._received)
+            raise
 
 
 class TypeLimits:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from delayline.observer import SupportsTraces
     from delayline.outgoing import Destinations, Effect
     from delayline.receiving.intake import Intake
+    from delayline.receiving.once import RecordedCompletion
     from delayline.receiving.transactions import HandlerTransaction, HandlerTransactions, TransactionLost
     from delayline.transaction import Transaction
     from delayline.transport import ReceivedMessage
@@ -136,7 +137,7 @@ class Completion:
                 await self._complete_in(own, received, effects)
                 return
             if effects:
-                await self._check(effects)
+                await self.check(effects)
             match self._mode:
                 case TransactionMode.NONE:
                     await self._take_effect(effects, None)
@@ -170,35 +171,55 @@ class Completion:
 
     async def _complete_in(self, own: HandlerTransaction, received: ReceivedMessage, effects: Sequence[Effect]) -> None:
         """Remove the message, with all effects, in the handler's own transaction, and commit it."""
-        assert self._transactions is not None  # noqa: S101 - which has opened it
-        try:
-            await self._check(effects)
-            transaction = await self._transactions.enlist(own)
+
+        async def remove(transaction: Transaction) -> bool:
+            assert self._transactions is not None  # noqa: S101 - which has opened it
+            together = effects
             stored = [effect for effect in effects if _is_in_store(effect)]
             if stored and not self._transactions.reaches(self._delivery, transaction):
                 await self._take_effect(stored, None)
-                effects = [effect for effect in effects if not _is_in_store(effect)]
+                together = [effect for effect in effects if not _is_in_store(effect)]
             was_there = await self._receiver.acknowledge(received, transaction)
             if was_there:
-                await self._take_effect(effects, transaction)
+                await self._take_effect(together, transaction)
+            return was_there
+
+        if not await self.commit_own(own, effects, remove):
+            raise self._already_handled(received)
+        await self._receiver.release(received)  # its row is gone, the claim is not
+
+    async def commit_own(
+        self, own: HandlerTransaction, effects: Sequence[Effect], work: Callable[[Transaction], Awaitable[bool]]
+    ) -> bool:
+        """Run `work` in the handler's own transaction and commit it; roll it back, and return False, if that does.
+
+        Args:
+            own: The transaction.
+            effects: What the handler has asked for; the destinations of its sends are looked for first.
+            work: Writes what commits with the user's rows.
+        """
+        assert self._transactions is not None  # noqa: S101 - which has opened it
+        try:
+            await self.check(effects)
+            done = await work(await self._transactions.enlist(own))
         except BaseException as error:
             outage = self.outage(own, error)
             await own.roll_back()
             if outage is not None:
                 raise outage from error
             raise
-        if not was_there:
+        if not done:
             await own.roll_back()
-            raise self._already_handled(received)
+            return False
         try:
             await own.commit()
         except Exception as error:  # it has closed its connection
             if (outage := self.outage(own, error)) is not None:
                 raise outage from error
             raise
-        await self._receiver.release(received)  # its row is gone, the claim is not
+        return True
 
-    async def _check(self, effects: Sequence[Effect]) -> None:
+    async def check(self, effects: Sequence[Effect]) -> None:
         """Raise QueueNotFound if a delayed message has a destination that does not exist."""
         if self._destinations is None:
             return
@@ -242,9 +263,10 @@ class Completion:
                 await hand_over(self._transport, self._delivery, cast("list[Outgoing]", list(run)), transaction)
             else:
                 for change in run:
-                    await self._change(cast("PendingChange", change), transaction)
+                    await self.change(cast("PendingChange", change), transaction)
 
-    async def _change(self, change: PendingChange, transaction: Transaction | None) -> None:
+    async def change(self, change: PendingChange, transaction: Transaction | None) -> None:
+        """Change a pending message. Raises PendingMessageLocked."""
         assert self.pending is not None  # noqa: S101 - else the context has refused the change
         given = () if transaction is None else (transaction,)
         if change.due is None:
@@ -271,7 +293,7 @@ class RetryNotices:
     """
 
     intake: Intake
-    completion: Completion
+    completion: Completion | RecordedCompletion
 
     async def complete(
         self, received: ReceivedMessage, effects: Sequence[Effect], own: HandlerTransaction | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine, Generator
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, overload
 
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, in_utc
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, sessionmaker
 
     from delayline.delayed.store import SupportsManagement
+    from delayline.external import ExternalConnection
     from delayline.message import Body, Message
     from delayline.outgoing import Composer, Effect, HeaderMap, Outgoing
+    from delayline.receiving.once import Records
     from delayline.receiving.transactions import (
         ConnectionPool,
         HandlerTransaction,
@@ -29,6 +31,11 @@ if TYPE_CHECKING:
     )
 
 Result_co = TypeVar("Result_co", covariant=True)
+ONCE_SENDS: Final = (
+    "a handler that records its message with context.once() sends in the same transaction: use "
+    "endpoint.send(..., transaction=connection). What it sends through its context would be lost if it failed after "
+    "your commit"
+)
 
 
 class Recorded(Coroutine[Any, Any, Result_co]):
@@ -84,6 +91,8 @@ class MessageContext:
         self._pending = pending
         self.own: HandlerTransaction | None = None
         """The transaction that the handler has asked for."""
+        self.records: Records | None = None
+        """Records the message in a transaction of the user's; None without an inbox."""
         self._over = False
 
     def send(
@@ -292,6 +301,43 @@ class MessageContext:
             )
         return self.own.begin()
 
+    def once(self, transaction: ExternalConnection) -> Any:  # noqa: ANN401 - a bool, or an awaitable of it
+        """Record this message in a transaction of your own, and return whether it is handled for the first time.
+
+        For handlers that do not use `context.transaction()`: the record commits with your rows. If it returns False, a
+        copy of the message was handled before: return. What you send belongs into the same transaction, as
+        `await endpoint.send(..., transaction=connection)` puts it there, and not through this context.
+
+        Args:
+            transaction: A connection or session with your transaction, on the database of the inbox; see
+                `Endpoint.send`.
+
+        Returns:
+            Whether there was no record; in a coroutine function an awaitable of that.
+
+        Raises:
+            ConfigurationError: The endpoint has no inbox, or the transaction is on another database; or the handler
+                sends through its context.
+
+        Example:
+            ```python
+            @shop.handles(OrderPaid)
+            async def paid(order: OrderPaid, context: MessageContext) -> None:
+                async with engine.begin() as connection:
+                    if await context.once(connection):
+                        await connection.execute(update(orders).values(paid=True))
+            ```
+        """
+        if self._over:
+            raise InvalidMessage(f"the handler of message {self.message.id!r} has ended: it can record nothing")
+        if self.records is None:
+            raise ConfigurationError("context.once() needs an inbox: Endpoint(inbox=SqlInbox(url))")
+        if self.own is not None:
+            raise ConfigurationError("context.transaction() records the message by itself: leave context.once() out")
+        if self.effects:
+            raise ConfigurationError(ONCE_SENDS)
+        return self.records.write(transaction)
+
     def end(self) -> None:
         """Take nothing more: the handlers have ended."""
         self._over = True
@@ -301,8 +347,9 @@ class MessageContext:
         if self._pending is None:
             raise ConfigurationError(
                 "this endpoint has no pending messages that a handler could change: pass delayed_delivery="
-                "StoredDelivery(...), with a store that has SupportsManagement"
+                "StoredDelivery(...), with a store that has SupportsManagement; with an inbox, in its database"
             )
+        self._refuse_after_once()
         if self._over:
             raise InvalidMessage(
                 f"the handler of message {self.message.id!r} has ended: this change would be lost. Await in the "
@@ -317,5 +364,10 @@ class MessageContext:
                 f"the handler of message {self.message.id!r} has ended: this message would be lost. Await in the "
                 "handler all tasks that it starts, or use Endpoint.send"
             )
+        self._refuse_after_once()
         self.effects.append(outgoing)
         return outgoing.operation.message.id
+
+    def _refuse_after_once(self) -> None:
+        if self.records is not None and self.records.is_known:
+            raise ConfigurationError(ONCE_SENDS)

@@ -36,6 +36,7 @@ from delayline.events import Event, emit
 from delayline.receiving.attempts import HandlerAttempts, TypeLimits
 from delayline.receiving.completion import Completion, RetryNotices
 from delayline.receiving.handling import Handling
+from delayline.receiving.once import RecordedCompletion
 from delayline.receiving.prefetch import Prefetch
 from delayline.receiving.recovery import Recovery
 from delayline.receiving.suspects import Suspects
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from delayline.receiving.handlers import Handlers
     from delayline.receiving.handling import Attempt
     from delayline.receiving.intake import Intake
+    from delayline.receiving.once import Once
     from delayline.receiving.recoverability import Recoverability
     from delayline.receiving.transactions import HandlerTransactions
     from delayline.transport import ReceivedMessage
@@ -280,15 +282,19 @@ def handler_pipeline(
     recoverability: Recoverability,
     delivery: DelayedDelivery | None,
     destinations: Destinations | None,
+    once: Once | None = None,
 ) -> Pipeline:
     """Return the pipeline of an endpoint's handlers, not started yet; their sends are composed by `composer`.
 
-    Delayed sends go to `delivery`, None for none, and their destinations are looked for in `destinations`.
+    Delayed sends go to `delivery`, None for none, and their destinations are looked for in `destinations`. `once`
+    records the messages that are handled.
     """
     receiver, traces = intake.receiver, intake.host.observers.traces
     completion = Completion(
         intake, delivery=delivery, destinations=destinations, transactions=transactions, traces=traces
     )
+    pending = completion.pending if once is None or once.reaches_delivery else None
+    handled = completion if once is None else RecordedCompletion(once, intake, completion)
     slots = receiver.handler_slots(handlers.limits) if isinstance(receiver, SupportsHandlerSlots) else {}
     attempts = HandlerAttempts(
         intake.queue,
@@ -296,9 +302,10 @@ def handler_pipeline(
         composer,
         transactions,
         recoverability,
-        completion,
-        RetryNotices(intake, completion),
+        handled,
+        RetryNotices(intake, handled),
         TypeLimits(slots, intake.tasks),
+        pending,
     )
     delays = None if delivery is None else composer
     return Pipeline(intake, completion, attempts.begin, recoverability, composer=delays, traces=traces)

@@ -61,6 +61,11 @@ class Reports:
         """Another receiver has handled the message meanwhile."""
         self._log(logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=message)
 
+    def duplicate(self, message: Message) -> None:
+        """The inbox has a record of the message."""
+        log_text = "Message %s has been handled before, as the inbox says: it is not handled again"
+        self._log(logging.INFO, Event.HANDLED_BEFORE, log_text, message.id, message=message)
+
     def alone(self, received: ReceivedMessage) -> None:
         """The message is handled beside no others."""
         log_text = "Message %s is handled alone: %d deliveries of it have ended without an outcome"

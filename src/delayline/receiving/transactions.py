@@ -69,14 +69,19 @@ class HandlerRows(StrEnum):
     NO = "no"
 
 
-def handler_rows(transport: Transport, delivery: TransactionParticipant | None, mode: TransactionMode) -> HandlerRows:
+def handler_rows(
+    transport: Transport, delivery: TransactionParticipant | None, mode: TransactionMode, *, inbox: bool = False
+) -> HandlerRows:
     """Return whether rows of a handler, the end of its message and its sends can share a transaction.
 
     Args:
         transport: The transport of the handled messages.
         delivery: The delayed delivery; None for none.
         mode: The endpoint's transaction mode.
+        inbox: Whether the endpoint keeps an inbox, in the database of the rows.
     """
+    if inbox:
+        return HandlerRows.YES
     if mode < TransactionMode.SENDS_ATOMIC_WITH_RECEIVE or not isinstance(transport, SupportsExternalTransactions):
         return HandlerRows.NO
     reached = transport.external_domain if isinstance(transport, SupportsEngines) else transport.transaction_domain

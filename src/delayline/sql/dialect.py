@@ -163,6 +163,10 @@ class StatementWords(ABC):
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key, or primary key that includes it, as it is."""
 
+    def insert_counted(self, table: Table, key: str) -> Insert:
+        """Return an insert that says how many rows are new: those that are not are left, or `is_duplicate` is true."""
+        return self.insert_new(table, key)
+
 
 class BulkStatements(ABC):
     """Statements on many rows at once, or on whole tables."""
@@ -366,6 +370,11 @@ class DriverErrors(ABC):
 
     def has_rolled_back(self, error: Exception) -> bool:
         """Return whether the whole transaction has been rolled back; later work would be outside it."""
+        del error
+        return False
+
+    def is_duplicate(self, error: Exception) -> bool:
+        """Return whether a statement of `insert_counted` has inserted nothing, because a row is there already."""
         del error
         return False
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
-from delayline.errors import NotStarted
-from delayline.sql.databases import database_at
+from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
+from delayline.sql.databases import SqlDatabase, database_at, engine_at
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
 
     from sqlalchemy import Connection, Engine, Table
+    from sqlalchemy.ext.asyncio import AsyncEngine
 
     from delayline.clock import Clock
-    from delayline.sql.databases import SqlDatabase
     from delayline.sql.dialect import Dialect
     from delayline.sql.transactions import SqlTransaction
     from delayline.sql.two_phase import TwoPhaseCommit, TwoPhaseTransaction
@@ -31,7 +31,8 @@ class OnDatabase:
         schema: str | None,
         two_phase: TwoPhaseCommit | None,
     ) -> None:
-        self._database = database_at(database)
+        self._given = database if isinstance(database, SqlDatabase) else SqlDatabase(database)
+        self._database = database_at(self._given)
         self._schema = self._database.dialect.catalog.schema_of(schema)
         self._tables = queue_tables(self._schema)
         self._two_phase = two_phase
@@ -46,6 +47,21 @@ class OnDatabase:
     def gave_way(self, error: BaseException) -> bool:
         """Return whether the error comes from a transaction's end in favour of another, so that it can be repeated."""
         return self._database.dialect.errors.gave_way(error)
+
+    def new_engine(self, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
+        """Return an Engine of SQLAlchemy on the database. Raises ConfigurationError for connections of the user's."""
+        if self._given.connects is not None:
+            raise ConfigurationError(
+                "the connections to this database are made by connect= or by an Engine: pass an Engine, as in "
+                "context.transaction(engine)"
+            )
+        return engine_at(self._given, size, asynchronous=asynchronous)
+
+    def lost_connection(self, error: BaseException) -> BackendUnavailable | None:
+        """Return the outage that an error of a connection to the database says; None for any other error."""
+        dialect = self._database.dialect
+        lost = isinstance(error, dialect.errors.kinds) and dialect.errors.is_disconnect(error)
+        return BackendUnavailable(f"the connection to {dialect} was lost: {error}") if lost else None
 
     @property
     def transaction_domain(self) -> Hashable:

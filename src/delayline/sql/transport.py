@@ -12,14 +12,14 @@ from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
 from delayline.clock import ONE_SECOND
-from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, QueueNotFound
+from delayline.errors import DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.external import UNSET
 from delayline.grouping import ABANDONED, Grouping
 from delayline.message import Message
 from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
-from delayline.sql.databases import SqlDatabase, engine_at
+from delayline.sql.databases import SqlDatabase
 from delayline.sql.deadlines import long_work
 from delayline.sql.on_database import OnDatabase
 from delayline.sql.queue_limits import (
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from sqlalchemy import Connection, Engine, Executable, Table
-    from sqlalchemy.ext.asyncio import AsyncEngine
 
     from delayline.external import ExternalTransaction, Unset
     from delayline.sql.claims import Claims
@@ -84,7 +83,6 @@ class SqlTransport(OnDatabase):
         two_phase: TwoPhaseCommit | None = None,
     ) -> None:
         super().__init__(database, schema, two_phase)
-        self._given = database if isinstance(database, SqlDatabase) else SqlDatabase(database)
         interval = time_span("poll_interval", poll_interval).total_seconds()
         self._statements = queue_statements(self._tables, self._database.dialect)
         self._limits = limit_statements(self._tables, self._database.dialect)
@@ -113,21 +111,6 @@ class SqlTransport(OnDatabase):
     def keeps_queues_in(self, database: Database, schema: str | None) -> bool:
         """Return whether the queues are in that schema of that database."""
         return self._database is database and self._schema == schema
-
-    def new_engine(self, size: int, *, asynchronous: bool) -> Engine | AsyncEngine:
-        """Return an Engine of SQLAlchemy on the database. Raises ConfigurationError for connections of the user's."""
-        if self._given.connects is not None:
-            raise ConfigurationError(
-                "the connections of this transport are made by connect= or by an Engine: pass an Engine, as in "
-                "context.transaction(engine)"
-            )
-        return engine_at(self._given, size, asynchronous=asynchronous)
-
-    def lost_connection(self, error: BaseException) -> BackendUnavailable | None:
-        """Return the outage that an error of a connection to the database says; None for any other error."""
-        dialect = self._database.dialect
-        lost = isinstance(error, dialect.errors.kinds) and dialect.errors.is_disconnect(error)
-        return BackendUnavailable(f"the connection to {dialect} was lost: {error}") if lost else None
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
         """Return the external transaction if sending can take part in it."""

@@ -112,6 +112,11 @@ class MariadbWords(StatementWords):
         """Return an insert that leaves a row with the same key as it is; INSERT IGNORE would hide other errors too."""
         return insert(table).on_duplicate_key_update({key: table.c[key]})
 
+    def insert_counted(self, table: Table, key: str) -> Insert:
+        """Return an insert that fails for a row that is there: most drivers count rows that were left as changed."""
+        del key
+        return insert(table)
+
 
 class MariadbBulk(BulkStatements):
     """Many rows in a statement; the optimizer's estimates."""

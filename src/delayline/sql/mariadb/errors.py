@@ -89,6 +89,8 @@ OF_SERVERS: Final = frozenset({"OperationalError", "InternalError", "NotSupporte
 #: ... but for these: a trigger's refusal, a constraint's, and refusals of values that do not fit.
 OF_ROWS: Final = frozenset({1048, 1062, 1169, 1216, 1217, 1364, 1365, 1451, 1452, 1557, 1586, 1644, 1690, 3819, 4025})
 
+DUPLICATE_KEY: Final = 1062
+
 
 def number_of(error: BaseException) -> int | None:
     """Return the server's or the driver's number of an error, None for an error without."""
@@ -118,6 +120,10 @@ class MariadbErrors(ServerErrors):
     def outdates_sessions(self, error: Exception) -> bool:
         """Return whether the server is read-only, or not a part of its cluster."""
         return number_of(error) in (*NO_WRITES, *NODE_APART)
+
+    def is_duplicate(self, error: Exception) -> bool:
+        """Return whether a row is there already; the failed statement alone is undone."""
+        return number_of(error) == DUPLICATE_KEY
 
     def is_deadlock(self, error: Exception) -> bool:
         """Return whether the transaction gave way to another."""

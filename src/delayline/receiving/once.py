@@ -1,0 +1,234 @@
+"""Handling once: a record in the inbox commits with what a handler has done, and a copy of its message finds it.
+
+::
+
+    received
+       |
+       v
+    CLAIMED? (an inbox that claims first) -- held by another --> looked at again, outside of the concurrency limit
+       |
+       v
+    RECORDED? -- yes --> acknowledged, not handled
+       | no
+       v
+    handlers run
+       |
+       v
+    one transaction: the record -- was there --> rolled back, acknowledged
+                     the user's rows, in `context.transaction()`
+                     the sends, in the outbox or the delayed message store beside it
+       | committed
+       v
+    acknowledged; the outbox forwards the sends, with the same ids however often it tries
+
+A crash between any two steps leaves nothing, or a record that the next delivery finds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+
+from delayline.errors import DelaylineError
+from delayline.external import ExternalTransaction, WaitingThread, enlisted
+from delayline.grouping import Grouping
+from delayline.inbox import RecordKey, key_of
+from delayline.outgoing import Outgoing
+from delayline.receiving.completion import MAXIMUM_COMPLETED, AlreadyHandled
+from delayline.receiving.handling import Stopping
+from delayline.transaction import again_after_conflicts
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from delayline.delayed.delivery import DelayedDelivery
+    from delayline.delayed.outbox import OutboxDelivery
+    from delayline.external import ExternalConnection
+    from delayline.inbox import Inbox
+    from delayline.outgoing import Effect, PendingChange
+    from delayline.receiving.completion import Completion
+    from delayline.receiving.intake import Intake
+    from delayline.receiving.transactions import HandlerTransaction
+    from delayline.transaction import Transaction
+    from delayline.transport import ReceivedMessage
+
+#: Until a message that another holder has claimed is looked at again.
+WAIT_FOR_CLAIM: Final = timedelta(milliseconds=200)
+
+
+class _Recorded(DelaylineError):
+    """Some messages of a group have a record already: each is tried alone."""
+
+
+class _Handled(NamedTuple):
+    """A message that was handled, and is to be recorded."""
+
+    key: RecordKey
+    effects: Sequence[Effect]
+
+
+@dataclass(frozen=True, slots=True)
+class Once:
+    """Records the handled messages of an endpoint in its inbox."""
+
+    inbox: Inbox
+    outbox: OutboxDelivery
+    delivery: DelayedDelivery | None
+    """Takes delayed sends, where it is in the database of the inbox; the outbox takes all others."""
+
+    @property
+    def reaches_delivery(self) -> bool:
+        """Whether the delayed delivery takes part in the transactions of the inbox."""
+        return self.delivery is not None and self.delivery.transaction_domain == self.inbox.external_domain
+
+    async def write(self, transaction: Transaction, handled: Sequence[_Handled], completion: Completion) -> bool:
+        """Record the messages and let their effects happen; return False if any has a record already."""
+        if await self.inbox.record([each.key for each in handled], transaction) < len(handled):
+            return False
+        for kind, run in groupby((effect for each in handled for effect in each.effects), type):
+            if kind is Outgoing:
+                await self._send(cast("list[Outgoing]", list(run)), transaction)
+            else:
+                for change in run:
+                    await completion.change(cast("PendingChange", change), transaction)
+        return True
+
+    async def _send(self, sends: Sequence[Outgoing], transaction: Transaction) -> None:
+        in_store = self.reaches_delivery
+        for is_stored, run in groupby(sends, lambda send: in_store and send.due is not None):
+            if not is_stored:
+                await self.outbox.put([(send.operation, send.due) for send in run], transaction)
+                continue
+            assert self.delivery is not None  # noqa: S101 - which was looked at
+            for operation, due, _ in run:
+                if due is not None:
+                    await self.delivery.defer(operation, due, transaction)
+
+
+class Records:
+    """Records a message in a transaction that the user commits, for `context.once`."""
+
+    __slots__ = ("_inbox", "_key", "_loop", "is_known")
+
+    def __init__(self, inbox: Inbox, key: RecordKey) -> None:
+        self._inbox = inbox
+        self._key = key
+        self._loop = asyncio.get_running_loop()
+        self.is_known = False
+        """Whether the message has a record, in the user's transaction or from before."""
+
+    def write(self, connection: ExternalConnection) -> Any:  # noqa: ANN401 - a bool, for a coroutine an awaitable of it
+        """Return whether the message had no record before; on an event loop an awaitable of that."""
+        with contextlib.suppress(RuntimeError):
+            asyncio.get_running_loop()
+            return self._write(ExternalTransaction(connection))
+        thread = WaitingThread()
+        work = self._write(ExternalTransaction(connection, thread))
+        return thread.wait_for(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    async def _write(self, external: ExternalTransaction) -> bool:
+        refusal = "the inbox takes part in no external transaction: leave context.once() out"
+        is_new = await self._inbox.record([self._key], await enlisted(external, self._inbox, refusal))
+        self.is_known = True
+        return bool(is_new)
+
+
+class RecordedCompletion:
+    """Completes messages of a queue whose handling is recorded in an inbox.
+
+    Args:
+        once: The inbox, and where the sends go.
+        intake: The queue.
+        completion: Completes messages without a record.
+    """
+
+    def __init__(self, once: Once, intake: Intake, completion: Completion) -> None:
+        self.once = once
+        self._intake = intake
+        self._completion = completion
+        self._looks: Grouping[RecordKey, bool] = Grouping(self._look, maximum=MAXIMUM_COMPLETED, at_once=2)
+        self._records: Grouping[_Handled, bool] = Grouping(self._record, maximum=MAXIMUM_COMPLETED, at_once=2)
+
+    async def admit(self, received: ReceivedMessage) -> bool:
+        """Return whether to handle the message: it has no record. Where messages are claimed first, claim it.
+
+        Raises Stopping if the endpoint stops before the message could be claimed.
+        """
+        key, inbox = key_of(received.message), self.once.inbox
+        if inbox.claims_first and not await inbox.claim(key):
+            with self._intake.tasks.outside_limit(received):
+                while True:
+                    await self._intake.tasks.wait(WAIT_FOR_CLAIM)
+                    if self._intake.tasks.stopping.is_set():
+                        raise Stopping
+                    if self._intake.tasks.free >= 0 and await inbox.claim(key):
+                        break
+        try:
+            is_recorded = await self._looks.run(key)
+        except BaseException:
+            self.release(received)
+            raise
+        if is_recorded:
+            self._intake.reports.duplicate(received.message)
+        return not is_recorded
+
+    def release(self, received: ReceivedMessage) -> None:
+        """Give up the claim on a message, if messages are claimed."""
+        if self.once.inbox.claims_first:
+            self.once.inbox.release(key_of(received.message))
+
+    async def complete(
+        self, received: ReceivedMessage, effects: Sequence[Effect], own: HandlerTransaction | None = None
+    ) -> None:
+        """Record the message with the handler's effects, and acknowledge it; see `Completion.complete`."""
+        handled = _Handled(key_of(received.message), effects)
+        if own is not None and own.connection is not None:
+            write = partial(self.once.write, handled=[handled], completion=self._completion)
+            is_new = await self._completion.commit_own(own, effects, write)
+        else:
+            await self._completion.check(effects)
+            is_new = await self._records.run_to_end(handled)
+        if not is_new:
+            self._intake.reports.duplicate(received.message)
+        await self.acknowledge(received)
+
+    async def acknowledge(self, received: ReceivedMessage, own: HandlerTransaction | None = None) -> None:
+        """Remove a message that has a record, after the commit of the handler's own transaction, if there is any."""
+        if own is not None and own.connection is not None:
+            await self._completion.commit_own(own, (), _nothing)
+        try:
+            await self._completion.complete(received, ())
+        except AlreadyHandled:  # the receiver that has it now finds the record
+            await self._intake.receiver.release(received)
+
+    async def _look(self, keys: Sequence[RecordKey]) -> Sequence[bool]:
+        recorded = await self.once.inbox.recorded(keys)
+        return [key in recorded for key in keys]
+
+    async def _record(self, group: Sequence[_Handled]) -> Sequence[bool]:
+        """Record a group of messages with their effects, together; each alone if any has a record."""
+        return await again_after_conflicts(partial(self._record_once, group))
+
+    async def _record_once(self, group: Sequence[_Handled]) -> Sequence[bool]:
+        try:
+            async with self.once.inbox.transaction() as transaction:
+                await self._write(transaction, group)
+        except _Recorded:
+            if len(group) > 1:
+                raise
+            return [False]
+        return [True] * len(group)
+
+    async def _write(self, transaction: Transaction, group: Sequence[_Handled]) -> None:
+        if not await self.once.write(transaction, group, self._completion):
+            raise _Recorded
+
+
+async def _nothing(transaction: Transaction) -> bool:
+    del transaction
+    return True
