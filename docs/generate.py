@@ -131,7 +131,7 @@ def with_an_inbox(transport: Transport, delivery: DelayLevelDelivery) -> list[st
             return "refuses to start"
 
     rows = str(handler_rows(transport, delivery, TransactionMode.RECEIVE_ONLY, inbox=True))
-    return ["any of these with an [inbox](../how-to/inbox.md)", *map(cell, TransactionMode), rows]
+    return ["any of these with an `inbox=`", *map(cell, TransactionMode), rows]
 
 
 def timeout_guarantees(one: str, two: str) -> list[list[str]]:
