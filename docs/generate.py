@@ -78,7 +78,7 @@ def guarantees() -> str:
     """Return what every pair of parts promises in every mode."""
     one, two = "sqlite:///one.db", "sqlite:///two.db"
     here, there, both = "postgresql://server/one", "postgresql://server/two", TwoPhaseCommit()
-    near, far = "mariadb://server/one", "mariadb://server/two"
+    near, far, both_near = "mariadb://server/one", "mariadb://server/two", TwoPhaseCommit()
     cloud = "azure://account"
     broker = "amqp://broker"
     pairs: list[tuple[str, Transport, DelayedMessageStore | DelayLevelDelivery]] = [
@@ -93,6 +93,11 @@ def guarantees() -> str:
         ),
         ("MariaDB, queues and store in one database", SqlTransport(near), SqlDelayedMessageStore(near)),
         ("MariaDB, queues and store in two databases", SqlTransport(near), SqlDelayedMessageStore(far)),
+        (
+            "the same with a `TwoPhaseCommit`",
+            SqlTransport(near, two_phase=both_near),
+            SqlDelayedMessageStore(far, two_phase=both_near),
+        ),
         ("Azure Storage, queues and table", AzureStorageQueueTransport(cloud), AzureDelayedTable(cloud)),
         ("RabbitMQ, queues and delay levels", RabbitMQTransport(broker), DelayLevelDelivery()),
         ("queues on RabbitMQ, store in a database", RabbitMQTransport(broker), SqlDelayedMessageStore(here)),

@@ -1,4 +1,4 @@
-"""One transaction over two PostgreSQL databases: processes and servers killed at every step, 0 lost, 0 doubled."""
+"""One transaction over two databases: processes and servers killed at every step, 0 lost, 0 doubled."""
 
 from __future__ import annotations
 
@@ -15,19 +15,23 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import psycopg
+import pymysql
 import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 from tests.cluster.harness import new_seed
-from tests.conftest import running
+from tests.conftest import newer, running
 from tests.eventually import PATIENCE, eventually
+from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
+from tests.servers.programs import CONFIGURED
 
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.events import Event
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
-from delayline.sql.postgresql.two_phase import PostgresqlTwoPhase
+from delayline.sql.databases import database_at
+from delayline.sql.server import run
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
@@ -36,20 +40,25 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    Server = PostgresqlServer | MariadbServer
 
 pytestmark = pytest.mark.cluster
 MESSAGES = 120
 DRIVERS = {"postgresql": "+psycopg://", "mariadb": "+pymysql://"}
 SETTINGS = ["fsync=off", "max_prepared_transactions=50"]
+MARIADB_SETTINGS = ["innodb_flush_log_at_trx_commit=2", "log_bin=binlog", "server_id=7"]
+#: What the store is in. Debian 12 has MariaDB 10.11.
+PRODUCTS = ["PostgreSQL", "MariaDB", "MariaDB 11.8"]
 
 WORKER = """
 import asyncio, ctypes, os, signal, sys
 from datetime import timedelta
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
-from delayline.sql.postgresql.two_phase import PostgresqlTwoPhase as Phases
+from delayline.sql.databases import database_at
 
 queues, waiting, role, step = sys.argv[1:]
+Phases = type(database_at(waiting).dialect.transactions.two_phase)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 STEPS = {"before prepare": ("prepare", "before"), "after prepare": ("prepare", "after"),
          "after the decision": ("commit_prepared", "before"), "after the commit": ("commit_prepared", "after")}
@@ -116,15 +125,24 @@ class TwoServers:
             process.communicate()
 
     def stored(self) -> list[str]:
-        return bodies(self.waiting, """SELECT body FROM "orders.timeouts" WHERE destination = 'orders'""")
+        return self.waiting_for("orders")
 
     def queued(self, queue: str = "orders") -> list[str]:
         return bodies(self.queues, f"SELECT body FROM delayline_messages WHERE queue = '{queue}'")  # noqa: S608 - ours
 
     def reminders(self) -> list[str]:
-        return bodies(self.waiting, """SELECT body FROM "orders.timeouts" WHERE destination = 'results'""")
+        return self.waiting_for("results")
+
+    def waiting_for(self, destination: str) -> list[str]:
+        return bodies(self.waiting, f"SELECT body FROM {self.table} WHERE destination = '{destination}'")  # noqa: S608 - ours
+
+    @property
+    def table(self) -> str:
+        return "`orders.timeouts`" if self.waiting.startswith("mariadb") else '"orders.timeouts"'
 
     def in_doubt(self) -> list[str]:
+        if self.waiting.startswith("mariadb"):
+            return [row[-1].decode() for row in rows(self.waiting, "XA RECOVER")]
         return [gid for (gid,) in rows(self.waiting, "SELECT gid FROM pg_prepared_xacts")]
 
     def decisions(self) -> list[str]:
@@ -150,20 +168,51 @@ def bodies(url: str, sql: str) -> list[str]:
     return [bytes(body).decode() for (body,) in rows(url, sql)]
 
 
+class Servers:
+    """Servers of this module's own, to be crashed: two of PostgreSQL, and for stores MariaDB, with a binary log."""
+
+    def __init__(self, stack: contextlib.ExitStack) -> None:
+        self._stack = stack
+        self._started: dict[str, Server] = {}
+
+    def __getitem__(self, name: str) -> Server:
+        if name not in self._started:
+            self._started[name] = self._stack.enter_context(self._server(name))
+        return self._started[name]
+
+    def _server(self, name: str) -> contextlib.AbstractContextManager[Server]:
+        if "MariaDB" not in name:
+            return running(PostgresqlServer, *SETTINGS)
+        programs = newer(MariadbServer, 11, 8) if "11.8" in name else CONFIGURED
+        return running(MariadbServer, *MARIADB_SETTINGS, programs=programs)
+
+
+def crash(server: Server) -> None:
+    """End it the hard way, and start it again."""
+    server.stop("immediate") if isinstance(server, PostgresqlServer) else server.kill()
+    server.start()
+
+
 @pytest.fixture(scope="module")
-def servers() -> Iterator[tuple[PostgresqlServer, PostgresqlServer]]:
-    with running(PostgresqlServer, *SETTINGS) as one, running(PostgresqlServer, *SETTINGS) as other:
-        yield one, other
+def servers() -> Iterator[Servers]:
+    with contextlib.ExitStack() as stack:
+        yield Servers(stack)
 
 
 @pytest.fixture
-def two(servers: tuple[PostgresqlServer, PostgresqlServer]) -> Iterator[TwoServers]:
-    one, other = servers
+def store_in() -> str:
+    """Return the product that the store is in, unless a test says otherwise."""
+    return "PostgreSQL"
+
+
+@pytest.fixture
+def two(servers: Servers, store_in: str) -> Iterator[TwoServers]:
+    one, other = servers["queues in PostgreSQL"], servers[f"store in {store_in}"]
     first, second = one.new_database(), other.new_database()
     two = TwoServers(first, second)
     yield two
     two.close()
-    with contextlib.suppress(psycopg.Error):  # where a failing test has left something in doubt
+    with contextlib.suppress(psycopg.Error, pymysql.Error):  # where a failing test has left something in doubt
         one.drop_database(first)
         other.drop_database(second)
 
@@ -178,6 +227,7 @@ STEPS = {
 
 @pytest.mark.parametrize("role", ["poller", "receiver"])
 @pytest.mark.parametrize("queues_in", ["PostgreSQL", "MariaDB"])
+@pytest.mark.parametrize("store_in", PRODUCTS)
 @pytest.mark.sample(1)
 async def test_killed_at_every_step(two: TwoServers, role: str, queues_in: str, request: pytest.FixtureRequest) -> None:
     """Given messages, when a process is killed at a step of a transaction, then an endpoint's start mends it."""
@@ -192,7 +242,7 @@ async def test_killed_at_every_step(two: TwoServers, role: str, queues_in: str, 
         # When an endpoint starts
         async with two.endpoint():
             # Then nothing is in doubt any more, and everything is in exactly one place
-            assert two.in_doubt() == [], step
+            await asyncio.to_thread(eventually, lambda: not two.in_doubt(), f"all to be settled {step}")
             assert sorted(two.stored() + two.queued() + two.queued("results")) == everybody, step
             assert sorted(two.queued("results")) == sorted(two.reminders()), step
     assert two.decisions() == []
@@ -203,6 +253,7 @@ async def test_killed_at_every_step(two: TwoServers, role: str, queues_in: str, 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("store_in", PRODUCTS)
 async def test_a_running_endpoint_settles_transactions_of_a_killed_process(two: TwoServers) -> None:
     """Given a running endpoint, when another process is killed with a transaction prepared, then it is settled soon."""
     await two.send(MESSAGES, timedelta(seconds=1))
@@ -215,7 +266,35 @@ async def test_a_running_endpoint_settles_transactions_of_a_killed_process(two: 
         assert len(set(two.stored() + two.queued())) == len(two.stored() + two.queued()) == MESSAGES
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("store_in", PRODUCTS)
+async def test_the_rows_of_a_prepared_transaction_hold_up_no_others(
+    servers: Servers, two: TwoServers, store_in: str
+) -> None:
+    """Given due messages in a transaction in doubt, when their server has crashed, then the others go out."""
+    await two.send(MESSAGES, timedelta(seconds=1))
+    database, name, stuck = database_at(two.waiting), "delayline-of-other-queues-1", {"3", "14", "15"}
+    two_phase = database.dialect.transactions.two_phase
+    assert two_phase is not None
+    with database.dialect.connections.look() as connection:
+        two_phase.control(name).begin(connection)
+        taken = f"DELETE FROM {two.table} WHERE body IN (%s, %s, %s)"  # noqa: S608 - ours
+        run(connection, taken, *(body.encode() for body in stuck))
+        two_phase.prepare(connection, name)
+        crash(servers[f"store in {store_in}"])
+    assert len(two.in_doubt()) == 1
+    async with two.endpoint(polling=True):
+        await asyncio.to_thread(
+            eventually, lambda: len(two.queued()) == MESSAGES - len(stuck), "the others to be queued"
+        )
+        assert set(two.stored()) == stuck
+        assert await database.read(lambda at: two_phase.roll_back_prepared(at, name))
+        await asyncio.to_thread(eventually, lambda: len(two.queued()) == MESSAGES, "all to be queued")
+    assert len(set(two.queued())) == MESSAGES
+
+
 @pytest.mark.long
+@pytest.mark.parametrize("store_in", PRODUCTS)
 async def test_killed_at_random(two: TwoServers) -> None:
     """Given pollers and receivers, when they are killed again and again, then each message has its effect once."""
     chance = random.Random(new_seed())  # noqa: S311 - no secret
@@ -236,32 +315,27 @@ async def test_killed_at_random(two: TwoServers) -> None:
 
 @pytest.mark.parametrize("crashes", ["store", "queues"])
 @pytest.mark.parametrize("step", ["prepare", "commit_prepared"])
-@pytest.mark.sample(1)
+@pytest.mark.parametrize("store_in", PRODUCTS)
+@pytest.mark.sample(2)
 async def test_a_server_crashes_between_the_steps(
-    servers: tuple[PostgresqlServer, PostgresqlServer],
-    two: TwoServers,
-    monkeypatch: pytest.MonkeyPatch,
-    crashes: str,
-    step: str,
+    servers: Servers, two: TwoServers, store_in: str, monkeypatch: pytest.MonkeyPatch, crashes: str, step: str
 ) -> None:
     """Given a poller at work, when one server crashes after a step, then all is settled once it is back."""
-    server = servers[0 if crashes == "queues" else 1]
+    server = servers["queues in PostgreSQL" if crashes == "queues" else f"store in {store_in}"]
     await two.send(MESSAGES, timedelta(seconds=1))
-    original, calls = getattr(PostgresqlTwoPhase, step), []
+    phases = database_at(two.waiting).dialect.transactions.two_phase
+    original, calls = getattr(phases, step), []
 
-    def crashing(self: PostgresqlTwoPhase, connection: Connection, name: str) -> None:
+    def crashing(connection: Connection, name: str) -> Any:  # noqa: ANN401 - what the step returns
         calls.append(name)
         if len(calls) > 1:
-            original(self, connection, name)
-            return
+            return original(connection, name)
         if step == "prepare":
-            original(self, connection, name)
-        server.stop("immediate")
-        server.start()
-        if step == "commit_prepared":
-            original(self, connection, name)
+            original(connection, name)
+        crash(server)
+        return original(connection, name) if step == "commit_prepared" else None
 
-    monkeypatch.setattr(PostgresqlTwoPhase, step, crashing)
+    monkeypatch.setattr(phases, step, crashing)
     async with two.endpoint(polling=True):
         await asyncio.to_thread(eventually, lambda: len(two.queued()) == MESSAGES, "all to be queued", 60)
         await asyncio.to_thread(eventually, lambda: not two.in_doubt(), "all to be settled")

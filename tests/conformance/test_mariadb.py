@@ -1,4 +1,4 @@
-"""Conformance on MariaDB: one database, and two."""
+"""Conformance on MariaDB: one database, and two with and without a two-phase commit."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 from tests.sampling import OtherLayout
 from tests.servers.mariadb import MariadbServer
 
-from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 from delayline.testing import DeliveryConformance, StoreConformance, TransportConformance
 
 
@@ -52,3 +52,17 @@ class TestMariadbDeliveryOverTwoDatabases(OnMariadb, OtherLayout):
 
     async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
         return SqlTransport(self.second), SqlDelayedMessageStore(self.url)
+
+
+class TestMariadbDeliveryInTwoPhases(OnMariadb, OtherLayout):
+    """The store in one database, the queues in another, and one transaction over both: every mode."""
+
+    @pytest.fixture(autouse=True)
+    def second_database(self, mariadb: MariadbServer) -> Iterator[None]:
+        self.second = mariadb.new_database()
+        yield
+        mariadb.drop_database(self.second)
+
+    async def make_backends(self, tmp_path: Path) -> tuple[SqlTransport, SqlDelayedMessageStore]:
+        both = TwoPhaseCommit()
+        return SqlTransport(self.second, two_phase=both), SqlDelayedMessageStore(self.url, two_phase=both)

@@ -121,7 +121,16 @@ def over_two_databases(url: str, waiting: str) -> Endpoint:
     )
 
 
-@pytest.mark.parametrize("make", [stored, with_timeouts, over_two_databases])
+def with_the_store_there(url: str, waiting: str) -> Endpoint:
+    both = TwoPhaseCommit()
+    return Endpoint(
+        "sales",
+        transport=SqlTransport(waiting, two_phase=both),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url, two_phase=both)),
+    )
+
+
+@pytest.mark.parametrize("make", [stored, with_timeouts, over_two_databases, with_the_store_there])
 async def test_an_endpoint_goes_on_with_new_connections(
     server: Failover, postgresql_url: str, make: Callable[[str, str], Endpoint]
 ) -> None:

@@ -261,11 +261,15 @@ async def test_the_database_may_come_later_and_go_away(stopped: PostgresqlServer
     assert (critical, arrivals.early) == ([], [])
 
 
-async def test_two_databases_with_a_two_phase_commit(postgresql: PostgresqlServer) -> None:
-    one, two = postgresql.new_database(), postgresql.new_database()
+@pytest.mark.parametrize("timeouts_in", ["postgresql", "mariadb"])
+async def test_two_databases_with_a_two_phase_commit(
+    postgresql_url: str, timeouts_in: str, request: pytest.FixtureRequest
+) -> None:
+    server = request.getfixturevalue(timeouts_in)
+    url = server.new_database()
     both = TwoPhaseCommit()
-    transport = SqlTransport(one, two_phase=both)
-    persister = SqlTimeoutPersister(two, two_phase=both)
+    transport = SqlTransport(postgresql_url, two_phase=both)
+    persister = SqlTimeoutPersister(url, two_phase=both)
     endpoint = Endpoint("sales", transport=transport, delayed_delivery=TimeoutManagerDelivery(persister))
     assert endpoint.guarantee is Guarantee.EXACTLY_ONCE
     arrivals = Arrivals(endpoint)
@@ -276,8 +280,7 @@ async def test_two_databases_with_a_two_phase_commit(postgresql: PostgresqlServe
         assert await arrivals.number(20) == [f"{number:02}" for number in range(20)]
         assert (await persister.count()).number == 0
     assert arrivals.early == []
-    for url in (one, two):
-        postgresql.drop_database(url)
+    server.drop_database(url)
 
 
 async def both_ways(old: Endpoint, new: Endpoint) -> None:

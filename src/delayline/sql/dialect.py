@@ -70,16 +70,20 @@ class PreparedTransactions(Protocol):
         """Return a short name that no other database has. Raises BackendUnusable where it cannot."""
         ...
 
+    def control(self, name: str) -> TransactionControl:
+        """Return how a transaction begins and ends that may be prepared under that name."""
+        ...
+
     def prepare(self, connection: Connection, name: str) -> None:
-        """Prepare the open transaction under that name; the connection is free afterwards."""
+        """Prepare the open transaction under its name; the connection may do nothing but finish it afterwards."""
         ...
 
-    def commit_prepared(self, connection: Connection, name: str) -> None:
-        """Commit it; nothing when it is not there."""
+    def commit_prepared(self, connection: Connection, name: str) -> bool:
+        """Commit it, if it is there; return whether it is over: not while another connection still has it."""
         ...
 
-    def roll_back_prepared(self, connection: Connection, name: str) -> None:
-        """Roll it back; nothing when it is not there."""
+    def roll_back_prepared(self, connection: Connection, name: str) -> bool:
+        """Roll it back, if it is there; return whether it is over: not while another connection still has it."""
         ...
 
     def in_doubt(self, connection: Connection, prefix: str) -> list[str]:
@@ -287,6 +291,8 @@ class TransactionControl(ABC):
     """How a decision about transactions prepared elsewhere is kept here; None where it cannot be."""
     two_phase: PreparedTransactions | None = None
     """How transactions are prepared; None where they cannot be."""
+    prepares_nothing: ClassVar[str] = "prepares no transactions"
+    """Why, where they cannot be."""
 
     @abstractmethod
     def begin(self, connection: Connection) -> None:

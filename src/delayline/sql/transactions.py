@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
-    from delayline.sql.dialect import Dialect
+    from delayline.sql.dialect import Dialect, PreparedTransactions, TransactionControl
     from delayline.sql.external import BorrowedConnection, ConnectionAdapter
 
 
@@ -107,12 +107,17 @@ class EnlistedTransaction(Transaction):
 
 
 class SqlTransaction(Transaction):
-    """A transaction on a database; it begins with its first statement."""
+    """A transaction on a database; it begins with its first statement.
 
-    def __init__(self, database: CheckoutTransaction) -> None:
+    Args:
+        database: The database.
+        control: How it begins and ends; None for the product's own way.
+    """
+
+    def __init__(self, database: CheckoutTransaction, control: TransactionControl | None = None) -> None:
         super().__init__(database.domain)
         self._database = database
-        self._transactions = database.dialect.transactions
+        self._transactions = control or database.dialect.transactions
         self._hold: Checkout | None = None
         self._committed = False
 
@@ -128,11 +133,6 @@ class SqlTransaction(Transaction):
     async def roll_back(self) -> None:
         """Roll back as a branch. Idempotent."""
         await self._rollback()
-
-    async def end(self, how: Callable[[Connection], None]) -> None:
-        """Let `how` end the transaction; when it fails, it is rolled back."""
-        if self._hold is not None:
-            await self._end(self._hold, lambda connection: self._end_or_roll_back(how, connection))
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in this transaction."""
@@ -190,14 +190,53 @@ class SqlTransaction(Transaction):
             self._transactions.rollback(connection)
             raise
 
-    async def _end(self, hold: Checkout, how: Callable[[Connection], None]) -> None:
+    async def _end(self, hold: Checkout, how: Callable[[Connection], Result]) -> Result:
         ended = False
         try:
-            await hold.run(how)
+            result = await hold.run(how)
             ended = True
         finally:
             self._hold = None
             hold.leave() if ended else hold.discard()
+        return result
+
+
+class PreparableTransaction(SqlTransaction):
+    """A transaction that may be prepared; it keeps its connection until it is over.
+
+    Args:
+        database: The database.
+        prepares: How the database prepares transactions.
+        name: The name to prepare it under.
+    """
+
+    def __init__(self, database: CheckoutTransaction, prepares: PreparedTransactions, name: str) -> None:
+        super().__init__(database, prepares.control(name))
+        self._prepares = prepares
+        self.name = name
+        self._prepared = False
+
+    async def prepare(self) -> None:
+        """Prepare it; from now on only `finish` ends it, also when this fails: its outcome may be unknown."""
+        self._prepared = True
+        await self.run(partial(self._end_or_roll_back, partial(self._prepares.prepare, name=self.name)))
+
+    async def finish(self, *, commit: bool) -> bool:
+        """Commit or roll back what is prepared, on its own connection; return whether it is over."""
+        if self._hold is None:
+            return False
+        how = self._prepares.commit_prepared if commit else self._prepares.roll_back_prepared
+        return await self._end(self._hold, partial(how, name=self.name))
+
+    def leave(self) -> None:
+        """Leave it prepared, if it is, for others to finish. Idempotent."""
+        if self._prepared and self._hold is not None:
+            hold, self._hold = self._hold, None
+            hold.discard()
+
+    async def _rollback(self) -> None:
+        if not self._prepared:
+            await super()._rollback()
 
 
 class CompositeTransaction(Transaction):

@@ -3,7 +3,8 @@
 A transaction writes its name into `delayline_decisions` in the transport's database, is prepared in the store's
 database, commits in the transport's, and is committed in the store's. To finish a prepared transaction, a process looks
 for its name: if it is there, the transaction is committed; if not, rolled back; if it is locked, the transaction is
-still in progress.
+still in progress. The process that has prepared it finishes it on the connection that has prepared it, to which it
+belongs in some products; where that is lost, or it does not know the outcome, it ends the connection.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from delayline.errors import (
     BackendUnusable,
     ConfigurationError,
     DelaylineError,
+    NotStarted,
     UnsupportedTransactionMode,
 )
 from delayline.events import Event, emit
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import queue_tables
-from delayline.sql.transactions import CompositeTransaction, SqlTransaction
+from delayline.sql.transaction_names import PREFIX, new_name
+from delayline.sql.transactions import CompositeTransaction, PreparableTransaction, SqlTransaction
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -45,7 +48,7 @@ DECISIONS_FORGOTTEN_AT_ONCE: Final = 100
 LOG: Final = "log"
 COMMIT: Final = "commit"
 
-#: The name of a prepared transaction: `delayline-LOG-DATABASE-NUMBER`.
+#: The name of a prepared transaction.
 Name = str
 
 
@@ -160,9 +163,13 @@ class TwoPhaseCommit:
         """Set up the table of decisions."""
         self._decided.identify(connection)
 
-    def new_name(self, database: Database) -> Name:
-        """Return the name of a transaction to be prepared there."""
-        return f"{self._prefix}{self._tags[database]}-{uuid.uuid4().hex}"
+    def branch(self, database: Database) -> SqlTransaction:
+        """Return a new branch of a transaction in that database."""
+        if database is self._deciding:
+            return SqlTransaction(database)
+        if database not in self._tags:
+            raise NotStarted(f"{database.dialect} is not open: start the endpoint first")
+        return PreparableTransaction(database, two_phase_of(database), new_name(self._log, self._tags[database]))
 
     def decide(self, connection: Connection, names: Iterable[Name]) -> None:
         """Write the decision to commit, to become true with the deciding database's commit."""
@@ -170,23 +177,17 @@ class TwoPhaseCommit:
         if len(self._finished) >= DECISIONS_FORGOTTEN_AT_ONCE:
             self._decided.remove(connection, self.take_finished())
 
-    def prepare(self, connection: Connection, database: Database, name: Name) -> None:
-        """Prepare the transaction on the connection, which is free afterwards."""
-        two_phase_of(database).prepare(connection, name)
-
-    async def commit_prepared(self, names: Mapping[Database, Name]) -> None:
+    async def commit_prepared(self, branches: Mapping[Database, PreparableTransaction]) -> None:
         """Carry the decision out, now or, where a database is away, when it is back."""
-        for database, name in names.items():
+        for database, branch in branches.items():
             try:
-                await self._finish(database, name, commit=True)
+                await self._finish_branch(database, branch, commit=True)
             except DelaylineError as error:
                 self._in_trouble(error)
-            else:
-                self._finished.append(name)
 
-    async def settle(self, names: Mapping[Database, Name]) -> bool:
+    async def settle(self, branches: Mapping[Database, PreparableTransaction]) -> bool:
         """Finish a transaction whose commit went wrong and return whether it is committed; unknown counts as not."""
-        outcomes = [await self._settled(database, name) for database, name in names.items()]
+        outcomes = [await self._settled(database, branch) for database, branch in branches.items()]
         return all(outcomes)
 
     def take_finished(self) -> list[Name]:
@@ -196,7 +197,7 @@ class TwoPhaseCommit:
 
     @property
     def _prefix(self) -> str:
-        return f"delayline-{self._log}-"
+        return f"{PREFIX}{self._log}-"
 
     @property
     def _prepared_in(self) -> list[Database]:
@@ -211,11 +212,11 @@ class TwoPhaseCommit:
         if database not in self._members:
             self._members.insert(0 if first else len(self._members), database)
 
-    async def _settled(self, database: Database, name: Name) -> bool:
+    async def _settled(self, database: Database, branch: PreparableTransaction) -> bool:
         try:
-            outcome = await self._outcome(name)
+            outcome = await self._outcome(branch.name)
             if outcome is not None:
-                await self._finish(database, name, commit=outcome)
+                await self._finish_branch(database, branch, commit=outcome)
         except DelaylineError as error:
             outcome = None
             self._in_trouble(error)
@@ -226,23 +227,26 @@ class TwoPhaseCommit:
 
     async def _outcome(self, name: Name) -> bool | None:
         """Return whether it was decided to commit; None while the transaction that decides may still be under way."""
-        decides, transaction = decides_of(self.deciding), self.deciding.transaction()
         try:
-            await transaction.run(decides.wait_briefly)
-            try:
-                return await transaction.run(partial(self._decided.is_commit, name=name))
-            finally:
-                with contextlib.suppress(DelaylineError):
-                    await transaction.run(decides.wait_as_usual)
+            return await self.deciding.read(partial(self._decided.ask, name=name))
         except BackendUnavailable:
             return None
-        finally:
-            await transaction.roll_back()
 
-    async def _finish(self, database: Database, name: Name, *, commit: bool) -> None:
+    async def _finish_branch(self, database: Database, branch: PreparableTransaction, *, commit: bool) -> None:
+        """Finish a prepared branch of our own, on another connection where its own is lost."""
+        try:
+            finished = await branch.finish(commit=commit)
+        except DelaylineError:
+            finished = False
+        if not (finished or await self._finish(database, branch.name, commit=commit)):
+            self._trouble.set()  # the server does not know yet that the branch's connection is lost
+        elif commit:
+            self._finished.append(branch.name)
+
+    async def _finish(self, database: Database, name: Name, *, commit: bool) -> bool:
         two_phase = two_phase_of(database)
         finish = two_phase.commit_prepared if commit else two_phase.roll_back_prepared
-        await database.read(partial(finish, name=name))
+        return await database.read(partial(finish, name=name))
 
     async def _forget(self, names: Iterable[Name]) -> None:
         gone = list(names)
@@ -262,10 +266,9 @@ class TwoPhaseCommit:
         left: set[Name] = set()
         for name, database in doubtful.items():
             outcome = await self._outcome(name)
-            if outcome is None:
+            if outcome is None or not await self._finish(database, name, commit=outcome):
                 left.add(name)
                 continue
-            await self._finish(database, name, commit=outcome)
             done = "committed" if outcome else "rolled back"
             template = "a transaction that was left prepared in the %s is %s: %s"
             emit(logger, logging.WARNING, Event.SETTLED, template, database.dialect, done, name)
@@ -303,6 +306,7 @@ class Decisions:
 
     def __init__(self, dialect: Dialect, schema: str | None) -> None:
         table, sql = queue_tables(schema).decisions, dialect.sql
+        self._transactions = dialect.transactions
         new, key = dialect.words.insert_new(table, "id"), table.c.id == bindparam("key")
         self._put = Prepared(insert(table), sql, ["id", "value"])
         self._put_new = Prepared(new, sql, ["id", "value"])
@@ -330,10 +334,15 @@ class Decisions:
         for name in names:
             self._put.change(connection, name, COMMIT)
 
-    def is_commit(self, connection: Connection, name: Name) -> bool:
-        """Return the decision; waits while it is being made. Without a decision the transaction is rolled back."""
-        self._put_new.change(connection, name, "roll back")
-        return bool(self._value.one(connection, name) == COMMIT)
+    def ask(self, connection: Connection, name: Name) -> bool:
+        """Return whether it was decided to commit; an error is raised while it is being decided."""
+        self._transactions.begin(connection)
+        try:
+            with self._transactions.waiting_briefly(connection):
+                self._put_new.change(connection, name, "roll back")
+                return bool(self._value.one(connection, name) == COMMIT)
+        finally:
+            self._transactions.rollback(connection)
 
     def all(self, connection: Connection, prefix: str) -> list[Name]:
         """Return the names of the transactions that are decided."""
@@ -346,18 +355,20 @@ class Decisions:
 
 def decides_of(database: Database) -> DecisionReader:
     """Return how the database is asked for decisions. Raises UnsupportedTransactionMode."""
-    return database.dialect.transactions.decides or _refuse(database, "keep the queues", "PostgreSQL or MariaDB")
+    return database.dialect.transactions.decides or _refuse(database, "keeps no decisions", "queues")
 
 
 def two_phase_of(database: Database) -> PreparedTransactions:
     """Return how the database prepares transactions. Raises UnsupportedTransactionMode."""
-    return database.dialect.transactions.two_phase or _refuse(database, "keep the store", "PostgreSQL")
+    transactions = database.dialect.transactions
+    return transactions.two_phase or _refuse(database, transactions.prepares_nothing, "store")
 
 
-def _refuse(database: Database, what: str, where: str) -> NoReturn:
+def _refuse(database: Database, why: str, part: str) -> NoReturn:
     raise UnsupportedTransactionMode(
-        f"the {database.dialect} cannot take that part in a two-phase commit: {what} in {where}, keep queues and store "
-        "in one database, or leave out two_phase and use TransactionMode.SENDS_ATOMIC_WITH_RECEIVE"
+        f"the {database.dialect} cannot take part in a two-phase commit with the {part}: it {why}. Keep the {part} in "
+        "PostgreSQL, MariaDB or MySQL, keep queues and store in one database, or leave out two_phase and use "
+        "TransactionMode.SENDS_ATOMIC_WITH_RECEIVE"
     )
 
 
@@ -377,7 +388,7 @@ class TwoPhaseTransaction(CompositeTransaction):
         if database not in self._coordinator.members:
             raise TypeError(f"a transaction of {self._coordinator!r} cannot span {database.dialect}")
         if database not in self._branches:
-            self._branches[database] = SqlTransaction(database)
+            self._branches[database] = self._coordinator.branch(database)
         return self._branches[database]
 
     @contextlib.asynccontextmanager
@@ -417,15 +428,21 @@ class TwoPhaseTransaction(CompositeTransaction):
     async def _commit_in_two_phases(self, begun: Sequence[Database]) -> None:
         coordinator = self._coordinator
         deciding = self.branch(coordinator.deciding)
-        names = {database: coordinator.new_name(database) for database in begun if database is not coordinator.deciding}
+        others = {database: self._branches[database] for database in begun if database is not coordinator.deciding}
+        branches = {
+            database: branch for database, branch in others.items() if isinstance(branch, PreparableTransaction)
+        }
         try:
-            await deciding.run(partial(coordinator.decide, names=names.values()))
-            for database, name in names.items():
-                await self._branches[database].end(partial(coordinator.prepare, database=database, name=name))
+            await deciding.run(partial(coordinator.decide, names=[branch.name for branch in branches.values()]))
+            for branch in branches.values():
+                await branch.prepare()
             await deciding.commit()
         except BaseException:
             await self._rollback()
-            if not await coordinator.settle(names):
+            if not await coordinator.settle(branches):
                 raise
         else:
-            await coordinator.commit_prepared(names)
+            await coordinator.commit_prepared(branches)
+        finally:
+            for branch in branches.values():
+                branch.leave()

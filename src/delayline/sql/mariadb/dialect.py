@@ -21,6 +21,7 @@ from delayline.sql.due_forecast import explanation
 from delayline.sql.locked_moves import LockedForwarding
 from delayline.sql.mariadb.catalog import HEADROOM, MariadbCatalog, largest
 from delayline.sql.mariadb.connections import MariadbConnections, MysqlConnections
+from delayline.sql.mariadb.two_phase import MariadbTwoPhase
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.server import Server, ServerTransactions, run
@@ -166,12 +167,12 @@ class MariadbBulk(BulkStatements):
 
 
 class MariadbTransactions(ServerTransactions):
-    """Transactions that can wait for others' locks no longer than a second."""
+    """Transactions that can wait for others' locks no longer than a second, and can be prepared."""
 
     def __init__(self, connections: MariadbConnections) -> None:
         super().__init__(connections.errors)
         self._connections = connections
-        self.decides = self
+        self.decides, self.two_phase = self, MariadbTwoPhase(connections)
 
     def wait_briefly(self, connection: Connection) -> None:
         """Wait a second for others' locks, of rows and of tables: there is nothing shorter."""

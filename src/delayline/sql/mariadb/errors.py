@@ -33,6 +33,8 @@ NO_WRITES: Final = (1290, 1792, 1836)
 NODE_APART: Final = (1047, 3100)
 RIGHT_DENIED: Final = frozenset({1142, 1143})
 LOCK_WAIT_TIMEOUT: Final = 1205
+#: MySQL's refusals of XA RECOVER.
+RIGHT_TO_RECOVER: Final = frozenset({1227, 1401})
 NO_SPACE: Final = ("errno: 28", "error 28 ", "Errcode: 28", "No space left")
 
 UNUSABLE, UNAVAILABLE = BackendUnusable, BackendUnavailable
@@ -71,7 +73,7 @@ TRANSLATIONS: Final[dict[tuple[int, ...], tuple[type[Exception], str]]] = {
     (1684,): (UNAVAILABLE, "another process is setting up {place}: {cause}"),
     (1205, 3572): (UNAVAILABLE, "{place} did not get a lock in time: {cause}"),
     (1020, 1213, 1614): (TransactionConflict, "{place} gave this transaction up in favour of another: {cause}"),
-    (1305, 1613): (UNAVAILABLE, "{place} has ended this transaction: {cause}"),
+    (1305, 1402, 1613): (UNAVAILABLE, "{place} has ended this transaction: {cause}"),
     NO_WRITES: (UNAVAILABLE, SERVER_READ_ONLY),
     NODE_APART: (UNAVAILABLE, "{place} is a node that is not a part of its cluster now: {cause}"),
     (1197, 1467, 1594, 1595, 1596, 1598, 1637, 1785): (UNAVAILABLE, "{place} cannot write that now: {cause}"),

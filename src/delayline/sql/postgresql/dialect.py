@@ -133,7 +133,7 @@ class PostgresqlTransactions(ServerTransactions):
     def __init__(self, connections: PostgresqlConnections) -> None:
         super().__init__(connections.errors)
         self._connections = connections
-        self.two_phase = self.decides = PostgresqlTwoPhase(connections)
+        self.two_phase = self.decides = PostgresqlTwoPhase(connections, self)
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction that reads what is committed, whatever the server's default is."""

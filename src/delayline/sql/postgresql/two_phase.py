@@ -11,8 +11,8 @@ from delayline.sql.server import cause_of, run
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from delayline.sql.dialect import TransactionControl
     from delayline.sql.postgresql.connections import PostgresqlConnections
-
 
 IN_DOUBT: Final = "SELECT gid FROM pg_prepared_xacts WHERE database = current_database() AND starts_with(gid, %s)"
 IDENTITY: Final = """
@@ -25,10 +25,16 @@ UNDEFINED: Final = "42704"
 
 
 class PostgresqlTwoPhase:
-    """Prepares transactions in a database and finishes them later, from any process."""
+    """Prepares transactions in a database and finishes them later, from any process.
 
-    def __init__(self, connections: PostgresqlConnections) -> None:
+    Args:
+        connections: The connections to the database.
+        control: How transactions begin and end, whether they may be prepared or not.
+    """
+
+    def __init__(self, connections: PostgresqlConnections, control: TransactionControl) -> None:
         self._connections = connections
+        self._control = control
 
     def check(self, connection: Connection) -> str:
         """Return a short name of the database. Raises BackendUnusable where nothing can be prepared."""
@@ -39,6 +45,11 @@ class PostgresqlTwoPhase:
             )
         return hashlib.sha256(":".join(run(connection, IDENTITY)[0]).encode()).hexdigest()[:12]
 
+    def control(self, name: str) -> TransactionControl:
+        """Return how every transaction begins and ends."""
+        del name
+        return self._control
+
     def prepare(self, connection: Connection, name: str) -> None:
         """Prepare the open transaction; the connection has none afterwards, also when that fails."""
         cursor: Any = connection.connection.cursor()
@@ -48,13 +59,13 @@ class PostgresqlTwoPhase:
         if done != "PREPARE TRANSACTION":  # of a transaction that has failed PostgreSQL makes a rollback, and no fuss
             raise BackendUnavailable(f"{self._connections} has rolled the transaction back instead of preparing it")
 
-    def commit_prepared(self, connection: Connection, name: str) -> None:
-        """Commit the prepared transaction, unless it is finished."""
-        self._finish(connection, f"COMMIT PREPARED '{name}'")
+    def commit_prepared(self, connection: Connection, name: str) -> bool:
+        """Commit the prepared transaction, unless it is finished; it is over then."""
+        return self._finish(connection, f"COMMIT PREPARED '{name}'")
 
-    def roll_back_prepared(self, connection: Connection, name: str) -> None:
-        """Roll back the prepared transaction, unless it is finished or was never prepared."""
-        self._finish(connection, f"ROLLBACK PREPARED '{name}'")
+    def roll_back_prepared(self, connection: Connection, name: str) -> bool:
+        """Roll back the prepared transaction, unless it is finished or was never prepared; it is over then."""
+        return self._finish(connection, f"ROLLBACK PREPARED '{name}'")
 
     def in_doubt(self, connection: Connection, prefix: str) -> list[str]:
         """Return the names of prepared transactions."""
@@ -67,10 +78,11 @@ class PostgresqlTwoPhase:
     def wait_as_usual(self, connection: Connection) -> None:
         """Do nothing: it was for the transaction only."""
 
-    def _finish(self, connection: Connection, sql: str) -> None:
+    def _finish(self, connection: Connection, sql: str) -> bool:
         try:
             run(connection, sql)
         except self._connections.errors.kinds as error:
             cause: Any = cause_of(error)
             if getattr(cause, "sqlstate", None) != UNDEFINED:
                 raise
+        return True

@@ -161,6 +161,10 @@ class SqlServerTransactions(ServerTransactions):
     BEGIN = "BEGIN TRANSACTION"
     COMMIT = "COMMIT TRANSACTION"
     ROLLBACK = "IF @@TRANCOUNT > 0 ROLLBACK TRANSACTION"
+    prepares_nothing = (
+        "prepares transactions for Microsoft's distributed transaction coordinator only (MS DTC), which its drivers "
+        "for Python do not speak to"
+    )
 
     def begin(self, connection: Connection) -> None:
         """Begin a transaction."""
