@@ -16,6 +16,7 @@ from delayline.composition import (
     options_of,
     satellites_of,
     transport_of,
+    two_phase_of,
     uses_of,
 )
 from delayline.delayed.store import DueBucket, SupportsDueForecast, SupportsRightsCheck
@@ -131,8 +132,9 @@ async def _rights(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
 async def _database(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
     queues = [settings.named_endpoint, settings.error_queue, *satellites_of(settings)]
     uses = uses_of(settings, queues, delays_at=[settings.resolved_store_url, delays_url(settings)])
+    options = options_of(settings, two_phase=two_phase_of(settings))
     for url, use in uses.items():
-        for what, ok, finding in await backend_of(url).examine(url, options_of(settings), use):
+        for what, ok, finding in await backend_of(url).examine(url, options, use):
             yield Finding(what, ok, finding)
 
 

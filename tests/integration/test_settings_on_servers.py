@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 import psycopg
@@ -10,17 +11,29 @@ import pytest
 from click.testing import CliRunner
 
 from delayline.cli import main
+from delayline.sql.databases import database_at
+from delayline.sql.server import run
+from delayline.sql.transaction_names import new_name
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from tests.servers.postgresql import PostgresqlServer
+    from sqlalchemy import Connection
+
+#: Milliseconds since 1970.
+OLD = 1_767_312_000_000
 
 
 def delayline(*words: str, code: int = 0) -> Any:  # noqa: ANN401 - JSON
     result = CliRunner().invoke(main, [*words, "--json"], prog_name="delayline")
     assert result.exit_code == code, result.output
     return json.loads(result.stdout)
+
+
+def examined() -> dict[str, dict[str, Any]]:
+    """Return the findings of `doctor`, which calls servers unhealthy that are less durable, for tests."""
+    result = CliRunner().invoke(main, ["doctor", "--json"], prog_name="delayline")
+    return {finding["what"]: finding for finding in json.loads(result.stdout)["findings"]}
 
 
 @pytest.fixture
@@ -56,15 +69,57 @@ def test_commands_reach_tables_in_a_schema(settings: Path, postgresql_url: str, 
         assert delayline("cancel", "a")["outcomes"] == {"a": "done"}
 
 
+@pytest.mark.parametrize("store_in", ["postgresql", "mariadb"])
 def test_commands_take_part_in_a_two_phase_commit(
-    settings: Path, postgresql: PostgresqlServer, postgresql_url: str
+    settings: Path, postgresql_url: str, store_in: str, request: pytest.FixtureRequest
 ) -> None:
-    store_url = postgresql.new_database()
+    store_url = request.getfixturevalue(store_in).new_database()
     settings.write_text(
         f'endpoint = "sales"\nstore_url = "{store_url}"\ntransport_url = "{postgresql_url}"\ntwo_phase = true\n'
     )
     delayline("setup", "--queue", "billing")
     delayline("send", "billing", "x", "--delay", "1h", "--id", "a")
     assert [one["id"] for one in delayline("pending")["pending"]] == ["a"]
-    found = {one["what"]: one["text"] for one in delayline("doctor")["findings"]}
-    assert found["guarantee"].endswith("in TRANSACTION_SCOPE")
+    found = examined()
+    assert found["guarantee"]["text"].endswith("in TRANSACTION_SCOPE")
+    assert found["prepared transactions"]["text"] == "none"
+
+
+@pytest.mark.parametrize("store_in", ["postgresql", "mariadb"])
+def test_doctor_counts_prepared_transactions_and_names_old_ones(
+    settings: Path, postgresql_url: str, store_in: str, request: pytest.FixtureRequest
+) -> None:
+    server = request.getfixturevalue(store_in)
+    url = server.new_database()
+    pair = f'endpoint = "sales"\nstore_url = "{url}"\ntransport_url = "{postgresql_url}"\n'
+    settings.write_text(f"{pair}two_phase = true\n")
+    delayline("setup")
+    connections, mine = database_at(url).dialect.connections, database_at(url).dialect.transactions.two_phase
+    assert mine is not None
+
+    def prepare(connection: Connection, name: str) -> None:
+        mine.control(name).begin(connection)
+        run(connection, "DELETE FROM delayline_queues WHERE name = 'none'")
+        mine.prepare(connection, name)
+
+    # Given a transaction that was prepared a moment ago
+    young, old = (
+        new_name("0123456789abcdef", "0123456789ab"),
+        f"delayline-0123456789abcdef-0123456789ab-{OLD:012x}{0:020x}",
+    )
+    with connections.look() as connection, connections.look() as another:
+        prepare(connection, young)
+        # When doctor looks, then it is counted, and healthy
+        found = examined()["prepared transactions"]
+        assert found["ok"]
+        assert re.fullmatch(r"1 of delayline's, the oldest for \S+ s", found["text"])
+        # And one that is old is named, whatever the settings say
+        prepare(another, old)
+        settings.write_text(pair)
+        found = examined()["prepared transactions"]
+        assert not found["ok"]
+        assert re.match(f"2 of delayline's, the oldest for .* d .*: {old}. An endpoint with the same", found["text"])
+        assert mine.roll_back_prepared(connection, young)
+        assert mine.roll_back_prepared(another, old)
+    assert "prepared transactions" not in examined()
+    server.drop_database(url)

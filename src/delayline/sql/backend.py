@@ -53,7 +53,9 @@ class SqlBackend(Backend):
 
     async def examine(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:
         """Return findings about the database and the versions of its tables."""
-        return await databases.examine(url, schema=options.schema) if use.delays else ()
+        if not use.delays:
+            return ()
+        return await databases.examine(url, schema=options.schema, prepares=options.two_phase is not None)
 
     async def planned_setup(self, url: str, options: BackendOptions, use: BackendUse) -> Sequence[str]:
         """Return the SQL that would run."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakValueDictionary
@@ -14,7 +15,8 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.exc import DisconnectionError, InvalidRequestError
 
-from delayline.errors import ConfigurationError, MissingExtra
+from delayline.errors import ConfigurationError, DelaylineError, MissingExtra
+from delayline.sql import transaction_names
 from delayline.sql.deadlines import checked_timeout
 from delayline.sql.engine_limits import EngineLimits
 from delayline.sql.server_database import ServerDatabase
@@ -84,8 +86,14 @@ def must_exist(url: str) -> None:
     database_at(url).dialect.connections.must_exist()
 
 
-async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
-    """Return the findings about the database. Raises BackendUnusable or BackendUnavailable."""
+async def examine(url: str, *, schema: str | None = None, prepares: bool = False) -> Sequence[Finding]:
+    """Return the findings about the database. Raises BackendUnusable or BackendUnavailable.
+
+    Args:
+        url: The database.
+        schema: The schema of its tables; None for the connection's own.
+        prepares: Whether it prepares transactions of a two-phase commit.
+    """
     database = database_at(url)
     await database.open()
     try:
@@ -93,9 +101,22 @@ async def examine(url: str, *, schema: str | None = None) -> Sequence[Finding]:
         return [
             *await database.read(lambda connection: version_findings(connection, name)),
             *await database.read(database.dialect.catalog.findings),
+            *await _prepared(database, prepares=prepares),
         ]
     finally:
         await database.close()
+
+
+async def _prepared(database: Database, *, prepares: bool) -> Sequence[Finding]:
+    """Return the finding about delayline's prepared transactions; none where there should be and are none."""
+    two_phase = database.dialect.transactions.two_phase
+    if two_phase is None:
+        return ()
+    try:
+        names = await database.read(partial(two_phase.in_doubt, prefix=transaction_names.PREFIX))
+    except DelaylineError as error:
+        return [(transaction_names.FINDING, False, f"unknown: {error}")] if prepares else ()
+    return [transaction_names.finding(names, datetime.now(UTC))] if prepares or names else ()
 
 
 async def set_up(url: str, groups: Sequence[TableGroup], *, schema: str | None = None) -> None:
