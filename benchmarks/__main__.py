@@ -102,6 +102,7 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "maria_rest": [("statements a minute", "<=", 180)],
     "two_pg": [("ratio", ">=", 0.25)],
     "two_pg_maria": [("ratio", ">=", 0.25)],
+    "two_maria_pg": [("ratio", ">=", 0.25)],
     "rmq_publish": [("times aio-pika", ">=", 2.5)],
     "rmq_levels": [
         ("ratio", ">=", 0.70),

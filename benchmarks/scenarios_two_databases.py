@@ -31,6 +31,14 @@ async def two_pg_maria(folder: Path) -> Figures:
         return await _against_one(store, queues)
 
 
+async def two_maria_pg(folder: Path) -> Figures:
+    """50 000 due at one instant, exactly once from MariaDB to queues in PostgreSQL, 500 a commit."""
+    with contextlib.ExitStack() as servers:
+        (store,) = servers.enter_context(mariadb())
+        (queues,) = servers.enter_context(postgresql())
+        return await _against_one(store, queues)
+
+
 async def _against_one(store: str, queues: str) -> Figures:
     rates = []
     for _ in range(ROUNDS):
