@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -13,13 +15,14 @@ from weakref import WeakValueDictionary
 
 from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Engine
-from sqlalchemy.exc import DisconnectionError, InvalidRequestError
+from sqlalchemy.exc import DisconnectionError, InvalidatePoolError, InvalidRequestError
 
 from delayline.errors import ConfigurationError, DelaylineError, MissingExtra
 from delayline.sql import transaction_names
 from delayline.sql.deadlines import checked_timeout
 from delayline.sql.engine_limits import EngineLimits
 from delayline.sql.server_database import ServerDatabase
+from delayline.sql.sessions import PING_AFTER
 from delayline.sql.setup import RequiredTables, version_findings
 from delayline.sql.urls import read_url
 
@@ -196,7 +199,7 @@ def engine_at(given: SqlDatabase, size: int, *, asynchronous: bool) -> Engine | 
     """
     parsed = given.parsed_url.difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
     product = parsed.get_backend_name()
-    pool: dict[str, Any] = {"pool_size": size, "max_overflow": 0, "pool_pre_ping": True, "hide_parameters": True}
+    pool: dict[str, Any] = {"pool_size": size, "max_overflow": 0, "hide_parameters": True}
     database = database_at(given)
     if isinstance(database, ServerDatabase):  # as our own connections, whatever the server's default is
         pool["isolation_level"] = "READ COMMITTED"
@@ -221,12 +224,14 @@ def engine_at(given: SqlDatabase, size: int, *, asynchronous: bool) -> Engine | 
 
 
 MADE: Final = "delayline made"  # the key in the pool's `info`: for which generation of connections
+USED: Final = "delayline used"  # likewise: when the connection was given back
 
 
 def _watch_over(engine: Engine, database: Database) -> None:
     """Give up connections that are outdated, or on which the server has rolled a whole transaction back.
 
-    After the latter a handler that goes on would commit a part of its work.
+    After the latter a handler that goes on would commit a part of its work. A connection is tried after it was idle for
+    a while, as our own are: before each transaction that would cost as much as one of its statements.
     """
 
     def failed(context: ExceptionContext) -> None:
@@ -238,13 +243,20 @@ def _watch_over(engine: Engine, database: Database) -> None:
         del driver
         record.info[MADE] = database.usable_since
 
-    def used(driver: object, record: Any, proxy: object) -> None:  # noqa: ANN401 - SQLAlchemy's
-        del driver, proxy
+    def taken(driver: Any, record: Any, proxy: object) -> None:  # noqa: ANN401 - SQLAlchemy's
+        del proxy
         if record.info.get(MADE, 0) < database.usable_since:
             raise DisconnectionError
+        if time.monotonic() - record.info.get(USED, math.inf) > PING_AFTER and not engine.dialect.do_ping(driver):
+            raise InvalidatePoolError
+
+    def given_back(driver: object, record: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
+        del driver
+        record.info[USED] = time.monotonic()
 
     event.listen(engine, "connect", made)
-    event.listen(engine, "checkout", used)
+    event.listen(engine, "checkout", taken)
+    event.listen(engine, "checkin", given_back)
     event.listen(engine, "handle_error", failed)
     if isinstance(database, ServerDatabase):
         EngineLimits(engine, database.dialect.connections)
