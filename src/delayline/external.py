@@ -99,8 +99,12 @@ class ExternalTransaction:
     connection: ExternalConnection
     thread: ConnectionThread | None = None
     """The thread that waits for the send and runs its statements; None where the send is awaited on the event loop."""
-    is_limited: bool = False
-    """Whether its connection is cut where delayline's statements get no answer in time, as its own connections are."""
+    of_handler: bool = False
+    """Whether delayline ends it, as the transaction of a handler: its end is known, and the connection is cut where
+    delayline's statements get no answer in time, as its own connections are."""
+    end: Callable[[Any], None] | None = None
+    """Commits it, given its connection where that is used, after the first statements that are run in it and return
+    something; None to run more of them. Raises nothing."""
 
 
 @runtime_checkable

@@ -76,6 +76,11 @@ class Transaction:
         """
         self._after_end.append(callback)
 
+    def committed(self) -> None:
+        """Call what is to be called after the commit and at the end, of a transaction that was committed elsewhere."""
+        for callback in [*self._after_commit, *self._after_end]:
+            callback()
+
     @contextlib.contextmanager
     def _undoing_callbacks(self) -> Iterator[None]:
         """Treat the callbacks registered inside as callbacks of a rollback when it is left with an exception."""

@@ -20,7 +20,7 @@ KNOWING: Final = ("backends.py", "memory/", "azure/", "rabbitmq/", "sql/", "migr
 #: Where a product is known: its package, what finds that by a URL, and what tells users' own connections apart.
 PRODUCTS: Final = (
     "sql/backend.py", "sql/databases.py", "sql/postgresql/", "sql/mariadb/", "sql/sqlite/", "sql/sqlserver/",
-    "sql/database.py", "sql/external.py",
+    "sql/enlisting.py", "sql/external.py",
 )  # fmt: skip
 
 

@@ -184,12 +184,16 @@ class Completion:
                 await self._take_effect(together, transaction)
             return was_there
 
-        if not await self.commit_own(own, effects, remove):
+        if not await self.commit_own(own, effects, remove, at_once=not effects):
             raise self._already_handled(received)
-        await self._receiver.release(received)  # its row is gone, the claim is not
 
     async def commit_own(
-        self, own: HandlerTransaction, effects: Sequence[Effect], work: Callable[[Transaction], Awaitable[bool]]
+        self,
+        own: HandlerTransaction,
+        effects: Sequence[Effect],
+        work: Callable[[Transaction], Awaitable[bool]],
+        *,
+        at_once: bool = False,
     ) -> bool:
         """Run `work` in the handler's own transaction and commit it; roll it back, and return False, if that does.
 
@@ -197,11 +201,13 @@ class Completion:
             own: The transaction.
             effects: What the handler has asked for; the destinations of its sends are looked for first.
             work: Writes what commits with the user's rows.
+            at_once: Whether the commit may follow the first statements of `work` that find what they look for.
         """
         assert self._transactions is not None  # noqa: S101 - which has opened it
         try:
             await self.check(effects)
-            done = await work(await self._transactions.enlist(own))
+            transaction = await self._transactions.enlist(own, at_once=at_once)
+            done = await work(transaction)
         except BaseException as error:
             outage = self.outage(own, error)
             await own.roll_back()
@@ -217,6 +223,7 @@ class Completion:
             if (outage := self.outage(own, error)) is not None:
                 raise outage from error
             raise
+        transaction.committed()
         return True
 
     async def check(self, effects: Sequence[Effect]) -> None:

@@ -20,7 +20,7 @@ from delayline.external import ExternalTransaction, SupportsExternalTransactions
 from delayline.transaction import Transaction, TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Iterable
+    from collections.abc import Callable, Hashable, Iterable, Iterator
 
     from sqlalchemy import Engine
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
@@ -133,8 +133,12 @@ class HandlerTransaction(Protocol):
         """Open the connection, once, and return it."""
         ...
 
+    def end(self, connection: Any) -> None:  # noqa: ANN401
+        """Commit and close, where the connection is used; `commit` raises what fails."""
+        ...
+
     async def commit(self) -> None:
-        """Commit, and close the connection."""
+        """Commit, unless `end` has, and close the connection."""
         ...
 
     async def roll_back(self) -> None:
@@ -154,6 +158,9 @@ class HandlerTransactions:
 
     def __init__(self, transport: object, mode: TransactionMode, size: int) -> None:
         self._transport = transport
+        # Asked once: to ask a protocol for each message takes longer than the rest of what is done here.
+        self._participant = transport if isinstance(transport, SupportsExternalTransactions) else None
+        self._maker = transport if isinstance(transport, SupportsEngines) else None
         self._mode = mode
         self._size = size
         self._engines: dict[bool, Any] = {}
@@ -165,7 +172,7 @@ class HandlerTransactions:
             MissingExtra: The driver of an Engine is not installed, or not to be used.
             ConfigurationError: The queues' connections are the user's own, so that a handler has to pass a source.
         """
-        if isinstance(self._transport, SupportsEngines) and self._mode >= TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
+        if self._maker is not None and self._mode >= TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
             for handle in handlers:
                 if opens_without_source(handle):
                     self._engine(asynchronous=iscoroutinefunction(handle))
@@ -211,23 +218,28 @@ class HandlerTransactions:
         """Return whether a handler can be repeated, as its transaction has ended in favour of another."""
         return isinstance(self._transport, SupportsConflicts) and self._transport.gave_way(error)
 
-    async def enlist(self, own: HandlerTransaction) -> Transaction:
-        """Return the open transaction as delayline's own. Raises ConfigurationError for another database."""
-        transport = self._transport
-        assert isinstance(transport, SupportsExternalTransactions)  # noqa: S101 - `open` has checked it
-        return await transport.enlist(ExternalTransaction(own.connection, own.thread, is_limited=True))
+    async def enlist(self, own: HandlerTransaction, *, at_once: bool) -> Transaction:
+        """Return the open transaction as delayline's own. Raises ConfigurationError for another database.
+
+        Args:
+            own: The transaction.
+            at_once: Whether its end comes with the first statements that find what they look for.
+        """
+        assert self._participant is not None  # noqa: S101 - `open` has checked it
+        end = own.end if at_once else None
+        external = ExternalTransaction(own.connection, own.thread, of_handler=True, end=end)
+        return await self._participant.enlist(external)
 
     def outage(self, own: HandlerTransaction | None, error: BaseException) -> TransactionLost | None:
         """Return the outage that has ended the transaction, if that is what the error says; before it is rolled back.
 
         An error of another connection of the handler's is not a conflict, nor is a transaction that the server gave up.
         """
-        transport = self._transport
-        if own is None or not isinstance(transport, SupportsEngines) or not _is_lost(own):
+        if own is None or self._maker is None or not _is_lost(own):
             return None
         link: BaseException | None = error
         while link is not None:
-            lost = link if isinstance(link, BackendUnavailable) else transport.lost_connection(link)
+            lost = link if isinstance(link, BackendUnavailable) else self._maker.lost_connection(link)
             if lost is not None:
                 outage = TransactionLost(str(lost))
                 outage.__cause__ = error
@@ -245,7 +257,7 @@ class HandlerTransactions:
                 await asyncio.to_thread(engine.dispose)
 
     def _check(self) -> None:
-        if not isinstance(self._transport, SupportsExternalTransactions):
+        if self._participant is None:
             raise ConfigurationError(
                 f"context.transaction() needs queues in your database, and this endpoint's are in "
                 f"{type(self._transport).__name__}: use a SqlTransport on it, or make the handler idempotent"
@@ -258,10 +270,34 @@ class HandlerTransactions:
 
     def _engine(self, *, asynchronous: bool) -> Any:  # noqa: ANN401 - an Engine or an AsyncEngine
         if asynchronous not in self._engines:
-            if not isinstance(self._transport, SupportsEngines):
+            if self._maker is None:
                 raise ConfigurationError(f"context.transaction() needs a source here: {SOURCES}")
-            self._engines[asynchronous] = self._transport.new_engine(self._size, asynchronous=asynchronous)
+            self._engines[asynchronous] = self._maker.new_engine(self._size, asynchronous=asynchronous)
         return self._engines[asynchronous]
+
+
+class TransactionEnd:
+    """The end of a transaction in the place where its connection is used, for those who ask for it elsewhere."""
+
+    def __init__(self) -> None:
+        self._has_come = False
+        self._failure: BaseException | None = None
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Keep what the commit inside raises."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._has_come = True
+
+    def is_over(self) -> bool:
+        """Return whether the end has come. Raises the failure of the commit."""
+        if self._failure is not None:
+            raise self._failure
+        return self._has_come
 
 
 class LoopTransaction:
@@ -271,11 +307,24 @@ class LoopTransaction:
         self.source = source
         self.connection: Any = None
         self.owner: int | None = None
+        self._end = TransactionEnd()
 
     @property
     def thread(self) -> None:
         """None: statements run on the event loop."""
         return None
+
+    def end(self, connection: Any) -> None:  # noqa: ANN401 - SQLAlchemy's, inside the asynchronous connection
+        """Commit and close in the greenlet that uses the connection."""
+        with self._end.noted():
+            try:
+                connection.commit()
+            finally:
+                self.connection = None
+                try:
+                    connection.close()
+                except Exception as error:
+                    _log_unclosed(error)
 
     async def begin(self) -> Any:  # noqa: ANN401 - the connection or session
         """Open the connection, once, and return it."""
@@ -285,7 +334,9 @@ class LoopTransaction:
         return self.connection
 
     async def commit(self) -> None:
-        """Commit, and close the connection."""
+        """Commit, unless `end` has, and close the connection."""
+        if self._end.is_over():
+            return
         try:
             await self.connection.commit()
         finally:
@@ -318,6 +369,7 @@ class ThreadTransaction:
         self._thread = WaitingThread()
         self.owner: int | None = threading.get_ident()
         self._over: Future[None] = Future()
+        self._end = TransactionEnd()
         self._returned = False
         self._atomic: Any = None
         self.connection: Any = None
@@ -348,8 +400,17 @@ class ThreadTransaction:
         self._returned = True
         self._thread.wait_for(self._over)
 
+    def end(self, connection: Any) -> None:  # noqa: ANN401
+        """Commit and close, on the handler's thread, which is then free."""
+        del connection
+        with self._end.noted():
+            self._commit()
+        self._over.set_result(None)
+
     async def commit(self) -> None:
-        """Commit, and close the connection."""
+        """Commit, unless `end` has, and close the connection."""
+        if self._end.is_over():
+            return
         try:
             await self._thread.run(self._commit)
         finally:

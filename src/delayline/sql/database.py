@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
 from sqlalchemy.exc import SQLAlchemyError
 
 from delayline.clock import to_microseconds
-from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.errors import ConfigurationError, DelaylineError
 from delayline.sql.deadlines import ABANDONED_AFTER, STOPPING
-from delayline.sql.external import hold_of
+from delayline.sql.enlisting import Enlisting
 from delayline.sql.setup import texts
 from delayline.sql.transactions import CompositeTransaction, EnlistedTransaction, SqlTransaction
 from delayline.sql.workers import in_thread, start_thread
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from delayline.delayed.columns import StoredRow
     from delayline.external import ExternalTransaction
     from delayline.sql.claims import Claims
-    from delayline.sql.dialect import Dialect, TableIdentity
+    from delayline.sql.dialect import Dialect
     from delayline.sql.notifications import Notifications
     from delayline.sql.prepared import Prepared, StatementResult
     from delayline.sql.transactions import Checkout
@@ -55,6 +55,7 @@ class Database(ABC):
         self._users = 0
         self._server_timeouts: list[float] = []
         self._opening = threading.Lock()
+        self._enlisting = Enlisting(self)
 
     def limit_waits(self, server_timeout: float) -> None:
         """Wait so many seconds for an answer, or the earlier limit if that is shorter."""
@@ -197,8 +198,10 @@ class Database(ABC):
             return await self._write_alone(work, one_statement=one_statement)
         if isinstance(transaction, CompositeTransaction):
             return await transaction.branch(self).run(work)
-        if isinstance(transaction, SqlTransaction | EnlistedTransaction) and transaction.domain == self.domain:
-            return await transaction.run(work)
+        if isinstance(transaction, SqlTransaction | EnlistedTransaction):
+            ours, theirs = self.domain, transaction.domain
+            if theirs is ours or theirs == ours:  # to compare URLs takes long
+                return await transaction.run(work)
         raise TypeError(f"a transaction on {transaction.domain} cannot span {self.dialect}")
 
     async def insert(
@@ -235,36 +238,13 @@ class Database(ABC):
         """Return the external transaction if it is on this database; `table` is a table that it will write to.
 
         Raises ConfigurationError for a transaction on another database, without a transaction, or for an object that is
-        not a connection.
+        not a connection; of a handler's transaction with the first statement in it.
         """
-        limits = external.is_limited and self.locks_rows
-        enlisted = EnlistedTransaction(self.domain, await hold_of(external), self.dialect, limits=limits)
-        theirs = await enlisted.run(partial(self._theirs, table=table))
-        ours = await self.read(partial(self.dialect.catalog.identify, table=table))
-        if theirs.database != ours.database:
-            # The server may have been restarted, or another have become the primary, since either of the two connected.
-            theirs = await enlisted.run(partial(self._theirs, table=table))
-            ours = await self.look(partial(self.dialect.catalog.identify, table=table))
-        if theirs.database != ours.database:
-            if not await enlisted.run(self.dialect.connections.takes_writes):
-                raise BackendUnavailable(
-                    f"transaction= is on the {theirs.name}, which takes no writes, as a server that is not the primary "
-                    "any more: begin it on a new connection"
-                )
-            raise ConfigurationError(
-                f"transaction= is on the {theirs.name}, and the messages are in the {self.dialect}: "
-                "begin it on a connection to that database"
-            )
-        if theirs.table != ours.table:
-            raise ConfigurationError(
-                f"on the connection of transaction= the name {table.fullname!r} does not mean delayline's table: "
-                "begin it with the same search_path, or name the schema to delayline's parts, as in schema='public'"
-            )
-        return enlisted
+        return await self._enlisting.enlist(external, table)
 
     async def notify_on_commit(self, notifications: Mapping[str, int], transaction: Transaction | None = None) -> None:
         """Notify the listeners of each channel of the earliest new due time, after the commit."""
-        if isinstance(transaction, EnlistedTransaction):
+        if isinstance(transaction, EnlistedTransaction) and not transaction.of_handler:
             soon = to_microseconds(self.clock.now() + SOON)
             notifications = {channel: at for channel, at in notifications.items() if at < soon}
             if notifications:
@@ -323,16 +303,6 @@ class Database(ABC):
 
     @abstractmethod
     def _disconnect(self) -> None: ...
-
-    def _theirs(self, connection: Connection, table: Table) -> TableIdentity:
-        product = getattr(connection, "product", "")
-        # Applications name MariaDB's servers mysql:// too; `place` shows whether it is the same server.
-        if product != self.dialect.sql.name and not {product, self.dialect.sql.name} <= {"mysql", "mariadb"}:
-            raise ConfigurationError(
-                f"transaction= is a connection to {product}, and the messages are in the {self.dialect}: "
-                "begin it on a connection to that database"
-            )
-        return self.dialect.catalog.identify(connection, table)
 
     def _open(self) -> None:
         with self._opening:

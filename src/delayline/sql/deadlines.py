@@ -193,6 +193,7 @@ class Watchdog:
         self._lock = threading.Lock()
         self._watches: set[LimitedWaits] = set()
         self._changed = threading.Event()
+        self._tick = LONGEST_TICK
         self._thread: threading.Thread | None = None
 
     def add(self, watch: LimitedWaits) -> None:
@@ -202,6 +203,8 @@ class Watchdog:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="delayline watchdog", daemon=True)
                 self._thread.start()
+            elif watch.limit / 10 >= self._tick:
+                return  # it looks often enough
         self._changed.set()
 
     def remove(self, watch: LimitedWaits) -> None:
@@ -219,13 +222,15 @@ class Watchdog:
                 if not watches:
                     self._thread = None
                     return
-            tick = min(LONGEST_TICK, min(watch.limit for watch in watches) / 10)
+                tick = self._tick = min(LONGEST_TICK, min(watch.limit for watch in watches) / 10)
             asleep = time.monotonic()
             self._changed.wait(tick)
             now = time.monotonic()
             if now - asleep > 2 * tick + 1:  # this process was stopped itself: answers may be there, unread
                 time.sleep(tick)
                 continue
+            with self._lock:
+                watches = list(self._watches)  # those that were added meanwhile too
             for watch in watches:
                 watch.end_overdue(now)
 
@@ -253,19 +258,23 @@ def limited_answers(connection: Any, ours: Any) -> Iterator[None]:  # noqa: ANN4
     """Cut the connection if statements that go past SQLAlchemy get no answer within the server's time.
 
     Args:
-        connection: Has cursors.
+        connection: Has cursors, and notes about the driver's connection.
         ours: Connections of delayline's, which have the limits.
     """
-    cursor = connection.cursor()
-    driver = getattr(getattr(cursor, "_cursor", cursor), "connection", None)
-    cursor.close()
-    watch = AnswerDeadline(descriptor_of(driver), ours.server_timeout, ours.stops)
+    lasting = connection.info.get(WATCH)
+    watch = lasting
+    if watch is None:
+        cursor = connection.cursor()
+        driver = getattr(getattr(cursor, "_cursor", cursor), "connection", None)
+        cursor.close()
+        watch = AnswerDeadline(descriptor_of(driver), ours.server_timeout, ours.stops)
     watch.begin(ours.server_timeout)
     try:
         yield
     finally:
         watch.end()
-        watch.close()
+        if lasting is None:
+            watch.close()
 
 
 def descriptor_of(driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own

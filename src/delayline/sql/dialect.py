@@ -132,6 +132,8 @@ class StatementWords(ABC):
     deletes_by_list: ClassVar[bool] = False
     """Whether a delete of a list of keys locks no other rows."""
     returns_deleted: ClassVar[bool] = False
+    #: The column of every row that says which table it is in, as `TableIdentity.table` does; None for no such column.
+    table_of_row: ClassVar[str | None] = None
     """Whether a delete returns the rows that it has deleted."""
     sees_whole_commits: ClassVar[bool] = False
     """Whether a query that passes over locked rows sees every row of a commit or none: locks may end one by one."""
@@ -269,10 +271,11 @@ class Catalog(ABC):
         return contextlib.nullcontext()
 
     @abstractmethod
-    def identify(self, connection: Connection, table: Table) -> TableIdentity:
+    def identify(self, connection: Connection, table: Table, known: TableIdentity | None = None) -> TableIdentity:
         """Return the table's identity, the same on any connection to this product; uses cursors only.
 
-        Raises ConfigurationError where the product has no external transactions.
+        `known` was its identity on this connection before: what cannot have changed need not be asked for again. Raises
+        ConfigurationError where the product has no external transactions.
         """
 
     @abstractmethod

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import event
 
-from delayline.sql.deadlines import AnswerDeadline, descriptor_of
+from delayline.sql.deadlines import WATCH, AnswerDeadline, descriptor_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import Engine
 
     from delayline.sql.server import ServerConnections
 
@@ -35,10 +35,11 @@ class EngineLimits:
         event.listen(engine, "connect", self._connected, insert=True)
         for name in ("close", "close_detached", "detach"):
             event.listen(engine.pool, name, self._closed)
-        event.listen(engine, "before_cursor_execute", self._begins)
-        event.listen(engine, "after_cursor_execute", self._ends)
-        event.listen(engine, "handle_error", self._failed)
         own: Any = engine.dialect
+        # Instead of events of the Engine, with which SQLAlchemy takes longer for each statement.
+        own.do_execute = self._limited_statement(own.do_execute)
+        own.do_executemany = self._limited_statement(own.do_executemany)
+        own.do_execute_no_params = self._limited_statement(own.do_execute_no_params)
         own.do_commit = self._limited(own.do_commit, connections.server_timeout)
         own.do_rollback = self._limited(own.do_rollback, connections.server_timeout)
         own.do_ping = self._limited(own.do_ping, ENGINE_PING_TIMEOUT)
@@ -56,10 +57,9 @@ class EngineLimits:
                 limits[name] = max(limits[name], round(self._connections.server_timeout))
         options |= limits
 
-    def _connected(self, driver: Any, record: object) -> None:  # noqa: ANN401 - each driver has its own
-        del record
+    def _connected(self, driver: Any, record: Any) -> None:  # noqa: ANN401 - each driver has its own
         if (descriptor := descriptor_of(driver)) is not None:
-            self._watches[id(driver)] = AnswerDeadline(
+            self._watches[id(driver)] = record.info[WATCH] = AnswerDeadline(
                 descriptor, self._connections.server_timeout, self._connections.stops
             )
 
@@ -80,15 +80,16 @@ class EngineLimits:
 
         return run
 
-    def _begins(self, connection: Connection, *_: object) -> None:
-        if (watch := self._watches.get(id(connection.connection.dbapi_connection))) is not None:
+    def _limited_statement(self, execute: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:  # noqa: ANN401 - the last of them is SQLAlchemy's context of the statement
+            watch = self._watches.get(id(arguments[-1].root_connection.connection.dbapi_connection))
+            if watch is None:
+                execute(*arguments)
+                return
             watch.begin(self._connections.server_timeout)
+            try:
+                execute(*arguments)
+            finally:
+                watch.end()
 
-    def _ends(self, connection: Connection, *_: object) -> None:
-        if (watch := self._watches.get(id(connection.connection.dbapi_connection))) is not None:
-            watch.end()
-
-    def _failed(self, context: Any) -> None:  # noqa: ANN401 - SQLAlchemy's
-        connection = context.connection
-        if connection is not None and not connection.invalidated and not connection.closed:
-            self._ends(connection)
+        return run

@@ -8,6 +8,7 @@ import sqlite3
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from weakref import WeakKeyDictionary
 
 from sqlalchemy.exc import DBAPIError
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction
 
 Result = TypeVar("Result")
+#: Notes about connections that have no place for them.
+_notes: Final[WeakKeyDictionary[Any, dict[Any, Any]]] = WeakKeyDictionary()
 #: Before 3.12 sqlite3 knew nothing else.
 LEGACY_AUTOCOMMIT: Final = getattr(sqlite3, "LEGACY_TRANSACTION_CONTROL", -1)
 
@@ -32,8 +35,13 @@ LEGACY_AUTOCOMMIT: Final = getattr(sqlite3, "LEGACY_TRANSACTION_CONTROL", -1)
 class ConnectionAdapter(Protocol):
     """A user's connection, with the transaction that is open on it, or that its first statement begins."""
 
-    async def run(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work` on the connection, where its thread rules allow."""
+    async def run(self, work: Callable[[Connection], Result], *, ends: bool = False) -> Result:
+        """Run `work` on the connection, where its thread rules allow.
+
+        Args:
+            work: The work.
+            ends: Whether the transaction's `end` follows at once, if it has one and the work returns something.
+        """
         ...
 
 
@@ -41,11 +49,19 @@ class BorrowedConnection:
     """The part of a user's connection that statements need: cursors that return tuples, and the product's name.
 
     abort: makes the transaction refuse statements until it is rolled back; None for a driver that cannot.
+    info: notes that last as long as the driver's connection; None where there is no place for them.
     """
 
-    def __init__(self, product: str, cursor: Callable[[], Any], abort: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        product: str,
+        cursor: Callable[[], Any],
+        abort: Callable[[], None] | None = None,
+        info: dict[Any, Any] | None = None,
+    ) -> None:
         self.product = product
         self.cursor = cursor
+        self.info = {} if info is None else info
         self._abort = abort
 
     @property
@@ -85,7 +101,7 @@ async def hold_of(external: ExternalTransaction) -> ConnectionAdapter:
                     f"transaction= is an {name}, which belongs to its event loop: await Endpoint.send(...) there, "
                     "or give SyncEndpoint a synchronous connection"
                 )
-            return kind(given)
+            return kind(external, given)
     for module, name, instead in REFUSED_CONNECTIONS:
         if _is(given, module, name):
             raise ConfigurationError(
@@ -113,61 +129,72 @@ class SyncConnectionAdapter:
         bound: bool = False,
     ) -> None:
         self._thread = external.thread
+        self._end = external.end
         self._connection = connection
         self._borrow = borrow
         self._bound = bound
 
-    async def run(self, work: Callable[[Connection], Result]) -> Result:
+    async def run(self, work: Callable[[Connection], Result], *, ends: bool = False) -> Result:
         """Run `work`."""
         if self._thread is not None:
-            return await self._thread.run(lambda: self._work(work))
+            return await self._thread.run(lambda: self._work(work, ends=ends))
         if not self._bound:
             try:
-                return await in_thread(lambda: self._work(work))
+                return await in_thread(lambda: self._work(work, ends=ends))
             except sqlite3.ProgrammingError as error:
                 if "thread" not in str(error):
                     raise
                 self._bound = True
-        return self._work(work)
+        return self._work(work, ends=ends)
 
-    def _work(self, work: Callable[[Connection], Result]) -> Result:
+    def _work(self, work: Callable[[Connection], Result], *, ends: bool) -> Result:
         with self._borrow(self._connection) as borrowed:
-            return work(cast("Connection", borrowed))  # of a connection, work uses the cursors only
+            result = work(cast("Connection", borrowed))  # of a connection, work uses the cursors only
+        if ends and self._end is not None and result:
+            self._end(self._connection)
+        return result
 
 
 class SqlAlchemyAsyncAdapter:
     """An AsyncConnection or AsyncSession, on its event loop."""
 
-    def __init__(self, connection: Any) -> None:  # noqa: ANN401 - either of two
+    def __init__(self, external: ExternalTransaction, connection: Any) -> None:  # noqa: ANN401 - either of two
         self._connection = connection
+        self._end = external.end
 
-    async def run(self, work: Callable[[Connection], Result]) -> Result:
+    async def run(self, work: Callable[[Connection], Result], *, ends: bool = False) -> Result:
         """Run `work` as SQLAlchemy runs synchronous code on asynchronous drivers."""
-        result: Result = await self._connection.run_sync(self._work, work)
+        result: Result = await self._connection.run_sync(self._work, work, ends=ends)
         return result
 
-    @staticmethod
-    def _work(connection: Any, work: Callable[[Connection], Result]) -> Result:  # noqa: ANN401
+    def _work(self, connection: Any, work: Callable[[Connection], Result], *, ends: bool) -> Result:  # noqa: ANN401
         borrow = borrow_session if hasattr(connection, "get_bind") else borrow_connection
         with borrow(connection) as borrowed:
-            return work(cast("Connection", borrowed))
+            result = work(cast("Connection", borrowed))
+        if ends and self._end is not None and result:
+            self._end(connection)
+        return result
 
 
 class PsycopgAsyncAdapter:
     """A psycopg AsyncConnection: work waits on a dedicated thread while statements run on the event loop."""
 
-    def __init__(self, connection: AsyncConnection[Any]) -> None:
+    def __init__(self, external: ExternalTransaction, connection: AsyncConnection[Any]) -> None:
+        del external
         self._connection = connection
 
-    async def run(self, work: Callable[[Connection], Result]) -> Result:
-        """Run `work`."""
+    async def run(self, work: Callable[[Connection], Result], *, ends: bool = False) -> Result:
+        """Run `work`; its end has to be awaited."""
+        del ends
         from psycopg import AsyncCursor
         from psycopg.rows import tuple_row
 
         _refuse_psycopg_autocommit(self._connection)
         loop, connection = asyncio.get_running_loop(), self._connection
         borrowed = BorrowedConnection(
-            "postgresql", lambda: LoopCursor(AsyncCursor(connection, row_factory=tuple_row), loop)
+            "postgresql",
+            lambda: LoopCursor(AsyncCursor(connection, row_factory=tuple_row), loop),
+            info=_notes.setdefault(connection, {}),
         )
         return await in_thread(lambda: work(cast("Connection", borrowed)))
 
@@ -257,7 +284,8 @@ def borrow_psycopg(connection: Any) -> Iterator[BorrowedConnection]:  # noqa: AN
     from psycopg.rows import tuple_row
 
     _refuse_psycopg_autocommit(connection)
-    yield BorrowedConnection("postgresql", lambda: Cursor(connection, row_factory=tuple_row))
+    info = _notes.setdefault(connection, {})
+    yield BorrowedConnection("postgresql", lambda: Cursor(connection, row_factory=tuple_row), info=info)
 
 
 @contextlib.contextmanager
@@ -317,9 +345,8 @@ def borrow_django(given: Any) -> Iterator[BorrowedConnection]:  # noqa: ANN401 -
     for module, name, borrow in SYNCHRONOUS_CONNECTIONS:
         if _is(wrapper.connection, module, name):
             with borrow(wrapper.connection) as borrowed:
-                yield BorrowedConnection(
-                    borrowed.product, borrowed.cursor, partial(setattr, wrapper, "needs_rollback", True)
-                )
+                abort = partial(setattr, wrapper, "needs_rollback", True)
+                yield BorrowedConnection(borrowed.product, borrowed.cursor, abort, borrowed.info)
             return
     raise ConfigurationError(
         f"transaction= is Django's connection {wrapper.alias!r} to {wrapper.vendor}, and messages can be stored beside "
@@ -394,7 +421,7 @@ def borrow_connection(connection: Connection) -> Iterator[BorrowedConnection]:
     elif connection.dialect.driver == "psycopg2":
         cursor = lambda: PlainCursor(plain())  # noqa: E731
     try:
-        yield BorrowedConnection(connection.dialect.name, cursor, connection.invalidate)
+        yield BorrowedConnection(connection.dialect.name, cursor, connection.invalidate, connection.info)
     except connection.dialect.loaded_dbapi.Error as error:
         if isinstance(error, sqlite3.Error):
             raise
@@ -457,7 +484,9 @@ REFUSED_CONNECTIONS: Final = (
     ("asyncmy.connection", "Connection", "pass SQLAlchemy's AsyncConnection on mariadb+asyncmy or mysql+asyncmy"),
     ("aiosqlite", "Connection", "pass SQLAlchemy's AsyncConnection on sqlite+aiosqlite, or a sqlite3.Connection"),
 )
-ASYNCHRONOUS_CONNECTIONS: Final[tuple[tuple[str, str, Callable[[Any], ConnectionAdapter]], ...]] = (
+ASYNCHRONOUS_CONNECTIONS: Final[
+    tuple[tuple[str, str, Callable[[ExternalTransaction, Any], ConnectionAdapter]], ...]
+] = (
     ("sqlalchemy.ext.asyncio", "AsyncConnection", SqlAlchemyAsyncAdapter),
     ("sqlalchemy.ext.asyncio", "AsyncSession", SqlAlchemyAsyncAdapter),
     ("psycopg", "AsyncConnection", PsycopgAsyncAdapter),

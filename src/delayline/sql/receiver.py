@@ -46,6 +46,7 @@ from delayline.sql.claims_in_statements import ClaimsInStatements, Page, Waiting
 from delayline.sql.gone_numbers import GoneNumbers
 from delayline.sql.queue_limits import LIMITS_CHANGED
 from delayline.sql.statements import queue_channel
+from delayline.sql.transactions import EnlistedTransaction
 from delayline.transport import ReceivedMessage
 
 if TYPE_CHECKING:
@@ -271,6 +272,9 @@ class SqlReceiver(WaitingReceiver):
         if transaction is None and returning is not None and one_statement:
             deleted = await self._database.run_statement(returning, self.queue, numbers)
             removed = {number for (number,) in deleted.rows}
+        elif len(numbers) == 1 and isinstance(transaction, EnlistedTransaction) and transaction.of_handler:
+            remove_one = partial(self._statements.remove_one, queue=self.queue, number=numbers[0])
+            removed = set(numbers) if await transaction.run_there(remove_one) else set()
         else:
             remove = partial(self._statements.remove, queue=self.queue, numbers=numbers)
             removed = await self._database.write(remove, transaction, one_statement=one_statement)

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
+    BigInteger,
     LargeBinary,
     bindparam,
     case,
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection, Select, Table
 
     from delayline.message import DelayedMessage, Message
-    from delayline.sql.dialect import Dialect
+    from delayline.sql.dialect import Dialect, TableIdentity
     from delayline.sql.schema import QueueTables
 
 #: Hints of a query on SQL Server, whose queries for messages pass over locked rows: wait for them ...
@@ -179,6 +180,12 @@ class QueueStatements:
             if dialect.words.returns_deleted
             else None
         )
+        one = delete(queued).where(columns.seq == bindparam("number"), of_queue)
+        self._delete_one = Prepared(one, sql, ["name", "number"])
+        self._delete_one_there = None
+        if dialect.words.table_of_row is not None:
+            there = literal_column(dialect.words.table_of_row) == bindparam("table", type_=BigInteger())
+            self._delete_one_there = Prepared(one.where(there), sql, ["name", "number", "table"])
         self._lock = Prepared(
             select(columns.seq).where(by_numbers).with_for_update(), sql, ["name", "numbers"], may_lack=["name"]
         )
@@ -197,6 +204,21 @@ class QueueStatements:
             numbers = [number for (number,) in self._lock.rows_each(connection, queue, keys=numbers)]
         deleted = self.delete.change_each(connection, queue, keys=numbers)
         return set(numbers) if deleted else set()
+
+    def remove_one(self, connection: Connection, place: TableIdentity | None, queue: str, number: int) -> bool:
+        """Delete a message on a connection of the user's; return whether it was there.
+
+        Not as in `remove`, which is for connections that plan a statement once: here it is planned each time.
+
+        Args:
+            connection: The connection.
+            place: Where the table is, if the statement has to leave tables of the same name alone.
+            queue: The message's queue.
+            number: The message's number.
+        """
+        if place is None or self._delete_one_there is None:
+            return self._delete_one.change(connection, queue, number) > 0
+        return self._delete_one_there.change(connection, queue, number, place.table) > 0
 
     def removes_at_once(self, number: int) -> bool:
         """Return whether `remove` deletes so many messages with a single statement."""

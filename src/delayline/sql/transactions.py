@@ -16,11 +16,11 @@ from delayline.sql.workers import in_thread
 from delayline.transaction import Transaction
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Hashable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 
     from sqlalchemy import Connection
 
-    from delayline.sql.dialect import Dialect, PreparedTransactions, TransactionControl
+    from delayline.sql.dialect import Dialect, PreparedTransactions, TableIdentity, TransactionControl
     from delayline.sql.external import BorrowedConnection, ConnectionAdapter
 
 
@@ -58,8 +58,34 @@ class CheckoutTransaction(Protocol):
         ...
 
 
+class ElsewhereError(Exception):
+    """A connection may lead to another database, or to another table, than it should."""
+
+
+class Check(Protocol):
+    """Checks where a connection leads."""
+
+    def __call__(self, connection: Connection, *, rows_tell: bool = False) -> TableIdentity | None:
+        """Raise ElsewhereError if it may lead elsewhere.
+
+        Args:
+            connection: The connection.
+            rows_tell: Whether the rows of the table may be asked for by their table instead: then its place is returned
+                where they can be, and what the table's name means was not checked.
+        """
+        ...
+
+
 class EnlistedTransaction(Transaction):
-    """An external transaction on a database: the user's code commits it or rolls it back."""
+    """An external transaction on a database: the user's code commits it or rolls it back.
+
+    Args:
+        domain: Equal for parts that can share a transaction.
+        hold: The connection.
+        dialect: The database's.
+        of_handler: Whether delayline commits it or rolls it back, as the transaction of a handler.
+        limits: Whether answers have a limit.
+    """
 
     def __init__(
         self,
@@ -67,17 +93,71 @@ class EnlistedTransaction(Transaction):
         hold: ConnectionAdapter,
         dialect: Dialect,
         *,
+        of_handler: bool = False,
         limits: bool = False,
     ) -> None:
         super().__init__(domain)
+        self.of_handler = of_handler
         self._limits = limits
         self._hold = hold
         self._errors, self._connections = dialect.errors, dialect.connections
+        self._check: Check | None = None
+        self._examine: Callable[[EnlistedTransaction], Awaitable[None]] | None = None
+
+    def check_with_first_work(self, check: Check, examine: Callable[[EnlistedTransaction], Awaitable[None]]) -> None:
+        """Check where the connection leads when it is used first: by itself that would take as long again.
+
+        Args:
+            check: Raises ElsewhereError if it may lead elsewhere.
+            examine: Is awaited then; raises the reason if it does.
+        """
+        self._check, self._examine = check, examine
+
+    async def run_there(self, work: Callable[[Connection, TableIdentity | None], Result]) -> Result:
+        """Run `work` as `run` does, with the place of the table that was checked, if its statement looks there only.
+
+        Which table the name means is checked after it then, and only if the work returns nothing.
+        """
+        check, examine, self._check = self._check, self._examine, None
+        if check is None or examine is None:
+            return await self._run(lambda connection: work(connection, None), ends=True)
+
+        def checked(connection: Connection) -> Result:
+            place = check(connection, rows_tell=True)
+            result = work(connection, place)
+            if not result and place is not None:
+                check(connection)
+            return result
+
+        try:
+            return await self._run(checked, ends=True)
+        except ElsewhereError:
+            await examine(self)
+            return await self._run(lambda connection: work(connection, None), ends=True)
 
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in the transaction; of the connection it may use cursors only."""
+        check, examine, self._check = self._check, self._examine, None
+        if check is None or examine is None:
+            return await self._run(work, ends=True)
+
+        def checked(connection: Connection) -> Result:
+            check(connection)
+            return work(connection)
+
         try:
-            return await self._hold.run(partial(self._work, work))
+            return await self._run(checked, ends=True)
+        except ElsewhereError:
+            await examine(self)
+            return await self._run(work, ends=True)
+
+    async def look(self, work: Callable[[Connection], Result]) -> Result:
+        """Run `work` that only reads: the end of the transaction does not follow."""
+        return await self._run(work, ends=False)
+
+    async def _run(self, work: Callable[[Connection], Result], *, ends: bool) -> Result:
+        try:
+            return await self._hold.run(partial(self._work, work), ends=ends)
         except PendingRollbackError as error:  # from SQLAlchemy, on any database; its text may contain parameters
             raise TransactionAborted(
                 "transaction= is aborted, as something in it has failed before or its connection was lost: roll it "
@@ -99,7 +179,9 @@ class EnlistedTransaction(Transaction):
             raise
 
     def after_commit(self, callback: Callable[[], None]) -> None:
-        """No-op: the end of an external transaction cannot be observed; see `Database.notify_on_commit`."""
+        """No-op but for a handler's: the end of others cannot be observed; see `Database.notify_on_commit`."""
+        if self.of_handler:
+            super().after_commit(callback)
 
     def after_end(self, callback: Callable[[], None]) -> None:
         """Raise ConfigurationError: the end of an external transaction cannot be observed."""

@@ -186,7 +186,9 @@ class SqlTransport(OnDatabase):
         else:
             missing = await self._put(operations, transaction)
         reached = {operation.destination for operation in operations} - missing
-        at = OUT_OF_ORDER if isinstance(transaction, EnlistedTransaction) else 0
+        # A user's transaction may go on for long with its number; a handler's ends at once.
+        late = isinstance(transaction, EnlistedTransaction) and not transaction.of_handler
+        at = OUT_OF_ORDER if late else 0
         await self._database.notify_on_commit({queue_channel(name): at for name in reached}, transaction)
         return missing
 

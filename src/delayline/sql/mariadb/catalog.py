@@ -123,8 +123,9 @@ class MariadbCatalog(Catalog):
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
 
-    def identify(self, connection: Connection, table: Table) -> TableIdentity:
+    def identify(self, connection: Connection, table: Table, known: TableIdentity | None = None) -> TableIdentity:
         """Return the server, and the table in the database that it or the connection names."""
+        del known
         [(database, *server)] = run(connection, "SELECT DATABASE(), @@hostname, @@port, @@datadir")
         inside = table.schema or database
         rows = run(connection, TABLE_EXISTS, inside, table.name)

@@ -28,12 +28,13 @@ SETUP_LOCK: Final = 0x64656C61796C696E  # "delaylin"
 USUAL: Final = "read committed"
 #: A copy of a server has its identifier, but was not started at the same microsecond.
 SERVER_IDENTITY: Final = """
-SELECT current_database(), to_regclass(%s)::oid::text, d.oid::text, c.system_identifier::text,
+SELECT current_database(), to_regclass(%s)::oid::bigint, d.oid::text, c.system_identifier::text,
   extract(epoch FROM pg_postmaster_start_time())::text
 FROM pg_database AS d, pg_control_system() AS c WHERE d.datname = current_database()
 """
 
 
+TABLE: Final = "SELECT to_regclass(%s)::oid::bigint"
 FINDINGS: Final = """
 SELECT current_setting('server_version'), current_setting('synchronous_commit'), now(),
   (SELECT reset_val FROM pg_settings WHERE name = 'default_transaction_isolation')
@@ -120,8 +121,10 @@ class PostgresqlCatalog(Catalog):
             ("clock", abs(off) < 1, f"this machine is {off:+.3f} s off; the server's clock decides"),
         ]
 
-    def identify(self, connection: Connection, table: Table) -> TableIdentity:
-        """Return the server, the database and the table that the search path leads to."""
+    def identify(self, connection: Connection, table: Table, known: TableIdentity | None = None) -> TableIdentity:
+        """Return the server, the database, which stay, and the table that the search path leads to."""
+        if known is not None:
+            return known._replace(table=run(connection, TABLE, self._value_of(table))[0][0])
         database, relation, *server = run(connection, SERVER_IDENTITY, self._value_of(table))[0]
         return TableIdentity(f"PostgreSQL database {database}", tuple(server), relation)
 

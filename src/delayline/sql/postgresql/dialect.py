@@ -85,6 +85,7 @@ class PostgresqlWords(StatementWords):
     deletes_by_list = True
     sees_whole_commits = True
     returns_deleted = True
+    table_of_row = "tableoid"
 
     transactions_in_progress = tuple(
         cast(cast(function(func.pg_current_snapshot()), Text), BigInteger)

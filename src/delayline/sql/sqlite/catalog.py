@@ -28,8 +28,9 @@ class SqliteCatalog(Catalog):
 
     journal = journal_triggers.SQLITE
 
-    def identify(self, connection: Connection, table: Table) -> TableIdentity:
+    def identify(self, connection: Connection, table: Table, known: TableIdentity | None = None) -> TableIdentity:
         """Return the main file, whatever its path is called."""
+        del known
         cursor = connection.connection.cursor()
         cursor.execute("PRAGMA database_list")
         file = next((path for _, name, path in cursor.fetchall() if name == "main"), "")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sqlalchemy.types import TypeEngine
 
     from delayline.delayed.columns import StoredColumn
-    from delayline.sql.dialect import Finding
+    from delayline.sql.dialect import Finding, TableIdentity
     from delayline.sql.schema import QueueTables
     from delayline.sql.sqlserver.dialect import SqlServer
 
@@ -77,7 +77,7 @@ class SqlServerCatalog(Catalog):
             if lacking
         ]
 
-    def identify(self, connection: Connection, table: Table) -> NoReturn:
+    def identify(self, connection: Connection, table: Table, known: TableIdentity | None = None) -> NoReturn:
         """Raise ConfigurationError: this product cannot limit a statement."""
         raise ConfigurationError(
             f"{self._dialect} cannot take part in an external transaction yet: send without transaction="
