@@ -64,6 +64,7 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
         ("due, at least once, best, transactions", "<=", 0.02),
         ("exactly once, ratio to at least once", ">=", 0.6),
     ],
+    "pg_own_transaction": [("def, ratio", ">=", 0.5), ("coroutine, ratio", ">=", 0.5)],
     "pg_handled_peers": [],
     "pg_handled_queued": [("times PgQueuer", ">=", 1), ("exactly once, ratio to at least once", ">=", 0.6)],
     "pg_handled_flush": [("ratio to the bare loop", ">=", 0.6)],

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import os
+import statistics
 import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -14,8 +17,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks import peer_installs
-from benchmarks.common import SCALE, Figures, scaled
+from benchmarks import own_transaction, peer_installs
+from benchmarks.common import ROUNDS, SCALE, Figures, scaled
 from benchmarks.handled import percentile
 from benchmarks.handling import (
     NUMBER,
@@ -76,6 +79,31 @@ async def pg_handled(folder: Path) -> Figures:
     """50 000 of 256 B and eight headers, due at one instant, to a handler that writes 20 bytes, beside the fastest."""
     del folder
     return await _beside_the_fastest(BARE, due=True)
+
+
+async def pg_own_transaction(folder: Path) -> Figures:
+    """A row for each message, 32 at once: in handlers' own transactions, beside psycopg's pool by hand."""
+    del folder
+    runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in own_transaction.WAYS}
+    with on_postgresql() as server:
+        for turn in range(ROUNDS):
+            for way, some in runs.items():
+                program = [sys.executable, "-m", "benchmarks.own_transaction", way, server.fresh()]
+                ran = await asyncio.to_thread(
+                    subprocess.run, [*program, str(scaled(3000)), str(server.pid)],
+                    check=True, stdout=subprocess.PIPE, text=True,
+                )  # fmt: skip
+                some.append(tuple(json.loads(ran.stdout)))
+                print(f"round {turn + 1}, {way}: {some[-1]}", file=sys.stderr, flush=True)
+    figures: Figures = {}
+    for way, some in runs.items():
+        for figure, values in zip(("/s", "own us", "server us"), zip(*some, strict=True), strict=True):
+            figures[f"{way} {figure}"] = statistics.median(values)
+    by_hand = runs["by hand"]
+    for way in ("def", "coroutine"):
+        ratios = [ours[0] / theirs[0] for ours, theirs in zip(runs[way], by_hand, strict=True)]
+        figures[f"{way}, ratio"] = statistics.median(ratios)
+    return figures
 
 
 async def pg_handled_peers(folder: Path) -> Figures:

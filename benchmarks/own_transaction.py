@@ -1,0 +1,123 @@
+"""A row for each message, 32 at once, in one of the ways of `WAYS`: prints messages a second and CPU for each.
+
+A program: `python -m benchmarks.own_transaction WAY URL NUMBER SERVER_PID`. Both clocks begin when the first messages
+are committed, which connect, and end when all rows are committed and the queue is empty.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, NamedTuple
+
+import psycopg
+from psycopg_pool import ConnectionPool
+from sqlalchemy import text
+
+from benchmarks.processes import cpu_of
+from delayline import Endpoint, Send, SqlTransport
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from delayline import Message, MessageContext
+
+AT_ONCE = 32
+FIRST = 4 * AT_ONCE
+INSERT = "INSERT INTO shop (order_number) VALUES (1)"
+INSERT_TEXT = text(INSERT)
+WAYS = ("by hand", "no transaction", "def", "coroutine")
+
+
+class Clocks(NamedTuple):
+    """The time, and the CPU seconds of this process and of the server."""
+
+    at: float
+    own: float
+    server: float
+
+    @classmethod
+    def now(cls, server: int) -> Clocks:
+        """Read them."""
+        return cls(time.perf_counter(), time.process_time(), cpu_of(server))
+
+
+def by_hand(url: str, number: int, server: int) -> Clocks:
+    """Insert and commit with psycopg's pool, on threads."""
+    with ConnectionPool(url, min_size=AT_ONCE, max_size=AT_ONCE) as pool, ThreadPoolExecutor(AT_ONCE) as threads:
+        pool.wait()
+
+        def insert(_: int) -> None:
+            with pool.connection() as connection:
+                connection.execute(INSERT)
+
+        exhaust(threads.map(insert, range(FIRST)))
+        began = Clocks.now(server)
+        exhaust(threads.map(insert, range(number)))
+        return began
+
+
+def exhaust(results: Iterable[None]) -> None:
+    """Wait for all results."""
+    for _ in results:
+        pass
+
+
+async def handled(way: str, url: str, number: int, server: int) -> Clocks:
+    """Handle messages of a queue that was filled before; the last ones when `number` is left."""
+    transport = SqlTransport(url)
+    endpoint = Endpoint("shop", transport=transport, concurrency=AT_ONCE)
+    loop, ended, done = asyncio.get_running_loop(), 0, asyncio.Event()
+    began: list[Clocks] = []
+
+    def count() -> None:
+        nonlocal ended
+        ended += 1
+        if ended == FIRST:
+            began.append(Clocks.now(server))
+        if ended == FIRST + number:
+            loop.call_soon_threadsafe(done.set)
+
+    def insert(message: Message, context: MessageContext) -> None:
+        context.transaction().execute(INSERT_TEXT)
+        count()
+
+    async def insert_too(message: Message, context: MessageContext) -> None:
+        connection = await context.transaction()
+        await connection.execute(INSERT_TEXT)
+        count()
+
+    async def nothing(message: Message, context: MessageContext) -> None:
+        count()
+
+    endpoint.handler({"def": insert, "coroutine": insert_too, "no transaction": nothing}[way])
+    await endpoint.setup()
+    async with Endpoint("filler", transport=SqlTransport(url), send_only=True) as filler:
+        await filler.send_many([Send("shop", b"order") for _ in range(FIRST + number)])
+    async with endpoint:
+        await done.wait()
+        while await transport.count("shop"):  # noqa: ASYNC110 - the end of the last commits
+            await asyncio.sleep(0.005)
+        return began[0]
+
+
+def main() -> None:
+    """Measure one way."""
+    way, url, number, server = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("CREATE TABLE shop (order_number int)")
+        gc.freeze()
+        began = by_hand(url, number, server) if way == "by hand" else asyncio.run(handled(way, url, number, server))
+        ended = Clocks.now(server)
+        [(rows,)] = connection.execute("SELECT count(*) FROM shop").fetchall()
+    assert rows == (0 if way == "no transaction" else FIRST + number), f"{rows} rows were committed"
+    seconds, own, other = (end - start for end, start in zip(ended, began, strict=True))
+    print(json.dumps([number / seconds, own / number * 1e6, other / number * 1e6]))
+
+
+if __name__ == "__main__":
+    main()
