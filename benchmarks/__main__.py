@@ -19,6 +19,7 @@ from benchmarks import (
     scenarios,
     scenarios_azure,
     scenarios_cold_tier,
+    scenarios_fair,
     scenarios_handled,
     scenarios_large,
     scenarios_mariadb,
@@ -90,6 +91,8 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "pg_timeouts": [("lateness p99 ms", "<", 50), ("early", "<=", 0)],
     "pg_timeouts_whole": [("early", "<=", 0)],
     "pg_timeouts_rest": [("share of one core %", "<", 0.5), ("times a store's", "<=", 1.5)],
+    "pg_fair": [("fair, other p99 ms", "<", 1000), ("ratio", ">=", 0.9)],
+    "maria_fair": [("fair, other p99 ms", "<", 1000), ("ratio", ">=", 0.9)],
     "pg_rest": [("statements a minute", "<=", 120)],
     "maria_single_send": [("ratio", ">=", 0.40)],
     "maria_concurrent_sends": [("ratio", ">=", 0.40)],
@@ -148,11 +151,12 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     ],
 }
 #: Takes too long, and too much disk, to run unasked.
-LARGE = {"pg_large"}
+LARGE = {"pg_large", "pg_fair"}
 MODULES = (
     scenarios,
     scenarios_postgresql,
     scenarios_mariadb,
+    scenarios_fair,
     scenarios_two_databases,
     scenarios_large,
     scenarios_rabbitmq,

@@ -38,6 +38,10 @@ class Handled:
             f"{prefix}early": float(sum(value < 0 for value in late)),
         }
 
+    def late_between(self, start: datetime, end: datetime) -> list[float]:
+        """Return by how many milliseconds messages due in that time were late, sorted."""
+        return sorted(value for due, value in self._late if start <= due <= end)
+
     async def _handle(self, message: Message, context: MessageContext) -> None:
         del context
         due = from_wire_time(message.headers[Headers.DELIVER_AT])

@@ -290,18 +290,27 @@ async def drain_rate(url: str, number: int, endpoint_to: Callable[[], Endpoint],
 
 async def dispatch_rate(endpoint: Endpoint, due: datetime, number: int) -> float:
     """Return messages a second from the instant all are due until the endpoint has dispatched so many."""
+    with dispatching(number) as dispatched:
+        async with endpoint:
+            assert datetime.now(UTC) < due, "the endpoint started after the messages were due"
+            await asyncio.sleep((due - datetime.now(UTC)).total_seconds())
+            started = time.perf_counter()
+            await asyncio.wait_for(dispatched.done.wait(), PATIENCE)
+            elapsed = time.perf_counter() - started
+    return number / elapsed
+
+
+@contextlib.contextmanager
+def dispatching(number: int) -> Iterator[Dispatched]:
+    """Provide what notifies when this process has dispatched so many messages."""
     dispatched, logger = Dispatched(number), logging.getLogger("delayline.delayed")
     logger.addHandler(dispatched)
     logger.setLevel(logging.DEBUG)
-    async with endpoint:
-        assert datetime.now(UTC) < due, "the endpoint started after the messages were due"
-        await asyncio.sleep((due - datetime.now(UTC)).total_seconds())
-        started = time.perf_counter()
-        await asyncio.wait_for(dispatched.done.wait(), PATIENCE)
-        elapsed = time.perf_counter() - started
-    logger.removeHandler(dispatched)
-    logger.setLevel(logging.NOTSET)
-    return number / elapsed
+    try:
+        yield dispatched
+    finally:
+        logger.removeHandler(dispatched)
+        logger.setLevel(logging.NOTSET)
 
 
 def _hold(url: str, lock: str) -> None:

@@ -59,6 +59,7 @@ class BackendOptions:
     schema: str | None = None
     table_name: str | None = None
     journal: bool | None = None
+    fair_by: str | None = None
     two_phase: object | None = None
 
 

@@ -36,6 +36,7 @@ def options_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -
         schema=settings.schema,
         table_name=settings.table_name,
         journal=settings.journal,
+        fair_by=settings.fair_by,
         two_phase=two_phase,
     )
 
@@ -74,7 +75,7 @@ def store_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> 
 
 def persister_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> SqlTimeoutPersister:
     """Return where the timeout manager of the settings keeps its timeouts. Raises ConfigurationError."""
-    for name in ("table_name", "journal", "cold_tier", "delay_levels_from_seconds", "timeouts_url"):
+    for name in ("table_name", "journal", "fair_by", "cold_tier", "delay_levels_from_seconds", "timeouts_url"):
         if getattr(settings, name) is not None:
             raise ConfigurationError(f"timeout_manager = true and {name} exclude each other: leave out one of them")
     backend_with_tables(settings.resolved_store_url, "timeout manager's storage")
@@ -205,6 +206,11 @@ def delivery_from(
         )
     waiting = backend_of(settings.resolved_store_url, kind="delayed message store")
     options = options_of(settings, two_phase=two_phase)
+    if waiting.native_delays is not None and settings.fair_by is not None:
+        raise ConfigurationError(
+            f"fair_by = {settings.fair_by!r} needs delayed messages in a store, not in {waiting.native_delays}: "
+            "leave it out, or give a store_url of a SQL database"
+        )
     if waiting.native_delays is not None:
         return waiting.delivery(settings.resolved_store_url, options)
     stored = _stored_delivery(settings, polling=polling, two_phase=two_phase)
@@ -224,6 +230,7 @@ def _stored_delivery(settings: Settings, *, polling: bool, two_phase: TwoPhaseCo
         maximum_recovery_failures_per_second=settings.maximum_recovery_failures_per_second,
         batch_size=settings.batch_size,
         batch_bytes=settings.batch_bytes,
+        fair_by=settings.fair_by,
         polling=polling,
     )
 

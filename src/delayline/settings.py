@@ -104,6 +104,12 @@ class Settings:
     batch_bytes: int = _setting(
         16 * 1024 * 1024, setting_values.whole(1, 2**63 - 1), "Bytes forwarded at once.", "16777216"
     )
+    fair_by: str | None = _setting(
+        None,
+        setting_values.text,
+        "destination, or header:NAME: a backlog for one of them delays due messages for no other.",
+        "destination",
+    )
     maximum_recovery_failures_per_second: int = _setting(
         1, setting_values.whole(1), "Failures to move failed messages before a critical error.", "1"
     )

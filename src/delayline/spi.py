@@ -7,6 +7,7 @@ endpoint finds with `isinstance` at its start and does without where it is missi
 from delayline.backends import Backend, BackendOptions, BackendUse, DueWithin, MessageSink, MessageWriter
 from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery, SupportsPendingView
+from delayline.delayed.fairness import FairBy, SupportsFairness
 from delayline.delayed.host import DeliveryHost
 from delayline.delayed.store import (
     DelayedMessageStore,
@@ -68,6 +69,7 @@ __all__ = [
     "DueForecast",
     "DueWithin",
     "ExternalTransaction",
+    "FairBy",
     "Forwarded",
     "FoundMessage",
     "HandlerSlots",
@@ -84,6 +86,7 @@ __all__ = [
     "SupportsClose",
     "SupportsDueForecast",
     "SupportsExternalTransactions",
+    "SupportsFairness",
     "SupportsFlush",
     "SupportsForwardedCounts",
     "SupportsForwarding",

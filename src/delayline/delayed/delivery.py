@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 from delayline.checks import time_span, whole_number
 from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
 from delayline.delayed.blame import Blame
+from delayline.delayed.fairness import FairBy, served_fairly
 from delayline.delayed.mover import Mover, scope_between
 from delayline.delayed.one_at_a_time import batches_of
 from delayline.delayed.poller import Poller
@@ -180,17 +181,19 @@ class StoredDelivery:
         batch_size: The most messages that the poller takes at once; 1 or more.
         batch_bytes: The most bytes of headers and bodies that the poller takes at once; 1 or more. Where store and
             queues share no transaction, a second batch is prefetched while the first is sent.
+        fair_by: What due messages are served fairly by while more are due than leave at once: `destination`, or
+            `header:NAME` for the values of that header. By default messages leave by due time alone.
         polling: False only stores messages, and leaves dispatching to other processes of the endpoint.
 
     Raises:
-        ConfigurationError: `store` lacks any of the six verbs, or a value is out of range.
+        ConfigurationError: `store` lacks any of the six verbs, cannot serve fairly, or a value is out of range.
 
     Example:
         >>> from delayline import MemoryDelayedMessageStore, StoredDelivery
         >>> delivery = StoredDelivery(MemoryDelayedMessageStore(), number_of_retries=7)
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - settings, all keyword-only but the store
         self,
         store: DelayedMessageStore,
         *,
@@ -201,6 +204,7 @@ class StoredDelivery:
         maximum_recovery_failures_per_second: int = 1,
         batch_size: int = 500,
         batch_bytes: int = 16 * 1024 * 1024,
+        fair_by: str | None = None,
         polling: bool = True,
     ) -> None:
         missing = [verb for verb in VERBS if not hasattr(store, verb)]
@@ -222,6 +226,9 @@ class StoredDelivery:
         )
         self.batch_size = whole_number("batch_size", batch_size, at_least=1)
         self.batch_bytes = whole_number("batch_bytes", batch_bytes, at_least=1)
+        self.fair_by = None if fair_by is None else FairBy.of(fair_by)
+        if self.fair_by is not None:
+            served_fairly(store).be_fair(self.fair_by)
         self.polling = polling
         self._host: DeliveryHost | None = None
         self._group: StoreGroup | None = None

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
-from itertools import count, islice, pairwise
+from itertools import count, islice, pairwise, takewhile
 from typing import TYPE_CHECKING
 
 from delayline.checks import time_span
@@ -26,9 +26,10 @@ from delayline.memory.transaction import InMemory, in_memory
 from delayline.message import in_utc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import datetime, timedelta
 
+    from delayline.delayed.fairness import FairBy
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction, TransactionMode
 
@@ -45,6 +46,15 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
         self._locked: set[str] = set()
         self._arrival = count()
         self._listeners: list[Callable[[datetime], None]] = []
+        self._fair_by: FairBy | None = None
+        #: The order of each group's messages, where groups are served in turn; the group served last is at the end.
+        self._groups: dict[str, list[Key]] = {}
+
+    def be_fair(self, fair_by: FairBy) -> None:
+        """Serve groups of due messages in turn."""
+        self._fair_by, self._groups = fair_by, {}
+        for key in self._order:
+            self._groups.setdefault(fair_by.group_of(self._messages[key[2]]), []).append(key)
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
         """Do nothing: every mode works."""
@@ -81,22 +91,38 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
         """Lock and return the earliest due messages."""
         batch: list[DelayedMessage] = []
         size = 0
-        for due, _, message_id in self._order:
-            if due > at or len(batch) == limit:
+        for _, _, message_id in self._due(at):
+            if len(batch) == limit:
                 break
-            if message_id in self._locked:
-                continue
             message = self._messages[message_id]
             size += len(message.message.body) + len(message.message.encoded_headers)
             if batch and size > max_bytes:
                 break
             batch.append(message)
+        if self._fair_by is not None:
+            for message in batch:
+                group = self._fair_by.group_of(message)
+                self._groups[group] = self._groups.pop(group)
+            batch.sort(key=lambda message: (message.due, self._arrivals[message.id]))
         ids = {message.id for message in batch}
         self._locked |= ids
         if transaction is not None:
             in_memory(transaction).on_commit(lambda: self._locked.difference_update(ids))
             in_memory(transaction).on_rollback(lambda: self._locked.difference_update(ids))
         return batch
+
+    def _due(self, at: datetime) -> Iterator[Key]:
+        """Yield what is due and not locked: by due time, or one message of each group in turn."""
+        orders = [self._order] if self._fair_by is None else list(self._groups.values())
+        waiting = deque(takewhile(lambda key: key[0] <= at, filter(self._is_free, order)) for order in orders)
+        while waiting:
+            keys = waiting.popleft()
+            if (key := next(keys, None)) is not None:
+                yield key
+                waiting.append(keys)
+
+    def _is_free(self, key: Key) -> bool:
+        return key[2] not in self._locked
 
     async def next_due(self) -> datetime | None:
         """Return the earliest due time of any message."""
@@ -193,7 +219,8 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
             if message.id not in self._messages:
                 arrival = self._arrivals[message.id] = next(self._arrival)
                 self._messages[message.id] = message
-                bisect.insort(self._order, (message.due, arrival, message.id))
+                for order in self._orders_of(message):
+                    bisect.insort(order, (message.due, arrival, message.id))
         for listener in self._listeners if messages else ():
             listener(min(message.due for message in messages))
 
@@ -224,10 +251,17 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
             in_memory(transaction).on_commit(change)
         return outcome
 
+    def _orders_of(self, message: DelayedMessage) -> Iterator[list[Key]]:
+        """Yield the lists that a message is in: that of all, and that of its group."""
+        yield self._order
+        if self._fair_by is not None:
+            yield self._groups.setdefault(self._fair_by.group_of(message), [])
+
     def _delete(self, ids: Sequence[str]) -> None:
         for message_id in ids:
             message = self._messages.pop(message_id, None)
             if message is not None:
-                position = bisect.bisect_left(self._order, (message.due, self._arrivals.pop(message_id), message_id))
-                del self._order[position]
+                key = (message.due, self._arrivals.pop(message_id), message_id)
+                for order in self._orders_of(message):
+                    del order[bisect.bisect_left(order, key)]
             self._locked.discard(message_id)

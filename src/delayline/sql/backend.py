@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 from delayline.backends import Backend, BulkRoute
+from delayline.delayed.fairness import FairBy
 from delayline.sql import databases
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transport import SqlTransport
@@ -35,13 +36,16 @@ class SqlBackend(Backend):
 
     def store(self, url: str, options: BackendOptions) -> SqlDelayedMessageStore:
         """Return a new store on a table of the database."""
-        return SqlDelayedMessageStore(
+        store = SqlDelayedMessageStore(
             url,
             table_name=options.table_name,
             schema=options.schema,
             journal=options.journal,
             two_phase=cast("TwoPhaseCommit | None", options.two_phase),
         )
+        if options.fair_by is not None:
+            store.be_fair(FairBy.of(options.fair_by))
+        return store
 
     def two_phase_commit(self) -> TwoPhaseCommit:
         """Return a new two-phase commit."""

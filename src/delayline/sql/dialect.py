@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from sqlalchemy import and_, bindparam, delete
+from sqlalchemy import and_, bindparam, delete, inspect
 from sqlalchemy.exc import DBAPIError
 
 from delayline.delayed.outbox import LONGEST_ROW_PREFIX
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     import sqlalchemy
-    from sqlalchemy import ColumnElement, Connection, Executable, Insert, Table
+    from sqlalchemy import Column, ColumnElement, Connection, Executable, Insert, Select, Table
 
     from delayline.message import Message
     from delayline.sql.deadlines import StopLimit
@@ -161,6 +161,18 @@ class StatementWords(ABC):
         """Return the condition that a message is in the queue bound as `name`, and after a number in its order."""
         return and_(queued.c.queue == bindparam("name"), queued.c.seq > after)
 
+    def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
+        """Return the condition that a message is in the bound `group`, and due `since` then and `until` then."""
+        return and_(group == bindparam("group"), due >= bindparam("since"), due <= bindparam("until"))
+
+    def due_groups(self, group: Column[str], due: Column[Any]) -> Select[str, Any] | None:
+        """Return the query for groups with messages due by `until`, and their earliest due times.
+
+        Their names are between those bound as the lists `after` and `before`. None where it takes a query for each.
+        """
+        del group, due
+        return None
+
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return a destination's column such that it equals a text only character for character."""
         return column
@@ -256,6 +268,11 @@ class Catalog(ABC):
     def make(self, connection: Connection, step: Executable) -> None:
         """Run a DDL statement; ignores an object that another process has just created."""
         connection.execute(step)
+
+    def index_names(self, connection: Connection, table: Table) -> set[str]:
+        """Return the names of the indexes that a table has and that can be used."""
+        indexes = inspect(connection).get_indexes(table.name, schema=table.schema)
+        return {str(index["name"]) for index in indexes}
 
     def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
         """Return the statements that mend a table that is there: they number new rows behind those of existing rows.

@@ -18,9 +18,11 @@ from sqlalchemy import bindparam, select, update
 
 from delayline.clock import SystemClock
 from delayline.delayed.columns import StoredRow
+from delayline.delayed.fairness import Served
 from delayline.delayed.store import Outcome
 from delayline.errors import BackendUnavailable, BackendUnusable, NotStarted
 from delayline.sql.database import Database
+from delayline.sql.fair_groups import OF_TURN, DueGroups, fair_by_of, in_turn, in_turns, served_by
 from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import URL, Connection
 
+    from delayline.delayed.fairness import Turn
     from delayline.message import DelayedMessage
     from delayline.sql.schema import QueueTables
     from delayline.sql.sqlite.claims import FileClaims
@@ -47,6 +50,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 READERS: Final = 2
+DUE: Final = StoredRow._fields.index("due")
 
 
 class FileDatabase(Database):
@@ -360,6 +364,15 @@ class GroupCommit:
         self._transactions.release_savepoint(connection)
 
 
+def _number_fitting(rows: Sequence[StoredRow], max_bytes: int) -> int:
+    """Return how many rows fit; at least the first."""
+    for number, row in enumerate(rows):
+        max_bytes -= row.size
+        if number and max_bytes < 0:
+            return number
+    return len(rows)
+
+
 class NumberStatements:
     """The statements by row number, which SQLite's tables have."""
 
@@ -371,8 +384,76 @@ class NumberStatements:
         claimed = statements.waiting.where(columns.seq == bindparam("sequence"), is_due)
         self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
         self.claimed_row = Prepared(claimed, sql, ["sequence", "until"])
+        if fair_by_of(statements.table) is not None:
+            fair = partial(in_turn, table=statements.table, dialect=statements.dialect)
+            numbered = fair(select(columns.seq)).limit(bindparam("number")).offset(bindparam("skip"))
+            self.numbers_of_turn = Prepared(numbered, sql, [*OF_TURN, "number", "skip"])
+            self.due_of_turn = Prepared(fair(statements.waiting).limit(bindparam("number")), sql, [*OF_TURN, "number"])
         self.touch = Prepared(update(statements.table).values(seq=columns.seq).where(columns.seq == 0), sql, [])
         self.number = Prepared(select(columns.seq).where(columns.id == bindparam("key")), sql, ["key"])
+
+
+class FileBatch:
+    """A batch of messages that are claimed, each beside the file.
+
+    Args:
+        connection: The connection with the write lock.
+        rows: The statements and claims of the store.
+        until: What the due column keeps of the latest due time.
+        limit: The most messages.
+        max_bytes: The most bytes, if it has more than a message.
+        claimed: Where the numbers of claimed messages are noted, by id.
+    """
+
+    def __init__(
+        self,
+        connection: Connection,
+        rows: FileRowClaims,
+        until: object,
+        limit: int,
+        max_bytes: int,
+        claimed: dict[str, int],
+    ) -> None:
+        self._connection = connection
+        self._rows = rows
+        self._until = until
+        self._limit = limit
+        self._bytes_left = max_bytes
+        self._claimed = claimed
+        self.messages: list[DelayedMessage] = []
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has as many messages or bytes as it may."""
+        return len(self.messages) >= self._limit or self._bytes_left <= 0
+
+    def claim(self, page_of: Callable[[int, int], Sequence[Any]], most: int) -> None:
+        """Claim free rows until the batch has `most` messages; `page_of` returns so many numbers after so many."""
+        skip, size = 0, self._limit
+        while len(self.messages) < most and not self.is_full:
+            page = page_of(size, skip)
+            for (number,) in page:
+                if len(self.messages) == most or self.is_full:
+                    break
+                self._claim(number)
+            if len(page) < size:
+                break
+            skip += size
+
+    def _claim(self, number: int) -> None:
+        """Claim the row if it is free and fits."""
+        rows = self._rows
+        if not rows.claims.take([number], 1):
+            return
+        kept = rows.numbers.claimed_row.run(self._connection, number, self._until).fetchone()
+        row = None if kept is None else StoredRow._make(kept)
+        if row is None or (self.messages and row.size > self._bytes_left):
+            rows.claims.release([number])
+            self._bytes_left = self._bytes_left if row is None else 0
+            return
+        self._bytes_left -= row.size
+        self._claimed[row.id] = number
+        self.messages.append(rows.statements.message_of(row))
 
 
 class FileRowClaims:
@@ -380,10 +461,12 @@ class FileRowClaims:
 
     def __init__(self, database: FileDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
-        self._statements = statements
-        self._numbers = NumberStatements(statements)
-        self._claims: FileClaims = database.claims(statements.table.name)
+        self.statements = statements
+        self.numbers = NumberStatements(statements)
+        self.claims: FileClaims = database.claims(statements.table.name)
         self._claimed: dict[str, int] = {}
+        fair = fair_by_of(statements.table) is not None
+        self._groups = DueGroups(statements.table, database.dialect) if fair else None
         self._forwarding = FileForwarding(statements.table, tables, database.dialect)
 
     async def fetch(
@@ -393,21 +476,21 @@ class FileRowClaims:
         claimed: dict[str, int] = {}
         if transaction is not None:
             fetch = partial(self._fetch_unclaimed, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
-            transaction.after_end(lambda: self._claims.release(claimed.values()))
+            transaction.after_end(lambda: self.claims.release(claimed.values()))
             return await self._database.write(fetch, transaction)
         # Under the write lock: messages fetched by another transaction are locked by it until it ends.
         claim = partial(self._claim_due, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
         try:
             batch = await self._database.write(claim)
         except BaseException:
-            self._claims.release(claimed.values())  # the caller will never receive them
+            self.claims.release(claimed.values())  # the caller will never receive them
             raise
         self._claimed |= claimed
         return batch
 
     async def next_due(self) -> int | None:
         """Return the earliest due time of any message."""
-        due: int | None = await self._database.read(self._statements.next_due.one)
+        due: int | None = await self._database.read(self.statements.next_due.one)
         return due
 
     def stored(self, due: datetime) -> None:
@@ -440,7 +523,7 @@ class FileRowClaims:
         try:
             return await self._database.write(partial(self._if_unclaimed, message_id, work, taken), transaction)
         finally:
-            self._claims.release(taken)  # after the commit: before it a poller would still see the row
+            self.claims.release(taken)  # after the commit: before it a poller would still see the row
 
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues, unless messages are claimed."""
@@ -454,64 +537,97 @@ class FileRowClaims:
 
     async def close(self) -> None:
         """Give up every claim."""
-        self._claims.release(self._claimed.values())
+        self.claims.release(self._claimed.values())
         self._claimed.clear()
 
     def _forward(self, connection: Connection, *, until: object, limit: int, max_bytes: int, counted: bool) -> Moved:
-        moved = Moved(0, set())
-        if self._claims.are_all_free():
-            moved = self._forwarding.run(connection, until, limit=limit, max_bytes=max_bytes, counted=counted)
-        return replace(moved, next_due=self._statements.next_due.one(connection))
+        run = partial(self._forwarding.run, connection, until, limit=limit, max_bytes=max_bytes, counted=counted)
+        free, moved = self.claims.are_all_free(), Moved(0, set())
+        if free and (turns := self._turns(connection, until, limit)):
+            moved = run(turns=turns)
+            self._served(turns, moved.served)
+        by_due_time = free and not moved.number and not moved.left
+        if by_due_time:
+            moved = run()
+        moved = replace(moved, next_due=self.statements.next_due.one(connection))
+        if by_due_time and self._groups is not None:
+            some_left = moved.number > 0 and moved.next_due is not None and moved.next_due <= until
+            self._groups.moved_by_due_time(all_due=not some_left)
+        return moved
+
+    def _turns(self, connection: Connection, until: object, limit: int) -> Sequence[Turn]:
+        """Return the turns of the next batch; none where it is to be by due time alone."""
+        if self._groups is None:
+            return []
+        if self._groups.must_look:
+            self._groups.look(connection, until)
+        return self._groups.turns(limit)
+
+    def _served(self, turns: Sequence[Turn], served: Served | None) -> None:
+        if self._groups is not None and served is not None:
+            self._groups.served(turns, served)
 
     def _fetch_unclaimed(
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
     ) -> Sequence[DelayedMessage]:
         """Fetch under the write lock, which suffices unless messages are claimed without a transaction."""
-        if self._claims.are_all_free():
-            return self._statements.bounded(connection, until, limit=limit, max_bytes=max_bytes)
-        return self._claim_due(connection, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+        if not self.claims.are_all_free():
+            return self._claim_due(connection, until=until, limit=limit, max_bytes=max_bytes, claimed=claimed)
+        turns = self._turns(connection, until, limit)
+        rows_of = partial(self.numbers.due_of_turn.rows, connection) if turns else None
+        if rows_of is not None:
+            found = in_turns(turns, limit, lambda turn, number: rows_of(turn.group, turn.since, until, number))
+            rows = [StoredRow._make(row) for _, row in found]
+            fitting = _number_fitting(rows, max_bytes)
+            self._served(turns, served_by([(turn, row[DUE]) for turn, row in found], fitting, limit))
+            if fitting:
+                return [self.statements.message_of(row) for row in rows[:fitting]]
+        batch = self.statements.bounded(connection, until, limit=limit, max_bytes=max_bytes)
+        self._by_due_time(connection, until, batch)
+        return batch
+
+    def _by_due_time(self, connection: Connection, until: Any, batch: Sequence[DelayedMessage]) -> None:  # noqa: ANN401
+        """Note whether a batch by due time alone has all due messages."""
+        if self._groups is not None:
+            following = self.numbers.due_numbers.rows(connection, until, 1, len(batch))
+            self._groups.moved_by_due_time(all_due=not following)
 
     def _claim_due(
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
     ) -> Sequence[DelayedMessage]:
         """Claim due rows page by page until there are enough; read the rows that are still there and still due."""
-        batch: list[DelayedMessage] = []
-        statements, size, skip = self._statements, 0, 0
-        while len(batch) < limit and size < max_bytes:
-            page = self._numbers.due_numbers.rows(connection, until, limit, skip)
-            for (number,) in page:
-                if len(batch) == limit or size >= max_bytes:
-                    break
-                if self._claims.take([number], 1):
-                    kept = self._numbers.claimed_row.run(connection, number, until).fetchone()
-                    row = None if kept is None else StoredRow._make(kept)
-                    if row is None or (batch and size + row.size > max_bytes):
-                        self._claims.release([number])
-                        size = size if row is None else max_bytes
-                        continue
-                    size += row.size
-                    claimed[row.id] = number
-                    batch.append(statements.message_of(row))
-            if len(page) < limit:
+        batch, numbers = FileBatch(connection, self, until, limit, max_bytes, claimed), self.numbers
+        turns, groups = self._turns(connection, until, limit), dict[str, tuple[int, Any]]()
+        for turn in turns:
+            if batch.is_full:
                 break
-            skip += limit
-        return batch
+            before = len(batch.messages)
+            most = min(limit, before + turn.most)
+            batch.claim(partial(numbers.numbers_of_turn.rows, connection, turn.group, turn.since, until), most)
+            if found := len(batch.messages) - before:
+                groups[turn.group] = (found, turn.since)
+        self._served(turns, Served(groups, cut=batch.is_full))
+        if not batch.messages:
+            batch.claim(partial(numbers.due_numbers.rows, connection, until), limit)
+            if self._groups is not None:
+                self._groups.moved_by_due_time(all_due=not batch.is_full)
+        return batch.messages
 
     def _unclaim(self, messages: Iterable[DelayedMessage]) -> None:
         if self._claimed:
             numbers = [self._claimed.pop(message.id, None) for message in messages]
-            self._claims.release(number for number in numbers if number is not None)
+            self.claims.release(number for number in numbers if number is not None)
 
     def _if_unclaimed(
         self, message_id: str, work: Callable[[Connection], object], taken: list[int], connection: Connection
     ) -> Outcome:
         # A transaction of the user's may not have begun. From this statement on it has the file's write lock, under
         # which messages are claimed.
-        self._numbers.touch.change(connection)
-        number = self._numbers.number.one(connection, message_id)
+        self.numbers.touch.change(connection)
+        number = self.numbers.number.one(connection, message_id)
         if number is None:
             return Outcome.NOT_PENDING
-        taken += self._claims.take([number], 1)
+        taken += self.claims.take([number], 1)
         if not taken:
             return Outcome.DISPATCHING
         work(connection)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import and_, bindparam, delete, exists, func, insert, literal_column, select
 
+from delayline.sql.fair_groups import OF_TURN, fair_by_of, in_turn, in_turns, served_by
 from delayline.sql.moves import Moved
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import in_order
@@ -17,6 +19,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import ColumnElement, Connection, Table
 
+    from delayline.delayed.fairness import Turn
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Columns, Server
 
@@ -32,15 +35,18 @@ class LockedForwarding:
         size = func.length(columns.headers) + func.length(columns.body)
         known = exists().where(tables.queues.c.name == dialect.words.exact(columns.destination))
         movable = self.movable(columns, known)
-        is_due = and_(columns.due <= bindparam("until"), dialect.leases(table, tables).free)
-        heads = select(columns.id, columns.due, columns.destination, size, movable).where(is_due)
-        heads = heads.order_by(*in_order(table)).limit(bindparam("number")).with_for_update(skip_locked=True)
+        free = dialect.leases(table, tables).free
+        selected = select(columns.id, columns.due, columns.destination, size, movable)
+        selected = selected.limit(bindparam("number")).with_for_update(skip_locked=True)
+        heads = selected.where(columns.due <= bindparam("until"), free).order_by(*in_order(table))
         chosen = dialect.words.one_of(columns.id, "keys")
         moved = select(columns.destination, columns.id, columns.headers, self.body(columns)).where(chosen)
         move = insert(tables.queued).from_select(["queue", "id", "headers", "body"], moved.order_by(*in_order(table)))
         since = columns.due >= bindparam("since")
         self._heads = Prepared(heads, sql, ["until", "number"])
         self._heads_since = Prepared(heads.where(since), sql, ["until", "number", "since"])
+        if fair_by_of(table) is not None:
+            self._heads_in_turn = Prepared(in_turn(selected, table, dialect).where(free), sql, [*OF_TURN, "number"])
         self._move = Prepared(move, sql, ["keys"])
         self._remove = Prepared(delete(table).where(chosen), sql, ["keys"])
 
@@ -62,27 +68,40 @@ class LockedForwarding:
         max_bytes: int,
         counted: bool = False,
         since: object | None = None,
+        turns: Sequence[Turn] = (),
     ) -> Moved:
         """Move messages, only from `since` on if given, and return the result, with `counts` if `counted`."""
-        if since is None:
+        served = None
+        if turns:
+            found = in_turns(turns, limit, partial(self._of_turn, connection, until))
+            heads: Sequence[Any] = [head for _, head in found]
+        elif since is None:
             heads = self._heads.rows(connection, until, limit)
         else:
             heads = self._heads_since.rows(connection, until, limit, since)
         movable = [head for head in heads if head[-1]]
         chosen, left = _fitting(movable, max_bytes), len(heads) - len(movable)
+        if turns:
+            fitting = len(heads) if len(chosen) == len(movable) else heads.index(movable[len(chosen)])
+            dues = [(turn, turn.since if left else head[1]) for turn, head in found]
+            served = served_by(dues, fitting, limit)
         if not chosen:
-            return Moved(0, set(), left, until if heads else None)
+            return Moved(0, set(), left, until if heads else None, served=served)
         if not self.move(connection, [head[0] for head in chosen]):
-            return Moved(0, set(), len(heads), until)
+            return Moved(0, set(), len(heads), until, served=served)
         more, reached = len(chosen) < len(movable) or len(heads) == limit, chosen[-1][1]
         return Moved(
             len(chosen),
             {head[2] for head in chosen},
             left,
-            until if more else None,
-            None if left else reached,
+            until if more or turns else None,
+            None if left or turns else reached,
             Counter((head[2], head[1]) for head in chosen) if counted else None,
+            served,
         )
+
+    def _of_turn(self, connection: Connection, until: object, turn: Turn, number: int) -> Sequence[Any]:
+        return self._heads_in_turn.rows(connection, turn.group, turn.since, until, number)
 
     def move(self, connection: Connection, ids: Sequence[str]) -> bool:
         """Move messages that are locked; False where that is left to the poller's own hands, and nothing is done."""

@@ -10,6 +10,8 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.delayed.fairness import Served, Turn
+
 
 @dataclass(frozen=True, slots=True)
 class Moved:
@@ -24,6 +26,8 @@ class Moved:
     """What the due column keeps of a message such that nothing movable is due before it; None where unknown."""
     counts: Mapping[tuple[str, Any], int] | None = None
     """How many moved by destination and what the due column keeps; None where that was not asked for."""
+    served: Served | None = None
+    """What the turns of groups have given; None for a move by due time alone."""
     claimed: Sequence[tuple[Any, ...]] = ()
     """Number, id, headers and body of the moved messages that were claimed for a receiver."""
 
@@ -45,10 +49,13 @@ class Forwarding(Protocol):
         max_bytes: int,
         counted: bool = False,
         since: object | None = None,
+        turns: Sequence[Turn] = (),
     ) -> Moved:
         """Move messages, only from `since` on if given, and return the result, with `counts` if `counted`.
 
         `next_due` is `until` where more may be due; else the due time of the next message, or None where it is unknown.
+
+        With turns the messages of each are moved instead, in the order of the turns, and the result has `served`.
 
         Messages that need more than moving are passed over: their queue does not exist, or their headers hold
         properties that are meant for the dispatch only, or a time to be received.

@@ -19,6 +19,7 @@ from sqlalchemy import bindparam, func, select
 
 from delayline.clock import EPOCH
 from delayline.delayed.store import Outcome
+from delayline.sql.fair_groups import OF_TURN, DueGroups, fair_by_of, in_turn, in_turns, served_by
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection
 
+    from delayline.delayed.fairness import Turn
     from delayline.message import DelayedMessage
     from delayline.sql.claims_in_statements import ClaimsInStatements
     from delayline.sql.database import Database
@@ -116,18 +118,15 @@ class LockStatements:
         columns, by_ids, by_id = table.c, dialect.words.by_key(table.c.id, "keys"), table.c.id == bindparam("key")
         size = func.length(columns.headers) + func.length(columns.body)
         is_due, since = columns.due <= bindparam("until"), columns.due >= bindparam("since")
-        due = (
-            select(columns.id, size, columns.due)
-            .where(is_due, leases.free)
-            .order_by(*in_order(table))
-            .limit(bindparam("number"))
-        )
-        due = due.with_for_update(skip_locked=True)
+        heads = select(columns.id, size, columns.due).limit(bindparam("number")).with_for_update(skip_locked=True)
+        due = heads.where(is_due, leases.free).order_by(*in_order(table))
         next_due = select(func.min(columns.due), dialect.values.in_seconds(0)).with_hint(table, *DIRTY)
         free = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
         read = statements.waiting.where(by_ids)  # in no order: it may bring a scan of that order's index
         self.due = Prepared(due, sql, ["until", "number"])
         self.due_since = Prepared(due.where(since), sql, ["until", "since", "number"])
+        if fair_by_of(table) is not None:
+            self.due_in_turn = Prepared(in_turn(heads, table, dialect).where(leases.free), sql, [*OF_TURN, "number"])
         self.next_due = Prepared(next_due, sql, [])
         self.next_due_since = Prepared(next_due.where(since), sql, ["since"])
         full = next_due.add_columns(*dialect.words.transactions_in_progress)
@@ -148,6 +147,8 @@ class ServerRowClaims:
         self._leases = database.dialect.leases(statements.table, tables)
         self._locks = LockStatements(statements, database.dialect, self._leases)
         self._forwarding = database.dialect.forwarding(statements.table, tables)
+        fair = fair_by_of(statements.table) is not None
+        self._groups = DueGroups(statements.table, database.dialect) if fair else None
         self._queued = tables.queued.fullname
         self._last_moved = 0
         self._from_due = database.dialect.values.from_due
@@ -169,7 +170,7 @@ class ServerRowClaims:
         if transaction is None:
             self._leased.update(message.id for message in messages)
         elif messages:
-            first = messages[0].due
+            first = min(message.due for message in messages)
             self._fetched.append(first)
             self._watermark.lower(first)  # another look may have skipped the rows and raised it
             transaction.after_end(lambda: self._fetched.remove(first))
@@ -237,10 +238,7 @@ class ServerRowClaims:
         """Move due messages to their queues inside the server."""
         settings: dict[str, Any] = {"until": until, "limit": limit, "max_bytes": max_bytes, "counted": counted}
         with self._then_look_fully():
-            moved = await self._forward_to_receiver(settings)
-            if moved is None:
-                forward = partial(self._forward, run=partial(self._forwarding.run, **settings))
-                moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
+            moved = await self._forward_in_turn(settings) or await self._forward_by_due_time(settings)
         self._last_moved = moved.number
         due = moved.next_due
         if due is not None and not self._database.notifications.must_register_sleep(self._channel, self._from_due(due)):
@@ -265,12 +263,12 @@ class ServerRowClaims:
     def _fetch(
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, leasing: bool
     ) -> Sequence[DelayedMessage]:
-        chosen: list[str] = []
-        for message_id, size, _ in self._lock_due(connection, until, limit):
-            max_bytes -= size
-            if chosen and max_bytes < 0:
-                break
-            chosen.append(message_id)
+        chosen = self._lock_in_turn(connection, until, limit, max_bytes)
+        if not chosen:
+            due = self._lock_due(connection, until, limit)
+            chosen = _fitting(due, max_bytes)
+            if self._groups is not None:
+                self._groups.moved_by_due_time(all_due=len(chosen) < limit and len(chosen) == len(due))
         if not chosen:
             return []
         read = {row[0]: row for row in self._locks.read.rows_each(connection, keys=chosen)}
@@ -306,6 +304,51 @@ class ServerRowClaims:
             return rows, min([self._from_due(rows[0][2]), *fetched]) if rows else None
 
         return self._from_watermark(look)
+
+    def _lock_in_turn(self, connection: Connection, until: object, limit: int, max_bytes: int) -> list[str]:
+        """Lock due rows of several groups while there is a backlog, and return their ids."""
+        groups, locks = self._groups, self._locks
+        if groups is None:
+            return []
+        if groups.must_look:
+            groups.look(connection, until)
+
+        def rows_of(turn: Turn, number: int) -> Sequence[Any]:
+            return locks.due_in_turn.rows(connection, turn.group, turn.since, until, number)
+
+        turns = groups.turns(limit)
+        found = in_turns(turns, limit, rows_of)
+        chosen = _fitting([row for _, row in found], max_bytes)
+        if turns:
+            groups.served(turns, served_by([(turn, row[2]) for turn, row in found], len(chosen), limit))
+        return chosen
+
+    async def _forward_in_turn(self, settings: Mapping[str, Any]) -> Moved | None:
+        """Move messages of several groups; None where there is no backlog, or none of its messages is free."""
+        groups = self._groups
+        if groups is None:
+            return None
+        if groups.must_look:
+            await self._database.read(partial(groups.look, until=settings["until"]))
+        if not (turns := groups.turns(settings["limit"])):
+            return None
+        run = partial(self._forwarding.run, **settings, turns=turns)
+        moved = await self._database.write(run, one_statement=self._forwarding.one_statement)
+        if moved.served is not None:
+            groups.served(turns, moved.served)
+        return moved if moved.number or moved.left else None
+
+    async def _forward_by_due_time(self, settings: Mapping[str, Any]) -> Moved:
+        """Move the messages that are due longest."""
+        moved = await self._forward_to_receiver(settings)
+        if moved is None:
+            forward = partial(self._forward, run=partial(self._forwarding.run, **settings))
+            moved = await self._database.write(forward, one_statement=self._forwarding.one_statement)
+        if self._groups is not None:
+            found = moved.number + moved.left
+            cut_by_size = moved.number > 0 and moved.next_due == settings["until"]
+            self._groups.moved_by_due_time(all_due=found < settings["limit"] and not cut_by_size)
+        return moved
 
     def _forward(self, connection: Connection, run: Callable[..., Moved]) -> Moved:
         def look(since: object | None) -> tuple[Moved, datetime | None]:
@@ -398,6 +441,17 @@ class ServerRowClaims:
             return Outcome.DONE
         exists = self._locks.exists.one(connection, message_id) == message_id
         return Outcome.DISPATCHING if exists else Outcome.NOT_PENDING
+
+
+def _fitting(rows: Sequence[Any], max_bytes: int) -> list[str]:
+    """Return the ids of as many rows, of ids and sizes, as fit; at least the first."""
+    chosen: list[str] = []
+    for message_id, size, _ in rows:
+        max_bytes -= size
+        if chosen and max_bytes < 0:
+            break
+        chosen.append(message_id)
+    return chosen
 
 
 def row_claims(database: Database, statements: StoreStatements, tables: QueueTables) -> RowClaims:

@@ -141,6 +141,8 @@ def versions_table(schema: str | None = None) -> Table:
     )
 
 
+#: Key in the `info` of an index that set-up adds to existing tables: the setting that needs it.
+ADDED_LATER: Final = "delayline added later"
 #: Key in the `info` of tables of messages: whoever reads them may pass over rows that others have locked.
 HOLDS_MESSAGES: Final = "delayline holds messages"
 
@@ -280,7 +282,7 @@ def timeouts_table(
         _sequence(primary_key=True),
         *message_columns(columns, unique=True),
         *([Column("leased_until", DUE)] if leases else []),
-        Index(_index_name(name), "due", "seq"),
+        Index(index_name(name, "Index_Time"), "due", "seq"),
         sqlite_autoincrement=True,
     )
 
@@ -294,12 +296,12 @@ def _sequence(*, primary_key: bool) -> Column[int]:
     return Column("seq", SEQUENCE, Identity(), primary_key=primary_key, autoincrement=True)
 
 
-def _index_name(table: str) -> str:
+def index_name(table: str, index: str) -> str:
     """Return a name that is the table's own: in PostgreSQL and SQLite indexes share the tables' names."""
-    name = f"{table}.Index_Time"
+    name = f"{table}.{index}"
     if len(name.encode()) <= LONGEST_INDEX_NAME:
         return name
-    return f"{hashlib.sha256(table.encode()).hexdigest()[:16]}.Index_Time"
+    return f"{hashlib.sha256(table.encode()).hexdigest()[:16]}.{index}"
 
 
 def must_fit(table: str, length: int, longest: int, unit: str, place: object) -> None:

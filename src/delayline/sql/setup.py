@@ -17,12 +17,12 @@ from sqlalchemy.schema import CreateIndex, CreateTable, DropTable, ExecutableDDL
 from sqlalchemy.types import TypeDecorator
 
 from delayline.errors import BackendUnusable, NewerSchema
-from delayline.sql.schema import QUEUES, registered_groups, versions_table
+from delayline.sql.schema import ADDED_LATER, QUEUES, registered_groups, versions_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sqlalchemy import Column, Connection, Executable, Table
+    from sqlalchemy import Column, Connection, Executable, Index, Table
     from sqlalchemy.sql.compiler import DDLCompiler
     from sqlalchemy.types import TypeEngine
 
@@ -155,6 +155,7 @@ class RequiredTables:
         for table in self._tables(groups):
             if _has_table(inspector, table):
                 steps += map(AddColumn, _missing(inspector, table, self._dialect))
+                steps += map(CreateIndex, _missing_indexes(connection, table, self._dialect))
                 steps += _rekeying(inspector, table)
                 steps += self._dialect.catalog.mending(connection, table)
             else:
@@ -202,6 +203,11 @@ class RequiredTables:
                 self._dialect.catalog.mending(connection, table)
                 for column in _missing(inspector, table, self._dialect):
                     raise _older(table, column.name)
+                for index in _missing_indexes(connection, table, self._dialect):
+                    raise BackendUnusable(
+                        f"table {table.fullname!r} has no index {index.name!r}, which {index.info[ADDED_LATER]} needs: "
+                        "run `delayline setup` with the same setting"
+                    )
 
     def _tables(self, groups: Sequence[TableGroup]) -> list[Table]:
         grouped = [table for group in groups for table in group.tables(self._dialect.catalog, self._schema)]
@@ -297,7 +303,7 @@ def _missing(inspector: Inspector, table: Table, dialect: Dialect) -> list[Colum
             fault = _fault(inspector, column, actual)
         else:
             missing.append(column)
-            addable = column.nullable or (column.primary_key and _has_default(column))
+            addable = column.nullable or _has_default(column)
             fault = None if addable else "is missing"
         if fault is not None:
             raise BackendUnusable(
@@ -305,6 +311,13 @@ def _missing(inspector: Inspector, table: Table, dialect: Dialect) -> list[Colum
                 "Use another table_name, schema or database"
             )
     return missing
+
+
+def _missing_indexes(connection: Connection, table: Table, dialect: Dialect) -> list[Index]:
+    """Return the indexes of a setting that the table was made without."""
+    wanted = [index for index in table.indexes if ADDED_LATER in index.info]
+    names = dialect.catalog.index_names(connection, table) if wanted else set()
+    return [index for index in wanted if index.name not in names]
 
 
 def _rekeying(inspector: Inspector, table: Table) -> list[Executable]:

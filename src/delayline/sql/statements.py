@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Self
 
 from sqlalchemy import (
     BigInteger,
@@ -21,8 +21,10 @@ from sqlalchemy import (
 )
 
 from delayline.delayed.columns import StoredRow, message_of
+from delayline.delayed.store import FoundMessage
 from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.message import Headers
+from delayline.sql.fair_groups import FAIR_GROUP, fair_by_of
 from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 
@@ -46,6 +48,17 @@ MARKER: Final = Headers.DISPATCH_PROPERTIES.encode()
 EXPIRY_MARKER: Final = Headers.TIME_TO_BE_RECEIVED.encode()
 
 
+class RowOfGroup(StoredRow):
+    """A row whose group is behind its columns."""
+
+    __slots__ = ()
+
+    @classmethod
+    def with_group(cls, row: StoredRow, group: str) -> Self:
+        """Return the row with the group of its message."""
+        return tuple.__new__(cls, (*row, group))
+
+
 class StoreStatements:
     """Every statement a delayed message store runs on its table."""
 
@@ -57,10 +70,12 @@ class StoreStatements:
         self.waiting = select(*(columns[name] for name in StoredRow._fields))
         unleased = {"leased_until": null()} if "leased_until" in columns else {}
         failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"), **unleased)
-        self.insert = Prepared(dialect.words.insert_new(table, "id"), sql, StoredRow._fields)
-        self.insert_strictly = Prepared(insert(table), sql, StoredRow._fields)
+        self._header = fair_by if (fair_by := fair_by_of(table)) and fair_by.header is not None else None
+        names = StoredRow._fields if self._header is None else (*StoredRow._fields, FAIR_GROUP)
+        self.insert = Prepared(dialect.words.insert_new(table, "id"), sql, names)
+        self.insert_strictly = Prepared(insert(table), sql, names)
         """Fails for an id that there is already."""
-        replaced = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in StoredRow._fields[1:]}
+        replaced = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in names[1:]}
         self.replace = Prepared(
             update(table).where(by_ids).values(**replaced), sql, [*(f"new_{name}" for name in replaced), "keys"]
         )
@@ -108,11 +123,18 @@ class StoreStatements:
     def row_of(self, message: DelayedMessage) -> StoredRow:
         """Return the parameters of the insert statement."""
         values = self._dialect.values
-        return StoredRow.of(message, values.to_due, values.headers_of)
+        row = StoredRow.of(message, values.to_due, values.headers_of)
+        return row if self._header is None else RowOfGroup.with_group(row, self._header.group_of(message))
 
     def message_of(self, row: Sequence[Any]) -> DelayedMessage:
         """Return the message of a row of `waiting`."""
         return message_of(row, self._dialect.values.from_due)
+
+    def found_of(self, row: Sequence[Any]) -> FoundMessage:
+        """Return the message of a row of `found`."""
+        *kept, body_size = row
+        message = self.message_of(kept)
+        return FoundMessage(message, len(message.message.encoded_headers) + int(body_size or 0))
 
     def bounded(self, connection: Connection, until: object, *, limit: int, max_bytes: int) -> list[DelayedMessage]:
         """Read due messages row by row until their bytes are too many; at least one when any is due."""

@@ -24,6 +24,7 @@ from delayline.errors import BackendUnavailable, ConfigurationError, InvalidMess
 from delayline.message import in_utc
 from delayline.sql.deadlines import long_work
 from delayline.sql.due_forecast import forecast
+from delayline.sql.fair_groups import fair_table
 from delayline.sql.journal import JOURNAL, Journal
 from delayline.sql.notifications import ChangePoller
 from delayline.sql.on_database import StoreOnDatabase
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from sqlalchemy import Connection, Engine, Executable, Table
 
+    from delayline.delayed.fairness import FairBy
     from delayline.delayed.store import DueForecast
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
@@ -137,11 +139,18 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         self._journal: Journal | None = None
         self._keeps_journal = journal
         self._counts_forwarded = False
+        self._fair_by: FairBy | None = None
         self._take_part()
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
         """Return the external transaction if storing can take part in it."""
         return await self._database.enlist(external, self._statements.table)
+
+    def be_fair(self, fair_by: FairBy) -> None:
+        """Serve groups of due messages in turn, by an index that set-up makes; by a header also by a column."""
+        if self._open is not None and fair_by != self._fair_by:
+            raise ConfigurationError(f"the store is open already: pass fair_by={str(fair_by)!r} before it is started")
+        self._fair_by = fair_by
 
     @long_work
     async def setup_infrastructure(self, endpoint_name: str) -> None:
@@ -408,7 +417,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         query = statements.found(body_limit).where(dialect.words.one_of(statements.table.c.id, "keys"))
         prepared = Prepared(query, dialect.sql, ["keys"])
         rows = await self._database.read(lambda connection: prepared.rows(connection, [message_id]))
-        alike = map(self._found, rows)  # for the column's collation
+        alike = map(statements.found_of, rows)  # for the column's collation
         return next((waiting for waiting in alike if waiting.message.id == message_id), None)
 
     async def due_between(
@@ -423,12 +432,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         if end is not None:
             query = query.where(due < to_due(in_utc(end)))
         rows = await self._database.read(lambda connection: connection.execute(query).all())
-        return [self._found(row) for row in rows]
-
-    def _found(self, row: Sequence[Any]) -> FoundMessage:
-        *kept, body_size = row
-        message = self._statements.message_of(kept)
-        return FoundMessage(message, len(message.message.encoded_headers) + int(body_size or 0))
+        return [statements.found_of(row) for row in rows]
 
     async def due_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
         """Count pending messages between the edges in bounded time; see `SupportsDueForecast`."""
@@ -467,7 +471,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     def table_of(self, endpoint_name: str) -> Table:
         """Return the table of the endpoint."""
         name = self._table_name or f"{endpoint_name}.timeouts"
-        return self._database.dialect.catalog.store_table(name, self._schema)
+        table = self._database.dialect.catalog.store_table(name, self._schema)
+        return table if self._fair_by is None else fair_table(table, self._fair_by)
 
     def _due(self, kept: object) -> datetime | None:
         return None if kept is None else self._database.dialect.values.from_due(kept)

@@ -280,7 +280,7 @@ class IndexedSql(MySQLCompiler):
     """Forces an index wherever rows are locked."""
 
     def visit_select(self, select_stmt: Select[Any], *arguments: object, **options: object) -> str:
-        """Force an index in SELECT ... FOR UPDATE, and go through a list in the order it has."""
+        """Force an index in SELECT ... FOR UPDATE that names none, and go through a list in the order it has."""
         locks = select_stmt._for_update_arg
         if locks is not None and not (
             locks.skip_locked or select_stmt._order_by_clauses or select_stmt._has_row_limiting_clause
@@ -288,7 +288,7 @@ class IndexedSql(MySQLCompiler):
             listed, columns = self._listed(select_stmt.whereclause), map(self.process, select_stmt.selected_columns)
             if listed and len(select_stmt.get_final_froms()) == 1:
                 return f"SELECT {', '.join(columns)} FROM {listed} FOR UPDATE"  # noqa: S608 - our own
-        if locks is not None:
+        if locks is not None and not select_stmt._hints:
             for table in select_stmt.get_final_froms():
                 hint = self._by_index(table).strip().replace("%", "%%")  # hints are templates
                 select_stmt = select_stmt.with_hint(table, hint)

@@ -32,6 +32,7 @@ from psycopg.types.array import ListBinaryDumper
 from delayline.clock import to_microseconds
 from delayline.delayed.columns import STORED_COLUMNS, ColumnKind
 from delayline.errors import NotStarted, TransactionConflict
+from delayline.sql.fair_groups import FAIR_GROUP
 from delayline.sql.prepared import StatementResult
 from delayline.sql.workers import WorkResult
 
@@ -112,7 +113,9 @@ COPY_TYPES: Final = {
     ColumnKind.COUNT: "int4",
 }
 #: The columns of messages that are copied, and their types.
-COPIED: Final = {"queue": "varchar"} | {column.name: COPY_TYPES[column.kind] for column in STORED_COLUMNS}
+COPIED: Final = {"queue": "varchar", FAIR_GROUP: "varchar"} | {
+    column.name: COPY_TYPES[column.kind] for column in STORED_COLUMNS
+}
 ARRAY: Final = struct.Struct(">iiiii")
 BIGINT: Final = struct.Struct(">iq")
 #: Number of batches written by INSERT after a batch that repeated an id: a sender that repeats an id often repeats

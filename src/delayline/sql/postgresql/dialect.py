@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import BigInteger, String, Text, Uuid, and_, cast, extract, func, literal_column, select, tuple_
+from sqlalchemy import BigInteger, String, Text, Uuid, and_, cast, extract, func, literal_column, null, select, tuple_
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.postgresql import insert
 from sqlalchemy.sql.expression import any_, bindparam
@@ -35,7 +35,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Insert, Select, Table
+    from sqlalchemy import URL, Column, ColumnElement, Connection, Insert, Select, Table
 
     from delayline.sql.postgresql.binary import LoopStatements
     from delayline.sql.schema import QueueTables
@@ -119,6 +119,28 @@ class PostgresqlWords(StatementWords):
         """
         columns, name = queued.c, bindparam("name", type_=queued.c.queue.type)
         return and_(tuple_(columns.queue, columns.seq) > tuple_(name, after), columns.queue <= name)
+
+    def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
+        """Return the condition that only the index of groups fulfils.
+
+        By the group and due times alone the planner may read the index of due times: other groups' messages too.
+        """
+        name, since, until = (
+            bindparam(key, type_=column.type) for key, column in (("group", group), ("since", due), ("until", due))
+        )
+        return and_(tuple_(group, due) >= tuple_(name, since), tuple_(group, due) <= tuple_(name, until))
+
+    def due_groups(self, group: Column[str], due: Column[Any]) -> Select[str, Any]:
+        """Return the query for groups with due messages: between two names each, with a step of the index for each."""
+        bounds = (bindparam(name, type_=postgresql.ARRAY(group.type)) for name in ("after", "before"))
+        between = func.unnest(*bounds).table_valued("after", "before").render_derived()
+        names = (cast(name, group.type).label(name.name) for name in between.c)
+        found = select(*names, cast(null(), due.type).label("earliest")).cte("found", recursive=True)
+        following = select(group.label("name"), due.label("earliest")).order_by(group, due).limit(literal_column("1"))
+        following = following.where(group > found.c.after, group < found.c.before)
+        step = following.lateral("following")
+        found = found.union_all(select(step.c.name, found.c.before, step.c.earliest).select_from(found, step))
+        return select(found.c.after, found.c.earliest).where(found.c.earliest <= bindparam("until", type_=due.type))
 
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""

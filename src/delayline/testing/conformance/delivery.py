@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import itertools
 from collections import Counter
@@ -15,9 +16,11 @@ import pytest_asyncio
 
 from delayline.clock import ONE_HOUR, ONE_SECOND
 from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.fairness import FairBy, SupportsFairness
 from delayline.delayed.mover import scope_between
 from delayline.delayed.store import (
     DelayedMessageStore,
+    SupportsBatches,
     SupportsForwardedCounts,
     SupportsForwarding,
     SupportsNotifications,
@@ -1008,9 +1011,25 @@ class DeliveryForwarding(DeliveryFixtures):
     @pytest_asyncio.fixture
     async def forwarding(self, tmp_path: Path) -> AsyncIterator[Inside]:
         """Provide the parts as they are, without faults: faults would have to pass through this process."""
+        async with self.opened_inside(tmp_path) as inside:
+            yield inside
+
+    @pytest_asyncio.fixture
+    async def fair_forwarding(self, tmp_path: Path) -> AsyncIterator[Inside]:
+        """Provide them with a store that is fair by destination."""
+        async with self.opened_inside(tmp_path, "destination") as inside:
+            yield inside
+
+    @contextlib.asynccontextmanager
+    async def opened_inside(self, tmp_path: Path, fair_by: str | None = None) -> AsyncIterator[Inside]:
+        """Provide the parts, open."""
         transport, store = await self.make_backends(tmp_path)
         if not isinstance(store, SupportsForwarding) or not store.forwards_to(transport):
             pytest.skip("not claimed: SupportsForwarding")
+        if fair_by is not None:
+            if not isinstance(store, SupportsFairness):
+                pytest.skip("not claimed: SupportsFairness")
+            store.be_fair(FairBy.of(fair_by))
         await transport.start()
         await transport.setup_infrastructure([BILLING, OTHER_QUEUE, "error"])
         await opened(store)
@@ -1026,6 +1045,61 @@ class DeliveryForwarding(DeliveryFixtures):
         assert (forwarded.number, forwarded.next_due, forwarded.left) == (3, AT + self.step, 0)
         assert await forwarding.takes(3) == ["first", "second", "third"]
         assert await forwarding.waiting() == ["early"]
+
+    async def hold_backlog(self, inside: Inside, number: int = 300, body: bytes = b"body") -> list[str]:
+        """Store so many messages for a queue, and then some for another; return the ids of these."""
+        busy = [delayed(f"a{position:03}", AT - 2 * self.step, body=body) for position in range(number)]
+        others = [delayed(f"b{position}", destination=OTHER_QUEUE) for position in range(5)]
+        for messages in (busy, others):
+            await asyncio.gather(*map(inside.store.store, messages[1:]), inside.store.store(messages[0]))
+        return [message.id for message in others]
+
+    async def test_a_backlog_of_one_queue_delays_no_other(self, fair_forwarding: Inside) -> None:
+        """Given a backlog for a queue, when the third batch has moved, then so have the messages for another.
+
+        All move once, and are counted.
+        """
+        if isinstance(fair_forwarding.store, SupportsForwardedCounts):
+            fair_forwarding.store.count_forwarded()
+        others = await self.hold_backlog(fair_forwarding)
+        moved = [await fair_forwarding.forward(30) for _ in range(3)]
+        assert sorted(await fair_forwarding.takes(5, OTHER_QUEUE)) == others
+        while moved[-1].number:
+            moved.append(await fair_forwarding.forward(30))
+        assert sum(each.number for each in moved) == 305
+        if isinstance(fair_forwarding.store, SupportsForwardedCounts):
+            counts = Counter[str]()
+            for each in moved:
+                counts.update({destination: number for (destination, _), number in (each.moved or {}).items()})
+            assert counts == {BILLING: 300, OTHER_QUEUE: 5}
+        assert (moved[-1].number, moved[-1].left, moved[-1].next_due) == (0, 0, None)
+        assert sorted(await fair_forwarding.takes(300)) == [f"a{position:03}" for position in range(300)]
+
+    async def test_a_backlog_of_large_messages_delays_no_other_queue(self, fair_forwarding: Inside) -> None:
+        """Given batches that have room for three messages of a backlog, then five move what another waits for."""
+        others = await self.hold_backlog(fair_forwarding, 30, b"x" * 1000)
+        numbers = [(await fair_forwarding.forward(20, max_bytes=3500)).number for _ in range(5)]
+        assert sorted(await fair_forwarding.takes(5, OTHER_QUEUE)) == others
+        assert all(0 < number < 20 for number in numbers)
+        while number := (await fair_forwarding.forward(20, max_bytes=3500)).number:
+            numbers.append(number)
+        assert sum(numbers) == 35
+        await fair_forwarding.takes(30)
+
+    async def test_a_backlog_for_an_unknown_queue_delays_no_other(self, fair_forwarding: Inside) -> None:
+        """Given a backlog that only the poller can dispatch, when it fetches after each move, then others move too."""
+        unknown = [delayed(f"n{position:03}", AT - 3 * self.step, destination=NOWHERE) for position in range(100)]
+        store, fetched = fair_forwarding.store, set[str]()
+        await asyncio.gather(*map(store.store, unknown))
+        others = await self.hold_backlog(fair_forwarding, 100)
+        for _ in range(5):
+            moved = await fair_forwarding.forward(20)
+            if (moved.left or not moved.number) and isinstance(store, SupportsBatches):
+                messages = await store.fetch_due(AT, 20, max_bytes=PLENTY)
+                await store.remove_many(messages)
+                fetched |= {message.id for message in messages}
+        by_moves = set(others) - fetched
+        assert set(await fair_forwarding.takes(len(by_moves), OTHER_QUEUE)) == by_moves
 
     async def test_moves_are_counted_by_destination_and_due_time(self, forwarding: Inside) -> None:
         """Given messages for two queues and another that stays, when they move, then the moved messages are counted."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 from typing import TYPE_CHECKING, Final, Protocol
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from delayline.clock import ONE_HOUR
+from delayline.delayed.fairness import FairBy, SupportsFairness
 from delayline.delayed.store import (
     DelayedMessageStore,
     DueCount,
@@ -644,6 +646,170 @@ class StoreBatches(StoreFixtures):
         assert sorted(ids) == sorted(f"m{number}" for number in range(50))
 
 
+class FairStore(BatchingStore, SupportsFairness, Protocol):
+    """A store that claims fairness, and batches."""
+
+
+class StoreFairness(StoreFixtures):
+    """Tests of a backlog of one destination or tenant beside messages of others."""
+
+    #: How many messages make a backlog, and how many a batch.
+    backlog: int = 1000
+    batch: int = 50
+
+    async def fair_store(self, tmp_path: Path, fair_by: str) -> FairStore:
+        """Return a store that is fair, set up and open."""
+        store = await self.make_store(tmp_path)
+        if not isinstance(store, SupportsFairness) or not isinstance(store, SupportsBatches):
+            pytest.skip("not claimed: SupportsFairness")
+        store.be_fair(FairBy.of(fair_by))
+        await opened(store)
+        return store
+
+    async def drained(self, store: FairStore, batches: int | None = None) -> list[DelayedMessage]:
+        """Fetch and remove so many batches, or all of them, and return their messages in order."""
+        drained: list[DelayedMessage] = []
+        while batches is None or batches:
+            fetched = await store.fetch_due(LATER, self.batch, max_bytes=PLENTY)
+            if not fetched:
+                break
+            assert await store.remove_many(fetched) == len(fetched)
+            drained += fetched
+            batches = None if batches is None else batches - 1
+        return drained
+
+    async def test_a_backlog_of_one_destination_delays_no_other(self, tmp_path: Path) -> None:
+        """Given many due for one destination before a few for others, then three batches have the few.
+
+        In the end every message has left once, those of each destination by due time.
+        """
+        store = await self.fair_store(tmp_path, "destination")
+        busy = [delayed(f"a{number:05}", destination="busy") for number in range(self.backlog)]
+        others = [delayed(f"{name}{number}", LATER, destination=name) for name in ("b", "c") for number in range(5)]
+        await store.store_many([*busy, *others])
+        first = await self.drained(store, 3)
+        assert {message.id for message in others} <= {message.id for message in first}
+        left = [message.id for message in first + await self.drained(store)]
+        for name in ("a", "b", "c"):
+            ids = [message.id for message in [*busy, *others] if message.id.startswith(name)]
+            assert [id for id in left if id.startswith(name)] == ids
+        assert len(left) == len(busy) + len(others)
+        await closed(store)
+
+    async def test_a_backlog_of_one_tenant_delays_no_other(self, tmp_path: Path) -> None:
+        """Fair by a header: other values, long and strange ones, and messages without it are groups of their own."""
+        store = await self.fair_store(tmp_path, "header:Tenant")
+        values = ["", "small", " small", "x" * 5000, "x" * 5001, "a\x00b", "Größe 🚚", "\ud800"]
+        busy = [delayed(f"a{number:05}", headers={"Tenant": "busy"}) for number in range(self.backlog)]
+        others = [
+            delayed(f"b{number}", LATER, headers={"Tenant": value}) for number, value in enumerate(values) if value
+        ]
+        others.append(delayed("without", LATER))
+        await store.store_many(busy)
+        for message in others:  # alone, as a send does
+            await store.store(message)
+        first = await self.drained(store, 3)
+        assert {message.id for message in others} <= {message.id for message in first}
+        assert len(first + await self.drained(store)) == len(busy) + len(others)
+        await closed(store)
+
+    async def test_messages_that_were_stored_before_are_a_group(self, tmp_path: Path) -> None:
+        """Given a store that is made fair by a header once it has messages, then these delay no others."""
+        if not self.durable:
+            pytest.skip("not claimed: durable")
+        plain = await self.make_store(tmp_path)
+        if not isinstance(plain, SupportsFairness) or not isinstance(plain, SupportsBatches):
+            pytest.skip("not claimed: SupportsFairness")
+        await opened(plain)
+        before = [delayed(f"a{number:05}", headers={"Tenant": "small"}) for number in range(self.backlog)]
+        await plain.store_many(before)
+        await closed(plain)
+        store = await self.fair_store(tmp_path, "header:Tenant")
+        await store.store_many([delayed(f"b{number}", LATER, headers={"Tenant": "small"}) for number in range(5)])
+        first = await self.drained(store, 3)
+        assert [message.id for message in first if message.id.startswith("b")] == [f"b{number}" for number in range(5)]
+        left = [message.id for message in first + await self.drained(store)]
+        assert [id for id in left if id.startswith("a")] == [message.id for message in before]
+        await closed(store)
+
+    async def test_a_destination_that_comes_during_a_backlog_has_its_turn(self, tmp_path: Path) -> None:
+        """Given a backlog that never gets smaller, when another gets a message, then it is fetched."""
+        store = await self.fair_store(tmp_path, "destination")
+        await store.store_many([delayed(f"a{number:05}", destination="busy") for number in range(self.backlog)])
+        await store.release_many(await store.fetch_due(LATER, self.batch, max_bytes=PLENTY))
+        await store.store(delayed("b", LATER, destination="other"))
+        async with asyncio.timeout(PATIENCE):
+            while True:
+                fetched = await store.fetch_due(LATER, self.batch, max_bytes=PLENTY)
+                await store.release_many(fetched)
+                if "b" in {message.id for message in fetched}:
+                    break
+        assert len(await self.drained(store)) == self.backlog + 1
+        await closed(store)
+
+    async def test_without_a_backlog_messages_leave_by_due_time(self, tmp_path: Path) -> None:
+        """Given fewer messages than a batch takes, of two destinations in turn, then they are fetched by due time."""
+        store = await self.fair_store(tmp_path, "destination")
+        messages = [
+            delayed(f"m{number}", AT + number * self.step, destination=f"d{number % 2}") for number in range(10)
+        ]
+        await store.store_many(messages[::-1])
+        assert [message.id for message in await self.drained(store)] == [message.id for message in messages]
+        await closed(store)
+
+    async def test_large_messages_of_one_destination_delay_no_other(self, tmp_path: Path) -> None:
+        """Given a batch that has room for few of the busy destination's messages, then others have their turns."""
+        store = await self.fair_store(tmp_path, "destination")
+        body = b"x" * 1000
+        await store.store_many([delayed(f"a{number:05}", destination="busy", body=body) for number in range(100)])
+        await store.store_many([delayed(f"b{number}", LATER, destination="other") for number in range(3)])
+        fetched: list[str] = []
+        for _ in range(5):
+            some = await store.fetch_due(LATER, self.batch, max_bytes=3500)
+            await store.remove_many(some)
+            fetched += [message.id for message in some]
+        assert {"b0", "b1", "b2"} <= set(fetched)
+        assert len(fetched) + len(await self.drained(store)) == 103
+        await closed(store)
+
+    async def test_a_batch_that_is_rolled_back_comes_again(self, tmp_path: Path) -> None:
+        """Given a backlog of two destinations, when batches are rolled back, then their messages leave all the same."""
+        store = await self.fair_store(tmp_path, "destination")
+        if not isinstance(store, SupportsTransactions):
+            pytest.skip("not claimed: SupportsTransactions")
+        messages = [delayed(f"m{number:05}", destination=f"d{number % 2}") for number in range(self.backlog)]
+        await store.store_many(messages)
+        for _ in range(4):
+            with pytest.raises(_RolledBack):
+                async with store.transaction() as transaction:
+                    fetched = await store.fetch_due(LATER, self.batch, max_bytes=PLENTY, transaction=transaction)
+                    assert await store.remove_many(fetched, transaction) == len(fetched) > 0
+                    raise _RolledBack
+        left = [message.id for message in await self.drained(store)]
+        assert sorted(left) == [message.id for message in messages]
+        await closed(store)
+
+    async def test_several_fetchers_share_a_backlog(self, tmp_path: Path) -> None:
+        """Given two stores over the same messages, when both fetch in turn, then each message is fetched once."""
+        if not self.durable:
+            pytest.skip("not claimed: durable")
+        stores = [await self.fair_store(tmp_path, "destination") for _ in range(2)]
+        await stores[0].store_many([delayed(f"a{number:05}", destination="busy") for number in range(self.backlog)])
+        await stores[0].store_many([delayed(f"b{number}", LATER, destination="other") for number in range(5)])
+        held, fetched = [], Counter[str]()
+        while True:
+            batches = [await store.fetch_due(LATER, self.batch, max_bytes=PLENTY) for store in stores]
+            if not any(batches):
+                break
+            held.append(batches)
+            fetched.update(message.id for batch in batches for message in batch)
+            if len(held) == 3:
+                assert {f"b{number}" for number in range(5)} <= set(fetched)
+        assert (len(fetched), set(fetched.values())) == (self.backlog + 5, {1})
+        for store in stores:
+            await closed(store)
+
+
 class _RolledBack(Exception):
     """The error with which a transaction is left."""
 
@@ -1230,6 +1396,7 @@ class StoreConformance(
     StoreVerbs,
     StoreContent,
     StoreBatches,
+    StoreFairness,
     StoreTransactionality,
     StoreManagement,
     StoreForecasts,
