@@ -124,8 +124,8 @@ class Turns:
     def __init__(self) -> None:
         self._groups: dict[str, DueGroup] = {}
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
+    def __len__(self) -> int:
+        return len(self._groups)
 
     @property
     def known(self) -> Sequence[str]:

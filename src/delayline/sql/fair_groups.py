@@ -132,21 +132,22 @@ class DueGroups:
     @property
     def must_look(self) -> bool:
         """Whether there is a backlog, and it is time to look for its groups."""
-        return self._is_backlog and (not self._turns or time.monotonic() >= self._looks_at)
+        return self._is_backlog and time.monotonic() >= self._looks_at
 
     def look(self, connection: Connection, until: object) -> None:
         """Look for groups with messages due by `until`."""
-        began = time.monotonic()
-        known = self._turns.known if began < self._looks_wholly_at else []
-        groups = self._between(connection, ["", *known], [*known, LAST_NAME], until)
+        began, known = time.monotonic(), self._turns.known
+        repeated = bool(known) and began >= self._looks_wholly_at
+        after, before = ([""], [LAST_NAME]) if repeated else (["", *known], [*known, LAST_NAME])
+        groups = self._between(connection, after, before, until)
         ended = time.monotonic()
-        if known:
-            self._turns.found_others(groups)
-            self._looks_at = ended + max(LOOK_EVERY, LOOK_SHARE * (ended - began))
-        else:
+        pause = LOOK_SHARE * (ended - began)
+        if repeated or not known:
             self._turns.found(groups)
-            self._looks_at = ended + LOOK_EVERY
-            self._looks_wholly_at = ended + max(WHOLE_LOOK_EVERY, LOOK_SHARE * (ended - began))
+            self._looks_wholly_at = ended + max(WHOLE_LOOK_EVERY, pause)
+        else:
+            self._turns.found_others(groups)
+        self._looks_at = ended + (LOOK_EVERY if repeated else max(LOOK_EVERY, pause))
 
     def _between(
         self,
@@ -167,8 +168,11 @@ class DueGroups:
         return groups
 
     def turns(self, limit: int) -> Sequence[Turn]:
-        """Return the turns of the next batch; none where it is to be by due time alone."""
-        return self._turns.next(limit) if self._is_backlog else []
+        """Return the turns of the next batch; none where it is to be by due time alone.
+
+        A backlog of a single group is served by due time: it is the same, and costs less.
+        """
+        return self._turns.next(limit) if self._is_backlog and len(self._turns) > 1 else []
 
     def served(self, turns: Sequence[Turn], served: Served) -> None:
         """Note what the turns have given."""
