@@ -60,6 +60,7 @@ class BackendOptions:
     table_name: str | None = None
     journal: bool | None = None
     fair_by: str | None = None
+    queues_fair_by: str | None = None
     two_phase: object | None = None
 
 

@@ -37,6 +37,7 @@ def options_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -
         table_name=settings.table_name,
         journal=settings.journal,
         fair_by=settings.fair_by,
+        queues_fair_by=settings.queues_fair_by,
         two_phase=two_phase,
     )
 
@@ -44,7 +45,14 @@ def options_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -
 def transport_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> Transport:
     """Return a new transport on the queues of the settings. Raises ConfigurationError."""
     url = settings.resolved_transport_url
-    return backend_of(url, kind="transport").transport(url, options_of(settings, two_phase=two_phase))
+    backend = backend_of(url, kind="transport")
+    if settings.queues_fair_by is not None and not backend.has_tables:
+        raise ConfigurationError(
+            f"queues_fair_by = {settings.queues_fair_by!r} needs queues in a SQL database, not at {masked(url)!r}, "
+            "where messages are received as they came: leave it out, and give each tenant that may be busy a queue of "
+            "its own"
+        )
+    return backend.transport(url, options_of(settings, two_phase=two_phase))
 
 
 def store_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> DelayedMessageStore:

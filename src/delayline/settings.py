@@ -110,6 +110,12 @@ class Settings:
         "destination, or header:NAME: a backlog for one of them delays due messages for no other.",
         "destination",
     )
+    queues_fair_by: str | None = _setting(
+        None,
+        setting_values.text,
+        "header:NAME: a backlog in a queue for one value of that header delays the receiving of no other.",
+        "header:Tenant",
+    )
     maximum_recovery_failures_per_second: int = _setting(
         1, setting_values.whole(1), "Failures to move failed messages before a critical error.", "1"
     )

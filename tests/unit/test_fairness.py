@@ -9,7 +9,7 @@ import pytest
 from sqlalchemy import select
 
 from delayline import ConfigurationError, MemoryDelayedMessageStore, StoredDelivery
-from delayline.composition import delivery_from
+from delayline.composition import delivery_from, transport_of
 from delayline.delayed.fairness import NO_GROUP, FairBy, Served, Turns
 from delayline.message import DelayedMessage, Message
 from delayline.settings import load_settings
@@ -140,6 +140,13 @@ def test_messages_that_the_broker_holds_are_not_served_in_turn(url: str) -> None
     settings = load_settings(flags={"url": url, "endpoint": "sales", "fair_by": "destination"}, environ={})
     with pytest.raises(ConfigurationError, match=r"needs delayed messages in a store, not in|cannot serve dest"):
         delivery_from(settings)
+
+
+@pytest.mark.parametrize("url", ["amqp://localhost", "azure://account", "memory://"])
+def test_queues_of_a_broker_are_not_received_in_turn(url: str) -> None:
+    settings = load_settings(flags={"url": url, "endpoint": "sales", "queues_fair_by": "header:Tenant"}, environ={})
+    with pytest.raises(ConfigurationError, match="give each tenant that may be busy a queue of its own"):
+        transport_of(settings)
 
 
 def test_a_setting_makes_a_delivery_fair() -> None:

@@ -59,7 +59,7 @@ FEATURES: Final = ("broker_jobs", "cold_tier", "dispatchers", "jobs", "migration
     help="Create the tables of a feature in the store's database before its first use; repeatable.",
 )
 @click.option("--dry-run", is_flag=True, help="Print the SQL that would run, and run none of it.")
-@settings_options(*PLACE_SETTINGS, "journal", "fair_by")
+@settings_options(*PLACE_SETTINGS, "journal", "fair_by", "queues_fair_by")
 @without_management_option
 @json_option
 def setup(

@@ -21,7 +21,7 @@ from delayline.errors import ConfigurationError, CorruptHeaders
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from delayline.message import DelayedMessage
+    from delayline.message import DelayedMessage, Message
 
 BY_DESTINATION: Final = "destination"
 BY_HEADER: Final = "header:"
@@ -54,15 +54,30 @@ class FairBy:
 
     def group_of(self, message: DelayedMessage) -> str:
         """Return the group that a message belongs to."""
+        return message.destination if self.header is None else self.group_in_queue(message.message)
+
+    def group_in_queue(self, message: Message) -> str:
+        """Return the group that a message belongs to among those of its destination."""
         if self.header is None:
-            return message.destination
+            return NO_GROUP
         try:
-            value = message.message.headers.get(self.header, NO_GROUP)
+            value = message.headers.get(self.header, NO_GROUP)
         except CorruptHeaders:
             return NO_GROUP
         if len(value) <= LONGEST_GROUP and value.isprintable():
             return value if value.strip() else NO_GROUP
         return hashlib.sha256(value.encode(errors="surrogatepass")).hexdigest()
+
+
+def fair_within_queues(text: str) -> FairBy:
+    """Return what `header:NAME` says; raises ConfigurationError also for `destination`: a queue has only one."""
+    fair_by = FairBy.of(text)
+    if fair_by.header is None:
+        raise ConfigurationError(
+            f"fair_by={text!r} of a transport means nothing, as all messages of a queue have the same destination: "
+            "name a header, as in fair_by='header:Tenant', or give fair_by to the StoredDelivery alone"
+        )
+    return fair_by
 
 
 @runtime_checkable

@@ -32,7 +32,7 @@ class SqlBackend(Backend):
     def transport(self, url: str, options: BackendOptions) -> SqlTransport:
         """Return a new transport on the database's queue tables."""
         two_phase = cast("TwoPhaseCommit | None", options.two_phase)
-        return SqlTransport(url, schema=options.schema, two_phase=two_phase)
+        return SqlTransport(url, schema=options.schema, fair_by=options.queues_fair_by, two_phase=two_phase)
 
     def store(self, url: str, options: BackendOptions) -> SqlDelayedMessageStore:
         """Return a new store on a table of the database."""

@@ -161,6 +161,22 @@ class StatementWords(ABC):
         """Return the condition that a message is in the queue bound as `name`, and after a number in its order."""
         return and_(queued.c.queue == bindparam("name"), queued.c.seq > after)
 
+    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
+        """Return a destination's column such that it equals a text only character for character."""
+        return column
+
+    @abstractmethod
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key, or primary key that includes it, as it is."""
+
+    def insert_counted(self, table: Table, key: str) -> Insert:
+        """Return an insert that says how many rows are new: those that are not are left, or `is_duplicate` is true."""
+        return self.insert_new(table, key)
+
+
+class GroupQueries:
+    """Queries by the index of groups, which have to use it whatever statistics say."""
+
     def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
         """Return the condition that a message is in the bound `group`, and due `since` then and `until` then."""
         return and_(group == bindparam("group"), due >= bindparam("since"), due <= bindparam("until"))
@@ -173,17 +189,18 @@ class StatementWords(ABC):
         del group, due
         return None
 
-    def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
-        """Return a destination's column such that it equals a text only character for character."""
-        return column
+    def groups_between(self, queue: Column[str], group: Column[str]) -> ColumnElement[bool]:
+        """Return the condition that a message in the bound `queue` has a group between `after` and `before`."""
+        return and_(queue == bindparam("queue"), group > bindparam("after"), group < bindparam("before"))
 
-    @abstractmethod
-    def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key, or primary key that includes it, as it is."""
+    def group_after(self, queue: Column[str], group: Column[str], number: Column[int]) -> ColumnElement[bool]:
+        """Return the condition that a message in the bound `queue` and `group` has a number above `since`."""
+        return and_(queue == bindparam("queue"), group == bindparam("group"), number > bindparam("since"))
 
-    def insert_counted(self, table: Table, key: str) -> Insert:
-        """Return an insert that says how many rows are new: those that are not are left, or `is_duplicate` is true."""
-        return self.insert_new(table, key)
+    def index_names(self, connection: Connection, table: Table) -> set[str]:
+        """Return the names of the indexes that a table has and that can be used."""
+        indexes = inspect(connection).get_indexes(table.name, schema=table.schema)
+        return {str(index["name"]) for index in indexes}
 
 
 class BulkStatements(ABC):
@@ -268,11 +285,6 @@ class Catalog(ABC):
     def make(self, connection: Connection, step: Executable) -> None:
         """Run a DDL statement; ignores an object that another process has just created."""
         connection.execute(step)
-
-    def index_names(self, connection: Connection, table: Table) -> set[str]:
-        """Return the names of the indexes that a table has and that can be used."""
-        indexes = inspect(connection).get_indexes(table.name, schema=table.schema)
-        return {str(index["name"]) for index in indexes}
 
     def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
         """Return the statements that mend a table that is there: they number new rows behind those of existing rows.
@@ -457,6 +469,7 @@ class Dialect(ABC):
     """SQLAlchemy's dialect, which statements are compiled for."""
     values: ColumnValues
     words: StatementWords
+    groups: GroupQueries = GroupQueries()
     bulk: BulkStatements
     catalog: Catalog
     timeouts: TimeoutShape

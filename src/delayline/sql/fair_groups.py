@@ -11,26 +11,27 @@ it finds what others have released or stored late below the due time from which 
 from __future__ import annotations
 
 import time
-from functools import lru_cache
+from abc import ABC, abstractmethod
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from sqlalchemy import Column, Index, MetaData, bindparam, literal_column, select
+from sqlalchemy import Index, MetaData, bindparam, literal_column, select
 
-from delayline.delayed.fairness import LONGEST_GROUP, NO_GROUP, FairBy, Served, Turns
+from delayline.delayed.fairness import FairBy, Served, Turns
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import ADDED_LATER, in_order, index_name, text
+from delayline.sql.schema import ADDED_LATER, FAIR_GROUP, in_order, index_name
+from delayline.sql.schema import group_column as new_group_column
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-    from sqlalchemy import Connection, Select, Table
+    from sqlalchemy import Column, Connection, Select, Table
 
     from delayline.delayed.fairness import Turn
+    from delayline.sql.claims import Claims
     from delayline.sql.dialect import Dialect
 
-#: The column of messages' groups, where fairness goes by a header.
-FAIR_GROUP: Final = "fair_group"
 #: Key in the `info` of a store's table: what fairness goes by.
 FAIR_BY: Final = "delayline serves fairly by"
 #: The parameters of `in_turn`.
@@ -50,7 +51,7 @@ def fair_table(table: Table, fair_by: FairBy) -> Table:
     """Return the table of a store with what fairness needs: an index, and by a header the column of groups."""
     fair = table.to_metadata(MetaData(schema=table.schema))
     if fair_by.header is not None:
-        fair.append_column(Column(FAIR_GROUP, text(LONGEST_GROUP), nullable=False, server_default=NO_GROUP))
+        fair.append_column(new_group_column())
     fair.info[FAIR_BY] = fair_by
     name = index_name(table.name, "Index_Destination" if fair_by.header is None else "Index_Group")
     Index(name, group_column(fair), *in_order(fair), info={ADDED_LATER: f"fair_by={str(fair_by)!r}"})
@@ -70,7 +71,7 @@ def group_column(table: Table) -> Column[str]:
 def in_turn(query: Select[Any], table: Table, dialect: Dialect) -> Select[Any]:
     """Return the query for the messages of the turn bound as `group`, `since` and `until`, in their order."""
     group = group_column(table)
-    query = query.where(dialect.words.of_turn(group, table.c.due)).order_by(group, *in_order(table))
+    query = query.where(dialect.groups.of_turn(group, table.c.due)).order_by(group, *in_order(table))
     return _by_groups(query, table, dialect)
 
 
@@ -108,38 +109,44 @@ def served_by(found: Sequence[tuple[Turn, Any]], fitting: int, limit: int) -> Se
     return Served(groups, cut=fitting < len(found) or len(found) == limit)
 
 
-class DueGroups:
-    """The groups of a store that have due messages while there is a backlog.
+class WaitingGroups(ABC):
+    """The groups that have messages, while there is a backlog."""
 
-    Args:
-        table: A fair table.
-        dialect: The database.
-    """
-
-    def __init__(self, table: Table, dialect: Dialect) -> None:
-        group, due = group_column(table), table.c.due
-        between = ["after", "before"]
-        found = dialect.words.due_groups(group, due)
-        self.found = None if found is None else Prepared(found, dialect.sql, [*between, "until"])
-        first = select(group, due).where(*(group > bindparam("after"), group < bindparam("before")))
-        first = _by_groups(first.order_by(group, due).limit(literal_column("1")), table, dialect)
-        self.first = Prepared(first, dialect.sql, between)
+    def __init__(self) -> None:
         self._turns = Turns()
-        self._is_backlog = False
+        self.is_backlog = False
+        """Whether more messages wait than were taken at once."""
         self._looks_at = 0.0
         self._looks_wholly_at = 0.0
+
+    @abstractmethod
+    def between(
+        self,
+        connection: Connection,
+        after: Sequence[str],
+        before: Sequence[str],
+        until: Any,  # noqa: ANN401
+    ) -> Sequence[tuple[str, Any]]:
+        """Return groups whose names are between others, with where their messages begin.
+
+        Args:
+            connection: The connection.
+            after: The names that they follow.
+            before: For each of those the name that they precede.
+            until: The value that limits the messages.
+        """
 
     @property
     def must_look(self) -> bool:
         """Whether there is a backlog, and it is time to look for its groups."""
-        return self._is_backlog and time.monotonic() >= self._looks_at
+        return self.is_backlog and time.monotonic() >= self._looks_at
 
     def look(self, connection: Connection, until: object) -> None:
-        """Look for groups with messages due by `until`."""
+        """Look for groups with messages up to `until`."""
         began, known = time.monotonic(), self._turns.known
         repeated = bool(known) and began >= self._looks_wholly_at
         after, before = ([""], [LAST_NAME]) if repeated else (["", *known], [*known, LAST_NAME])
-        groups = self._between(connection, after, before, until)
+        groups = self.between(connection, after, before, until)
         ended = time.monotonic()
         pause = LOOK_SHARE * (ended - began)
         if repeated or not known:
@@ -149,36 +156,109 @@ class DueGroups:
             self._turns.found_others(groups)
         self._looks_at = ended + (LOOK_EVERY if repeated else max(LOOK_EVERY, pause))
 
-    def _between(
+    def turns(self, limit: int) -> Sequence[Turn]:
+        """Return the turns of the next batch; none where it is to be in the usual order.
+
+        A backlog of a single group is served in that order: it is the same, and costs less.
+        """
+        return self._turns.next(limit) if self.is_backlog and len(self._turns) > 1 else []
+
+    def served(self, turns: Sequence[Turn], served: Served) -> None:
+        """Note what the turns have given."""
+        self._turns.served(turns, served)
+        self.is_backlog = bool(self._turns)
+
+    def taken_in_order(self, *, all_found: bool) -> None:
+        """Note whether a batch in the usual order has taken all messages."""
+        self.is_backlog = not all_found
+
+
+class DueGroups(WaitingGroups):
+    """The groups of a store that have due messages.
+
+    Args:
+        table: A fair table.
+        dialect: The database.
+    """
+
+    def __init__(self, table: Table, dialect: Dialect) -> None:
+        super().__init__()
+        group, due = group_column(table), table.c.due
+        between = ["after", "before"]
+        found = dialect.groups.due_groups(group, due)
+        self.found = None if found is None else Prepared(found, dialect.sql, [*between, "until"])
+        first = select(group, due).where(group > bindparam("after"), group < bindparam("before"))
+        first = _by_groups(first.order_by(group, due).limit(literal_column("1")), table, dialect)
+        self.first = Prepared(first, dialect.sql, between)
+
+    def between(
         self,
         connection: Connection,
         after: Sequence[str],
         before: Sequence[str],
         until: Any,  # noqa: ANN401
     ) -> Sequence[tuple[str, Any]]:
-        """Return groups with due messages between names, and their earliest due times."""
+        """Return groups with messages due by `until`, and their earliest due times."""
         if self.found is not None:
             return self.found.rows(connection, after, before, until)
-        groups: list[tuple[str, Any]] = []
-        for name, end in zip(after, before, strict=True):
-            while row := next(iter(self.first.rows(connection, name, end)), None):
-                name, earliest = row
-                if earliest <= until:
-                    groups.append((name, earliest))
-        return groups
+        groups = steps_between(partial(self.first.rows, connection), after, before)
+        return [(name, earliest) for name, earliest in groups if earliest <= until]
 
-    def turns(self, limit: int) -> Sequence[Turn]:
-        """Return the turns of the next batch; none where it is to be by due time alone.
 
-        A backlog of a single group is served by due time: it is the same, and costs less.
-        """
-        return self._turns.next(limit) if self._is_backlog and len(self._turns) > 1 else []
+class QueuedGroups(WaitingGroups):
+    """The groups of a queue that have messages, numbered.
 
-    def served(self, turns: Sequence[Turn], served: Served) -> None:
-        """Note what the turns have given."""
-        self._turns.served(turns, served)
-        self._is_backlog = bool(self._turns)
+    Args:
+        queued: The table of the queues, with groups.
+        dialect: The database.
+        queue: The queue's name.
+    """
 
-    def moved_by_due_time(self, *, all_due: bool) -> None:
-        """Note whether a batch by due time alone has taken all due messages."""
-        self._is_backlog = not all_due
+    def __init__(self, queued: Table, dialect: Dialect, queue: str) -> None:
+        super().__init__()
+        self._queue = queue
+        columns, order = queued.c, (queued.c.queue, queued.c[FAIR_GROUP], queued.c.seq)
+        between = dialect.groups.groups_between(columns.queue, columns[FAIR_GROUP])
+        first = select(columns[FAIR_GROUP], columns.seq - literal_column("1")).where(between).order_by(*order)
+        numbers = select(columns.seq).where(dialect.groups.group_after(*order)).order_by(*order)
+        first, numbers = (_by_groups(query, queued, dialect) for query in (first.limit(literal_column("1")), numbers))
+        self.first = Prepared(first, dialect.sql, ["queue", "after", "before"])
+        self.numbers = Prepared(numbers.limit(bindparam("number")), dialect.sql, ["queue", "group", "since", "number"])
+
+    def between(
+        self,
+        connection: Connection,
+        after: Sequence[str],
+        before: Sequence[str],
+        until: Any,  # noqa: ANN401
+    ) -> Sequence[tuple[str, Any]]:
+        """Return groups with messages, and the number before their first one."""
+        del until
+        return list(steps_between(partial(self.first.rows, connection, self._queue), after, before))
+
+    def claim(self, connection: Connection, claims: Claims, limit: int) -> list[int]:
+        """Claim up to `limit` messages of several groups in turn, and return their numbers."""
+        if self.must_look:
+            self.look(connection, None)
+
+        def claimed_of(turn: Turn, number: int) -> Sequence[int]:
+            size = number + claims.number_claimed_after(turn.since)
+            rows = self.numbers.rows(connection, self._queue, turn.group, turn.since, size)
+            return claims.take([row for (row,) in rows], number)
+
+        turns = self.turns(limit)
+        claimed = in_turns(turns, limit, claimed_of)
+        if turns:
+            self.served(turns, served_by(claimed, len(claimed), limit))
+        return [number for _, number in claimed]
+
+
+def steps_between(
+    first: Callable[[str, str], Sequence[Any]], after: Sequence[str], before: Sequence[str]
+) -> Iterator[tuple[str, Any]]:
+    """Yield what `first` finds behind each name, from name to name, before another."""
+    for start, end in zip(after, before, strict=True):
+        name = start
+        while rows := first(name, end):
+            ((name, found),) = rows
+            yield name, found

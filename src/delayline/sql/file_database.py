@@ -552,7 +552,7 @@ class FileRowClaims:
         moved = replace(moved, next_due=self.statements.next_due.one(connection))
         if by_due_time and self._groups is not None:
             some_left = moved.number > 0 and moved.next_due is not None and moved.next_due <= until
-            self._groups.moved_by_due_time(all_due=not some_left)
+            self._groups.taken_in_order(all_found=not some_left)
         return moved
 
     def _turns(self, connection: Connection, until: object, limit: int) -> Sequence[Turn]:
@@ -590,7 +590,7 @@ class FileRowClaims:
         """Note whether a batch by due time alone has all due messages."""
         if self._groups is not None:
             following = self.numbers.due_numbers.rows(connection, until, 1, len(batch))
-            self._groups.moved_by_due_time(all_due=not following)
+            self._groups.taken_in_order(all_found=not following)
 
     def _claim_due(
         self, connection: Connection, *, until: object, limit: int, max_bytes: int, claimed: dict[str, int]
@@ -610,7 +610,7 @@ class FileRowClaims:
         if not batch.messages:
             batch.claim(partial(numbers.due_numbers.rows, connection, until), limit)
             if self._groups is not None:
-                self._groups.moved_by_due_time(all_due=not batch.is_full)
+                self._groups.taken_in_order(all_found=not batch.is_full)
         return batch.messages
 
     def _unclaim(self, messages: Iterable[DelayedMessage]) -> None:

@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from delayline.sql.claims import Claims
     from delayline.sql.crashes import CrashCounts
     from delayline.sql.database import Database
+    from delayline.sql.fair_groups import QueuedGroups
     from delayline.sql.queue_limits import QueueAdmission, SqlHandlerSlots
     from delayline.sql.statements import QueueStatements
     from delayline.transaction import Transaction
@@ -100,6 +101,7 @@ class SqlReceiver(WaitingReceiver):
         idle: IdleQueues,
         admission: QueueAdmission,
         crashes: CrashCounts,
+        groups: QueuedGroups | None = None,
     ) -> None:
         super().__init__(queue)
         self._database = database
@@ -108,6 +110,8 @@ class SqlReceiver(WaitingReceiver):
         self._idle = idle
         self._admission = admission
         self._crashes = crashes
+        self._groups = groups
+        """The groups of the queue that are served in turn; None where messages are received as they came."""
         self._event = asyncio.Event()
         self._stopped = False
         self._recent = RecentNumbers(OVERLAP if database.locks_rows else 0.0)  # a file has a single writer
@@ -351,14 +355,23 @@ class SqlReceiver(WaitingReceiver):
     async def _claim(self, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]) -> None:
         """Claim messages behind earlier claims; at intervals, and if there are none, from the first on.
 
-        Earlier messages are of transactions that took longer, or were given back by other processes.
+        Earlier messages are of transactions that took longer, or were given back by other processes. A backlog of
+        several groups is claimed in turn.
         """
+        if self._groups is not None and self._groups.is_backlog:
+            claim = partial(self._claim_in_turn, self._groups, limit=limit, batch=batch, expired=expired)
+            await self._database.read(claim)
+            if batch or expired:
+                self._exhausted = False
+                return
         if time.monotonic() - self._full_at < self._full_look_every:
             await self._claim_after(max(self._recent.before(), self._gone.last), limit, batch, expired)
         if not batch and not expired:
             self._full_at, self._full_look_every = time.monotonic(), QUEUE_LOOK_EVERY
             self._gone.move_on()
             await self._claim_after(self._gone.last, limit, batch, expired)
+        if self._groups is not None:
+            self._groups.taken_in_order(all_found=self._exhausted)
 
     async def _claim_after(
         self, after: int, limit: int, batch: list[ReceivedMessage], expired: list[ReceivedMessage]
@@ -381,6 +394,33 @@ class SqlReceiver(WaitingReceiver):
             after, more = page.last, page.more
         self._exhausted = not more and len(batch) + len(expired) < limit
 
+    def _claim_in_turn(
+        self,
+        groups: QueuedGroups,
+        connection: Connection,
+        limit: int,
+        batch: list[ReceivedMessage],
+        expired: list[ReceivedMessage],
+    ) -> None:
+        """Claim messages of several groups; the numbers reached in the queue's order stay as they are."""
+        claimed = groups.claim(connection, self._claims, limit)
+        if claimed:
+            self._read_page(connection, claimed, batch, expired)
+
+    def _read_page(
+        self,
+        connection: Connection,
+        claimed: list[int],
+        batch: list[ReceivedMessage],
+        expired: list[ReceivedMessage],
+    ) -> None:
+        try:
+            rows = self._statements.claimed.rows(connection, self.queue, claimed)
+        except BaseException:
+            self._claims.release(claimed)
+            raise
+        self._add(claimed, rows, batch, expired)
+
     def _claim_page(
         self,
         connection: Connection,
@@ -394,12 +434,7 @@ class SqlReceiver(WaitingReceiver):
         numbers = [number for (number,) in self._statements.numbers.rows(connection, self.queue, after, size)]
         claimed = self._claims.take(numbers, limit)
         if claimed:
-            try:
-                rows = self._statements.claimed.rows(connection, self.queue, claimed)
-            except BaseException:
-                self._claims.release(claimed)
-                raise
-            self._add(claimed, rows, batch, expired)
+            self._read_page(connection, claimed, batch, expired)
         if len(claimed) == limit:  # the rest was not looked at
             return Page(claimed, claimed[-1], more=True)
         return Page(claimed, numbers[-1] if numbers else after, len(numbers) == size)

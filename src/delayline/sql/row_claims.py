@@ -268,7 +268,7 @@ class ServerRowClaims:
             due = self._lock_due(connection, until, limit)
             chosen = _fitting(due, max_bytes)
             if self._groups is not None:
-                self._groups.moved_by_due_time(all_due=len(chosen) < limit and len(chosen) == len(due))
+                self._groups.taken_in_order(all_found=len(chosen) < limit and len(chosen) == len(due))
         if not chosen:
             return []
         read = {row[0]: row for row in self._locks.read.rows_each(connection, keys=chosen)}
@@ -347,7 +347,7 @@ class ServerRowClaims:
         if self._groups is not None:
             found = moved.number + moved.left
             cut_by_size = moved.number > 0 and moved.next_due == settings["until"]
-            self._groups.moved_by_due_time(all_due=found < settings["limit"] and not cut_by_size)
+            self._groups.taken_in_order(all_found=found < settings["limit"] and not cut_by_size)
         return moved
 
     def _forward(self, connection: Connection, run: Callable[..., Moved]) -> Moved:

@@ -26,6 +26,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
 from delayline.delayed.columns import BULK_COLUMNS, STORED_COLUMNS, ColumnKind
+from delayline.delayed.fairness import LONGEST_GROUP, NO_GROUP
 from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 
@@ -141,6 +142,8 @@ def versions_table(schema: str | None = None) -> Table:
     )
 
 
+#: The column of messages' groups, where they are served fairly by a header.
+FAIR_GROUP: Final = "fair_group"
 #: Key in the `info` of an index that set-up adds to existing tables: the setting that needs it.
 ADDED_LATER: Final = "delayline added later"
 #: Key in the `info` of tables of messages: whoever reads them may pass over rows that others have locked.
@@ -148,9 +151,14 @@ HOLDS_MESSAGES: Final = "delayline holds messages"
 
 
 class QueueTables:
-    """The transport's tables: a registry of queue names, and a table with the messages of all queues."""
+    """The transport's tables: a registry of queue names, and a table with the messages of all queues.
 
-    def __init__(self, schema: str | None) -> None:
+    Args:
+        schema: The schema's name; None for the connection's own.
+        fair: Whether messages have groups, which receivers serve in turn.
+    """
+
+    def __init__(self, schema: str | None, *, fair: bool = False) -> None:
         metadata = MetaData(schema=schema)
         self.versions = versions_table(schema)
         self.queues = Table(
@@ -166,6 +174,10 @@ class QueueTables:
             Column("handlers", JSON_TEXT),
         )
         self.queued = _queued_table(metadata)
+        if fair:
+            self.queued.append_column(group_column())
+            grouped = (self.queued.c[name] for name in ("queue", FAIR_GROUP, "seq"))
+            Index("delayline_messages_groups", *grouped, info={ADDED_LATER: "fair_by of the transport"})
         #: Which prepared transactions are to be committed, and, as `log`, the table's own name.
         self.decisions = Table(
             "delayline_decisions",
@@ -224,10 +236,15 @@ def _queued_table(metadata: MetaData) -> Table:
     )
 
 
+def group_column() -> Column[str]:
+    """Return the column of messages' groups."""
+    return Column(FAIR_GROUP, text(LONGEST_GROUP), nullable=False, server_default=NO_GROUP)
+
+
 @lru_cache(maxsize=64)
-def queue_tables(schema: str | None = None) -> QueueTables:
-    """Return the transport's tables in that schema, the connection's own where None."""
-    return QueueTables(schema)
+def queue_tables(schema: str | None = None, *, fair: bool = False) -> QueueTables:
+    """Return the transport's tables in that schema, the connection's own where None; fair: with groups."""
+    return QueueTables(schema, fair=fair)
 
 
 def _shared_tables(product: ProductTables, schema: str | None) -> list[Table]:

@@ -211,7 +211,7 @@ class RequiredTables:
 
     def _tables(self, groups: Sequence[TableGroup]) -> list[Table]:
         grouped = [table for group in groups for table in group.tables(self._dialect.catalog, self._schema)]
-        return list(dict.fromkeys([*grouped, *self._others]))
+        return list({table.fullname: table for table in [*grouped, *self._others]}.values())  # others may have more
 
     def _others_in_use(self, inspector: Inspector) -> list[TableGroup]:
         existing = set(inspector.get_table_names(schema=self._schema))
@@ -316,7 +316,7 @@ def _missing(inspector: Inspector, table: Table, dialect: Dialect) -> list[Colum
 def _missing_indexes(connection: Connection, table: Table, dialect: Dialect) -> list[Index]:
     """Return the indexes of a setting that the table was made without."""
     wanted = [index for index in table.indexes if ADDED_LATER in index.info]
-    names = dialect.catalog.index_names(connection, table) if wanted else set()
+    names = dialect.groups.index_names(connection, table) if wanted else set()
     return [index for index in wanted if index.name not in names]
 
 

@@ -24,9 +24,9 @@ from delayline.delayed.columns import StoredRow, message_of
 from delayline.delayed.store import FoundMessage
 from delayline.errors import InvalidMessage, QueueNotFound
 from delayline.message import Headers
-from delayline.sql.fair_groups import FAIR_GROUP, fair_by_of
+from delayline.sql.fair_groups import fair_by_of
 from delayline.sql.prepared import LONGEST_LIST, Prepared
-from delayline.sql.schema import in_order
+from delayline.sql.schema import FAIR_GROUP, in_order
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -177,17 +177,18 @@ class QueueStatements:
         expired = case(
             (columns.expires <= dialect.values.in_seconds(0), literal_column("1")), else_=literal_column("0")
         )
-        self.put = Prepared(insert(queued), sql, PUT)
+        put = PUT if FAIR_GROUP not in columns else [*PUT, FAIR_GROUP]
+        self.put = Prepared(insert(queued), sql, put)
         put_existing = insert(queued).from_select(
-            PUT,
+            put,
             select(
                 queues.c.name,
-                *(bindparam(f"new_{name}", type_=columns[name].type) for name in PUT[1:]),
+                *(bindparam(f"new_{name}", type_=columns[name].type) for name in put[1:]),
             ).where(queues.c.name == bindparam("name")),
         )
-        self.put_existing = Prepared(put_existing, sql, ["name", *(f"new_{name}" for name in PUT[1:])])
+        self.put_existing = Prepared(put_existing, sql, ["name", *(f"new_{name}" for name in put[1:])])
         """Inserts a message if its queue exists."""
-        self.put_expiring = Prepared(insert(queued), sql, [*PUT, "expires"])
+        self.put_expiring = Prepared(insert(queued), sql, [*put, "expires"])
         self.now = Prepared(select(dialect.values.in_seconds(0)), sql, [])
         self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
         self.claimed = Prepared(

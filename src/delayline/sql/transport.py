@@ -12,6 +12,7 @@ from sqlalchemy import inspect, select
 
 from delayline.checks import time_span
 from delayline.clock import ONE_SECOND
+from delayline.delayed.fairness import fair_within_queues
 from delayline.errors import DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.external import UNSET
@@ -21,6 +22,7 @@ from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
 from delayline.sql.databases import SqlDatabase
 from delayline.sql.deadlines import long_work
+from delayline.sql.fair_groups import QueuedGroups
 from delayline.sql.on_database import OnDatabase
 from delayline.sql.queue_limits import (
     LIMITS_CHANGED,
@@ -32,7 +34,7 @@ from delayline.sql.queue_limits import (
     merged,
 )
 from delayline.sql.receiver import OUT_OF_ORDER, IdleQueues, SqlReceiver
-from delayline.sql.schema import CRASHES, DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE
+from delayline.sql.schema import CRASHES, DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE, queue_tables
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.sql.transactions import EnlistedTransaction
@@ -65,6 +67,8 @@ class SqlTransport(OnDatabase):
             SQLAlchemy for a server, which say how connections are made.
         poll_interval: How often idle receivers look for messages without a notification.
         schema: Schema of the tables; by default the connection's, on SQL Server `dbo`.
+        fair_by: `header:NAME`: messages with the same value of that header are a group, and a backlog of one in a queue
+            delays the receiving of no other. Every process that sends to such a queue needs the same.
         two_phase: Coordinates transactions with a store in another database; this database keeps the decisions.
 
     Raises:
@@ -80,9 +84,13 @@ class SqlTransport(OnDatabase):
         *,
         poll_interval: timedelta = ONE_SECOND,
         schema: str | None = None,
+        fair_by: str | None = None,
         two_phase: TwoPhaseCommit | None = None,
     ) -> None:
         super().__init__(database, schema, two_phase)
+        self._fair_by = None if fair_by is None else fair_within_queues(fair_by)
+        if self._fair_by is not None:
+            self._tables = queue_tables(self._schema, fair=True)
         interval = time_span("poll_interval", poll_interval).total_seconds()
         self._statements = queue_statements(self._tables, self._database.dialect)
         self._limits = limit_statements(self._tables, self._database.dialect)
@@ -109,8 +117,8 @@ class SqlTransport(OnDatabase):
         return self._database.dialect.connections.server_address
 
     def keeps_queues_in(self, database: Database, schema: str | None) -> bool:
-        """Return whether the queues are in that schema of that database."""
-        return self._database is database and self._schema == schema
+        """Return whether the queues are in that schema of that database, and messages need nothing else there."""
+        return self._database is database and self._schema == schema and self._fair_by is None
 
     async def enlist(self, external: ExternalTransaction) -> EnlistedTransaction:
         """Return the external transaction if sending can take part in it."""
@@ -200,7 +208,11 @@ class SqlTransport(OnDatabase):
         admission = QueueAdmission(self._database, self._limits, queue, slots)
         statements = crash_statements(self._tables, self._database.dialect)
         crashes = CrashCounts(self._database, statements, self._statements, self._claims, queue)
-        return SqlReceiver(self._database, self._statements, self._claims, queue, self._idle, admission, crashes)
+        fair = self._fair_by is not None
+        groups = QueuedGroups(self._tables.queued, self._database.dialect, queue) if fair else None
+        return SqlReceiver(
+            self._database, self._statements, self._claims, queue, self._idle, admission, crashes, groups
+        )
 
     async def has_queue(self, queue: str) -> bool:
         """Return whether the queue is registered."""
@@ -313,7 +325,8 @@ class SqlTransport(OnDatabase):
     @property
     def _required(self) -> RequiredTables:
         groups = [QUEUES, CRASHES] if self._two_phase is None else [QUEUES, CRASHES, DECISIONS]
-        return RequiredTables(self._database.dialect, self._schema, *groups)
+        with_groups = [] if self._fair_by is None else [self._tables.queued]
+        return RequiredTables(self._database.dialect, self._schema, *groups, others=with_groups)
 
     def _planned(self, connection: Connection, names: Sequence[str]) -> list[Executable]:
         dialect, registry = self._database.dialect, self._tables.queues
@@ -353,10 +366,14 @@ class SqlTransport(OnDatabase):
 
     async def _put_one(self, operation: TransportOperation, transaction: Transaction | None) -> set[str]:
         """Insert the message if its queue exists; return the queue if not."""
-        message, queue = operation.message, operation.destination
-        row = (queue, message.id, message.encoded_headers, message.body)
-        put = await self._database.insert_one(self._statements.put_existing, row, transaction)
-        return set() if put else {queue}
+        put = await self._database.insert_one(self._statements.put_existing, self._row_of(operation), transaction)
+        return set() if put else {operation.destination}
+
+    def _row_of(self, operation: TransportOperation) -> tuple[Any, ...]:
+        """Return the parameters of the insert statement."""
+        message = operation.message
+        row = (operation.destination, message.id, message.encoded_headers, message.body)
+        return row if self._fair_by is None else (*row, self._fair_by.group_in_queue(message))
 
     async def _put(self, operations: Sequence[TransportOperation], transaction: Transaction | None) -> set[str]:
         """Insert the messages whose queues exist and return the names of the queues that do not."""
@@ -367,10 +384,7 @@ class SqlTransport(OnDatabase):
             nonlocal missing
             missing = self._statements.missing(connection, (operation.destination for operation in operations))
             existing = [operation for operation in operations if operation.destination not in missing]
-            rows: list[tuple[Any, ...]] = [
-                (operation.destination, operation.message.id, operation.message.encoded_headers, operation.message.body)
-                for operation in existing
-            ]
+            rows = list(map(self._row_of, existing))
             if not expire:
                 return rows
             expiry = self._expiry(connection, [operation.message.time_to_be_received for operation in existing])

@@ -32,8 +32,8 @@ from psycopg.types.array import ListBinaryDumper
 from delayline.clock import to_microseconds
 from delayline.delayed.columns import STORED_COLUMNS, ColumnKind
 from delayline.errors import NotStarted, TransactionConflict
-from delayline.sql.fair_groups import FAIR_GROUP
 from delayline.sql.prepared import StatementResult
+from delayline.sql.schema import FAIR_GROUP
 from delayline.sql.workers import WorkResult
 
 if TYPE_CHECKING:

@@ -46,10 +46,6 @@ OF_OTHERS: Final = (
 #: Citus' list of tables that it has distributed, reference tables included.
 LIST_OF_DISTRIBUTED: Final = "SELECT to_regclass('pg_dist_partition') IS NOT NULL"
 DISTRIBUTED_TABLE: Final = "SELECT logicalrelid::text FROM pg_dist_partition WHERE logicalrelid = to_regclass(%s)"
-INDEX_NAMES: Final = """
-SELECT c.relname::text FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid
-WHERE i.indrelid = to_regclass(%s) AND i.indisvalid
-"""
 OF_SCHEMAS: Final = """
 SELECT logicalrelid::text FROM pg_dist_partition JOIN pg_class AS c ON c.oid = logicalrelid
 WHERE c.relname LIKE 'delayline\\_%%' OR EXISTS (
@@ -88,11 +84,6 @@ class PostgresqlCatalog(Catalog):
     def further_tables(self, tables: QueueTables) -> Sequence[Table]:
         """Return the table of sleeping pollers, which NOTIFY uses."""
         return (tables.sleeping,)
-
-    def index_names(self, connection: Connection, table: Table) -> set[str]:
-        """Return the names of the valid indexes; SQLAlchemy's look does not read them in binary."""
-        name = self._dialect.sql.identifier_preparer.format_table(table).replace("%%", "%")
-        return {index for (index,) in run(connection, INDEX_NAMES, name)}
 
     def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
         """Return the statements that set sequences behind their rows: replication does not copy sequences.

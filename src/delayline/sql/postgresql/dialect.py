@@ -17,7 +17,7 @@ from sqlalchemy.sql.util import ClauseAdapter
 
 from delayline.errors import ConfigurationError, TransactionAborted
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, conflict_columns
+from delayline.sql.dialect import BulkStatements, ColumnValues, GroupQueries, StatementWords, conflict_columns
 from delayline.sql.due_forecast import explanation
 from delayline.sql.postgresql.catalog import USUAL, PostgresqlCatalog
 from delayline.sql.postgresql.claims import AdvisoryLockClaims
@@ -35,7 +35,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import URL, Column, ColumnElement, Connection, Insert, Select, Table
+    from sqlalchemy import URL, Column, ColumnElement, Connection, Dialect, Insert, Select, Table
 
     from delayline.sql.postgresql.binary import LoopStatements
     from delayline.sql.schema import QueueTables
@@ -120,6 +120,26 @@ class PostgresqlWords(StatementWords):
         columns, name = queued.c, bindparam("name", type_=queued.c.queue.type)
         return and_(tuple_(columns.queue, columns.seq) > tuple_(name, after), columns.queue <= name)
 
+    def insert_new(self, table: Table, key: str) -> Insert:
+        """Return an insert that leaves a row with the same key as it is."""
+        return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
+
+
+INDEX_NAMES: Final = """
+SELECT c.relname::text FROM pg_index AS i JOIN pg_class AS c ON c.oid = i.indexrelid
+WHERE i.indrelid = to_regclass(%s) AND i.indisvalid
+"""
+
+
+class PostgresqlGroups(GroupQueries):
+    """Conditions that only the index of groups fulfils.
+
+    By the group alone the planner may read another index in the order that is asked for: other groups' messages too.
+    """
+
+    def __init__(self, sql: Dialect) -> None:
+        self._sql = sql
+
     def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
         """Return the condition that only the index of groups fulfils.
 
@@ -129,6 +149,20 @@ class PostgresqlWords(StatementWords):
             bindparam(key, type_=column.type) for key, column in (("group", group), ("since", due), ("until", due))
         )
         return and_(tuple_(group, due) >= tuple_(name, since), tuple_(group, due) <= tuple_(name, until))
+
+    def groups_between(self, queue: Column[str], group: Column[str]) -> ColumnElement[bool]:
+        """Return the condition that only the index of groups fulfils."""
+        name, after, before = (
+            bindparam(key, type_=column.type) for key, column in (("queue", queue), ("after", group), ("before", group))
+        )
+        return and_(tuple_(queue, group) > tuple_(name, after), tuple_(queue, group) < tuple_(name, before))
+
+    def group_after(self, queue: Column[str], group: Column[str], number: Column[int]) -> ColumnElement[bool]:
+        """Return the condition that only the index of groups fulfils."""
+        name, of, since = (
+            bindparam(key, type_=column.type) for key, column in (("queue", queue), ("group", group), ("since", number))
+        )
+        return and_(tuple_(queue, group, number) > tuple_(name, of, since), tuple_(queue, group) <= tuple_(name, of))
 
     def due_groups(self, group: Column[str], due: Column[Any]) -> Select[str, Any]:
         """Return the query for groups with due messages: between two names each, with a step of the index for each."""
@@ -142,9 +176,13 @@ class PostgresqlWords(StatementWords):
         found = found.union_all(select(step.c.name, found.c.before, step.c.earliest).select_from(found, step))
         return select(found.c.after, found.c.earliest).where(found.c.earliest <= bindparam("until", type_=due.type))
 
-    def insert_new(self, table: Table, key: str) -> Insert:
-        """Return an insert that leaves a row with the same key as it is."""
-        return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
+    def index_names(self, connection: Connection, table: Table) -> set[str]:
+        """Return the names of the valid indexes; SQLAlchemy's look does not read them in binary."""
+        return {index for (index,) in run(connection, INDEX_NAMES, self._named(table))}
+
+    def _named(self, table: Table) -> str:
+        """Return the table's quoted name as a value."""
+        return self._sql.identifier_preparer.format_table(table).replace("%%", "%")
 
 
 INERROR: Final = 3  # psycopg.pq.TransactionStatus.INERROR
@@ -242,6 +280,7 @@ class Postgresql(Server):
         self.connections = connections = PostgresqlConnections(url)
         self.sql, self.errors = connections.engine.dialect, connections.errors
         self.values, self.words, self.bulk = PostgresqlValues(), PostgresqlWords(), PostgresqlBulk(self)
+        self.groups = PostgresqlGroups(self.sql)
         self.catalog, self.transactions = PostgresqlCatalog(self), PostgresqlTransactions(connections)
         self.timeouts = replace(TIMEOUTS, forwarding=partial(PostgresqlTimeouts, sql=self.sql))
 
