@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import sys
 import time
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from delayline import Message, MessageContext
 
 AT_ONCE = 32
-FIRST = 4 * AT_ONCE
+FIRST = 16 * AT_ONCE
 INSERT = "INSERT INTO shop (order_number) VALUES (1)"
 INSERT_TEXT = text(INSERT)
 WAYS = ("by hand", "no transaction", "def", "coroutine")
@@ -45,6 +46,10 @@ class Clocks(NamedTuple):
         """Read them."""
         return cls(time.perf_counter(), time.process_time(), cpu_of(server))
 
+    def since(self, began: Clocks) -> Clocks:
+        """Return what has passed."""
+        return Clocks(self.at - began.at, self.own - began.own, self.server - began.server)
+
 
 def by_hand(url: str, number: int, server: int) -> Clocks:
     """Insert and commit with psycopg's pool, on threads."""
@@ -58,7 +63,7 @@ def by_hand(url: str, number: int, server: int) -> Clocks:
         exhaust(threads.map(insert, range(FIRST)))
         began = Clocks.now(server)
         exhaust(threads.map(insert, range(number)))
-        return began
+        return Clocks.now(server).since(began)
 
 
 def exhaust(results: Iterable[None]) -> None:
@@ -71,15 +76,14 @@ async def handled(way: str, url: str, number: int, server: int) -> Clocks:
     """Handle messages of a queue that was filled before; the last ones when `number` is left."""
     transport = SqlTransport(url)
     endpoint = Endpoint("shop", transport=transport, concurrency=AT_ONCE)
-    loop, ended, done = asyncio.get_running_loop(), 0, asyncio.Event()
+    loop, ended, done = asyncio.get_running_loop(), itertools.count(1), asyncio.Event()
     began: list[Clocks] = []
 
     def count() -> None:
-        nonlocal ended
-        ended += 1
-        if ended == FIRST:
+        at = next(ended)  # which threads do one after another
+        if at == FIRST:
             began.append(Clocks.now(server))
-        if ended == FIRST + number:
+        if at == FIRST + number:
             loop.call_soon_threadsafe(done.set)
 
     def insert(message: Message, context: MessageContext) -> None:
@@ -102,7 +106,7 @@ async def handled(way: str, url: str, number: int, server: int) -> Clocks:
         await done.wait()
         while await transport.count("shop"):  # noqa: ASYNC110 - the end of the last commits
             await asyncio.sleep(0.005)
-        return began[0]
+        return Clocks.now(server).since(began[0])
 
 
 def main() -> None:
@@ -111,12 +115,10 @@ def main() -> None:
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("CREATE TABLE shop (order_number int)")
         gc.freeze()
-        began = by_hand(url, number, server) if way == "by hand" else asyncio.run(handled(way, url, number, server))
-        ended = Clocks.now(server)
+        took = by_hand(url, number, server) if way == "by hand" else asyncio.run(handled(way, url, number, server))
         [(rows,)] = connection.execute("SELECT count(*) FROM shop").fetchall()
     assert rows == (0 if way == "no transaction" else FIRST + number), f"{rows} rows were committed"
-    seconds, own, other = (end - start for end, start in zip(ended, began, strict=True))
-    print(json.dumps([number / seconds, own / number * 1e6, other / number * 1e6]))
+    print(json.dumps([number / took.at, took.own / number * 1e6, took.server / number * 1e6]))
 
 
 if __name__ == "__main__":

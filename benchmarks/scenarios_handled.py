@@ -90,7 +90,7 @@ async def pg_own_transaction(folder: Path) -> Figures:
             for way, some in runs.items():
                 program = [sys.executable, "-m", "benchmarks.own_transaction", way, server.fresh()]
                 ran = await asyncio.to_thread(
-                    subprocess.run, [*program, str(scaled(3000)), str(server.pid)],
+                    subprocess.run, [*program, str(scaled(5000)), str(server.pid)],
                     check=True, stdout=subprocess.PIPE, text=True,
                 )  # fmt: skip
                 some.append(tuple(json.loads(ran.stdout)))
