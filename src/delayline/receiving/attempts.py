@@ -54,6 +54,8 @@ class HandlerAttempts:
         if isinstance(self.completion, RecordedCompletion):
             context.records = Records(self.completion.once.inbox, key_of(message))
             return RecordedAttempt(self, received, calls, context, self.completion)
+        if len(calls) == 1 and Headers.RETRY_ID not in message.headers:  # of several, the last may still fail
+            context.acknowledge_early = self.completion.early(received)
         return HandlerAttempt(self, received, calls, context)
 
 

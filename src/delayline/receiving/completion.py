@@ -19,6 +19,7 @@ from delayline.grouping import Grouping
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, control_message, to_wire_time
 from delayline.outgoing import Outgoing, PendingChange, check_name, hand_over
 from delayline.receiving.intake import MOST_OUTSIDE
+from delayline.receiving.transactions import SupportsEarlyEnd
 from delayline.transaction import TransactionMode, again_after_conflicts
 from delayline.transport import (
     SupportsFlush,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from delayline.delayed.delivery import DelayedDelivery
+    from delayline.external import ExternalTransaction
     from delayline.message import Message
     from delayline.observer import SupportsTraces
     from delayline.outgoing import Destinations, Effect
@@ -102,6 +104,7 @@ class Completion:
         self._destinations = destinations
         self._transactions = transactions
         self._traces = traces
+        self._ending = intake.receiver if isinstance(intake.receiver, SupportsEarlyEnd) else None
         self._prefetching = intake.receiver if isinstance(intake.receiver, SupportsPrefetch) else None
         together = together and self._prefetching is not None
         self._completions: Grouping[_Completion, bool] = Grouping(
@@ -109,6 +112,10 @@ class Completion:
             maximum=MAXIMUM_COMPLETED if together else 1,
             at_once=1 if together else intake.tasks.limit + MOST_OUTSIDE,
         )
+
+    def early(self, received: ReceivedMessage) -> Callable[[ExternalTransaction], Transaction] | None:
+        """Return what ends a handler's transaction with the message, on the handler's thread; None if nothing does."""
+        return None if self._ending is None else partial(self._ending.acknowledge_early, received)
 
     async def remove(self, received: ReceivedMessage) -> bool:
         """Remove a message before it is handled; return False if it has left its queue before."""
@@ -133,7 +140,7 @@ class Completion:
             DelaylineError: A send failed; the message is where it was.
         """
         with UNTRACED if self._traces is None else self._traces.settling(self._queue):
-            if own is not None and own.connection is not None:
+            if own is not None and (own.connection is not None or own.ended is not None):
                 await self._complete_in(own, received, effects)
                 return
             if effects:

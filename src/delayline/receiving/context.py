@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, sessionmaker
 
     from delayline.delayed.store import SupportsManagement
-    from delayline.external import ExternalConnection
+    from delayline.external import ExternalConnection, ExternalTransaction
     from delayline.message import Body, Message
     from delayline.outgoing import Composer, Effect, HeaderMap, Outgoing
     from delayline.receiving.once import Records
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         HandlerTransactions,
         TransactionSource,
     )
+    from delayline.transaction import Transaction
 
 Result_co = TypeVar("Result_co", covariant=True)
 ONCE_SENDS: Final = (
@@ -91,6 +92,8 @@ class MessageContext:
         self._pending = pending
         self.own: HandlerTransaction | None = None
         """The transaction that the handler has asked for."""
+        self.acknowledge_early: Callable[[ExternalTransaction], Transaction] | None = None
+        """Removes the message in that transaction, which it ends, on a handler's thread; None to do so elsewhere."""
         self.records: Records | None = None
         """Records the message in a transaction of the user's; None without an inbox."""
         self._over = False

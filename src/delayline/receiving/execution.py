@@ -58,6 +58,10 @@ class HandlerThreads:
                 work()
             except BaseException as error:
                 failure = error
+            else:
+                early = context.acknowledge_early
+                if isinstance(context.own, ThreadTransaction) and early is not None and not context.effects:
+                    context.own.end_early(early, given_up=done.cancelled())
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(_settle, done, failure)
             if isinstance(context.own, ThreadTransaction):

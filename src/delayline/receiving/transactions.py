@@ -9,7 +9,7 @@ import logging
 import sys
 import textwrap
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from enum import StrEnum
 from inspect import getsource, isawaitable, iscoroutinefunction, signature, unwrap
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, sessionmaker
 
     from delayline.transaction import TransactionParticipant
-    from delayline.transport import Transport
+    from delayline.transport import ReceivedMessage, Transport
 
     class ConnectionPool(Protocol):
         """Common interface of the pools of psycopg and psycopg2."""
@@ -109,6 +109,19 @@ class SupportsEngines(Protocol):
 
 
 @runtime_checkable
+class SupportsEarlyEnd(Protocol):
+    """Capability of a receiver: end a handler's transaction before the event loop hears of the handler's end."""
+
+    def acknowledge_early(self, received: ReceivedMessage, external: ExternalTransaction) -> Transaction:
+        """Remove a message in a handler's transaction, on the thread of its connection, and end it.
+
+        Nothing is raised: `acknowledge` is called with the transaction that is returned, and returns or raises what
+        came of it.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsConflicts(Protocol):
     """Capability of a transport: tell conflicts between transactions, which go away when a transaction is repeated."""
 
@@ -123,6 +136,8 @@ class HandlerTransaction(Protocol):
     source: Any
     connection: Any
     owner: int | None
+    ended: Transaction | None
+    """The transaction that its thread has ended in advance."""
 
     @property
     def thread(self) -> WaitingThread | None:
@@ -226,6 +241,8 @@ class HandlerTransactions:
             at_once: Whether its end comes with the first statements that find what they look for.
         """
         assert self._participant is not None  # noqa: S101 - `open` has checked it
+        if own.ended is not None:
+            return own.ended
         end = own.end if at_once else None
         external = ExternalTransaction(own.connection, own.thread, of_handler=True, end=end)
         return await self._participant.enlist(external)
@@ -307,6 +324,7 @@ class LoopTransaction:
         self.source = source
         self.connection: Any = None
         self.owner: int | None = None
+        self.ended: Transaction | None = None
         self._end = TransactionEnd()
 
     @property
@@ -368,6 +386,7 @@ class ThreadTransaction:
         self.source = source
         self._thread = WaitingThread()
         self.owner: int | None = threading.get_ident()
+        self.ended: Transaction | None = None
         self._over: Future[None] = Future()
         self._end = TransactionEnd()
         self._returned = False
@@ -388,6 +407,19 @@ class ThreadTransaction:
                 self.connection = _made_by(self.source, *SYNC_FACTORIES[0])
         return self.connection
 
+    def end_early(self, acknowledge: Callable[[ExternalTransaction], Transaction], *, given_up: bool) -> None:
+        """Remove the message and commit, on the handler's thread, after the handler: it has not to be asked again.
+
+        Args:
+            acknowledge: Removes the message.
+            given_up: Whether the handler took too long or was cancelled.
+        """
+        if given_up or self.connection is None:
+            return
+        external = ExternalTransaction(self.connection, self._thread, of_handler=True, end=self.end)
+        with contextlib.suppress(Exception):  # which is raised on the event loop too
+            self.ended = acknowledge(external)
+
     def serve(self, *, given_up: bool) -> None:
         """Run the work of the transaction's end; on the handler's thread, after the handler.
 
@@ -405,7 +437,8 @@ class ThreadTransaction:
         del connection
         with self._end.noted():
             self._commit()
-        self._over.set_result(None)
+        with contextlib.suppress(InvalidStateError):  # given up meanwhile
+            self._over.set_result(None)
 
     async def commit(self) -> None:
         """Commit, unless `end` has, and close the connection."""

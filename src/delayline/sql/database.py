@@ -55,7 +55,7 @@ class Database(ABC):
         self._users = 0
         self._server_timeouts: list[float] = []
         self._opening = threading.Lock()
-        self._enlisting = Enlisting(self)
+        self.enlisting = Enlisting(self)
 
     def limit_waits(self, server_timeout: float) -> None:
         """Wait so many seconds for an answer, or the earlier limit if that is shorter."""
@@ -240,7 +240,7 @@ class Database(ABC):
         Raises ConfigurationError for a transaction on another database, without a transaction, or for an object that is
         not a connection; of a handler's transaction with the first statement in it.
         """
-        return await self._enlisting.enlist(external, table)
+        return await self.enlisting.enlist(external, table)
 
     async def notify_on_commit(self, notifications: Mapping[str, int], transaction: Transaction | None = None) -> None:
         """Notify the listeners of each channel of the earliest new due time, after the commit."""

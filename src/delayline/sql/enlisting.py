@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
 from delayline.errors import BackendUnavailable, ConfigurationError
-from delayline.sql.external import hold_of
+from delayline.sql.external import adapter_of, hold_of
 from delayline.sql.transactions import ElsewhereError, EnlistedTransaction
 
 if TYPE_CHECKING:
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from delayline.external import ExternalTransaction
     from delayline.sql.dialect import Dialect, TableIdentity
+    from delayline.sql.external import ConnectionAdapter
 
 Result = TypeVar("Result")
 PLACE: Final = "delayline place"  # the key, with the table's name, in a connection's notes
@@ -60,18 +61,29 @@ class Enlisting:
 
     async def enlist(self, external: ExternalTransaction, table: Table) -> EnlistedTransaction:
         """Return the external transaction if it is on this database; see `Database.enlist`."""
-        database = self._database
+        enlisted = self._enlisted(external, await hold_of(external), table)
+        if not external.of_handler:
+            await self._examine(table, enlisted)
+        return enlisted
+
+    def enlist_early(self, external: ExternalTransaction, table: Table) -> EnlistedTransaction:
+        """Return a handler's transaction, on the thread of its connection."""
+        given: Any = external.connection
+        if hasattr(given, "registry") and callable(given):  # a scoped session, of this thread
+            given = given()
+        return self._enlisted(external, adapter_of(external, given), table)
+
+    def _enlisted(self, external: ExternalTransaction, hold: ConnectionAdapter, table: Table) -> EnlistedTransaction:
+        database, of_handler = self._database, external.of_handler
         enlisted = EnlistedTransaction(
             database.domain,
-            await hold_of(external),
+            hold,
             database.dialect,
-            of_handler=external.of_handler,
-            limits=external.of_handler and database.locks_rows,
+            of_handler=of_handler,
+            limits=of_handler and database.locks_rows,
         )
-        if external.of_handler:
+        if of_handler:
             enlisted.check_with_first_work(partial(self._check, table=table), partial(self._examine, table))
-        else:
-            await self._examine(table, enlisted)
         return enlisted
 
     def _check(self, connection: Connection, table: Table, *, rows_tell: bool = False) -> TableIdentity | None:

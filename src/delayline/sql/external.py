@@ -87,10 +87,15 @@ class BorrowedConnection:
 async def hold_of(external: ExternalTransaction) -> ConnectionAdapter:
     """Return the connection that `external` names, ready for statements. Raises ConfigurationError."""
     given: Any = external.connection
-    if isinstance(given, str) or any(_is(given, module, name) for module, name in OF_DJANGO):
-        return SyncConnectionAdapter(external, given, borrow_django, bound=True)
     if _is(given, "sqlalchemy.orm", "scoped_session") or _is(given, "sqlalchemy.ext.asyncio", "async_scoped_session"):
         given = given() if external.thread is None else await external.thread.run(given)
+    return adapter_of(external, given)
+
+
+def adapter_of(external: ExternalTransaction, given: Any) -> ConnectionAdapter:  # noqa: ANN401 - the connection
+    """Return a connection, ready for statements. Raises ConfigurationError."""
+    if isinstance(given, str) or any(_is(given, module, name) for module, name in OF_DJANGO):
+        return SyncConnectionAdapter(external, given, borrow_django, bound=True)
     for module, name, borrow in SYNCHRONOUS_CONNECTIONS:
         if _is(given, module, name):
             return SyncConnectionAdapter(external, given, borrow)
@@ -137,17 +142,18 @@ class SyncConnectionAdapter:
     async def run(self, work: Callable[[Connection], Result], *, ends: bool = False) -> Result:
         """Run `work`."""
         if self._thread is not None:
-            return await self._thread.run(lambda: self._work(work, ends=ends))
+            return await self._thread.run(lambda: self.work(work, ends=ends))
         if not self._bound:
             try:
-                return await in_thread(lambda: self._work(work, ends=ends))
+                return await in_thread(lambda: self.work(work, ends=ends))
             except sqlite3.ProgrammingError as error:
                 if "thread" not in str(error):
                     raise
                 self._bound = True
-        return self._work(work, ends=ends)
+        return self.work(work, ends=ends)
 
-    def _work(self, work: Callable[[Connection], Result], *, ends: bool) -> Result:
+    def work(self, work: Callable[[Connection], Result], *, ends: bool) -> Result:
+        """Run `work` as `run` does, on the thread of the connection."""
         with self._borrow(self._connection) as borrowed:
             result = work(cast("Connection", borrowed))  # of a connection, work uses the cursors only
         if ends and self._end is not None and result:

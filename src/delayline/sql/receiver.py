@@ -52,6 +52,7 @@ from delayline.transport import ReceivedMessage
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
+    from delayline.external import ExternalTransaction
     from delayline.sql.claims import Claims
     from delayline.sql.crashes import CrashCounts
     from delayline.sql.database import Database
@@ -265,6 +266,12 @@ class SqlReceiver(WaitingReceiver):
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         """Delete the message, now or at the commit."""
         return (await self.acknowledge_many([received], transaction))[0]
+
+    def acknowledge_early(self, received: ReceivedMessage, external: ExternalTransaction) -> EnlistedTransaction:
+        """Delete the message in a handler's transaction; see `SupportsEarlyEnd`."""
+        transaction = self._database.enlisting.enlist_early(external, self._statements.queued)
+        transaction.run_early(partial(self._statements.remove_one, queue=self.queue, number=_number(received)))
+        return transaction
 
     async def acknowledge_many(
         self, received: Sequence[ReceivedMessage], transaction: Transaction | None = None

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import abstractmethod
+from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 from sqlalchemy.exc import InvalidRequestError, PendingRollbackError
 
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted, TransactionAborted
 from delayline.sql.deadlines import limited_answers
+from delayline.sql.external import SyncConnectionAdapter
 from delayline.sql.workers import in_thread
 from delayline.transaction import Transaction
 
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 
 Result = TypeVar("Result")
+if TYPE_CHECKING:
+    #: Work on a connection, with the place of the table that it is to look in; None for what its name means.
+    WorkThere: TypeAlias = Callable[[Connection, TableIdentity | None], Result]
 
 
 class Checkout(Protocol):
@@ -102,6 +107,7 @@ class EnlistedTransaction(Transaction):
         self._hold = hold
         self._errors, self._connections = dialect.errors, dialect.connections
         self._check: Check | None = None
+        self._early: Future[Any] | None = None
         self._examine: Callable[[EnlistedTransaction], Awaitable[None]] | None = None
 
     def check_with_first_work(self, check: Check, examine: Callable[[EnlistedTransaction], Awaitable[None]]) -> None:
@@ -113,60 +119,81 @@ class EnlistedTransaction(Transaction):
         """
         self._check, self._examine = check, examine
 
-    async def run_there(self, work: Callable[[Connection, TableIdentity | None], Result]) -> Result:
-        """Run `work` as `run` does, with the place of the table that was checked, if its statement looks there only.
-
-        Which table the name means is checked after it then, and only if the work returns nothing.
-        """
-        check, examine, self._check = self._check, self._examine, None
-        if check is None or examine is None:
-            return await self._run(lambda connection: work(connection, None), ends=True)
-
-        def checked(connection: Connection) -> Result:
-            place = check(connection, rows_tell=True)
-            result = work(connection, place)
-            if not result and place is not None:
-                check(connection)
-            return result
-
-        try:
-            return await self._run(checked, ends=True)
-        except ElsewhereError:
-            await examine(self)
-            return await self._run(lambda connection: work(connection, None), ends=True)
-
     async def run(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in the transaction; of the connection it may use cursors only."""
-        check, examine, self._check = self._check, self._examine, None
-        if check is None or examine is None:
-            return await self._run(work, ends=True)
+        return await self.run_there(lambda connection, _: work(connection), rows_tell=False)
 
-        def checked(connection: Connection) -> Result:
-            check(connection)
-            return work(connection)
+    async def run_there(self, work: WorkThere[Result], *, rows_tell: bool = True) -> Result:
+        """Run `work` as `run` does, with the place of the table that was checked.
 
+        Args:
+            work: The work. Given a place its statement looks there only, and returns nothing where it finds nothing:
+                what the table's name means is then checked only after that.
+            rows_tell: False for work whose statements need that to be checked first.
+        """
+        if self._early is not None:
+            early, self._early = self._early, None
+            result: Result = early.result()
+            return result
         try:
-            return await self._run(checked, ends=True)
+            return await self._run(self._checked(work, rows_tell=rows_tell), ends=True)
         except ElsewhereError:
-            await examine(self)
-            return await self._run(work, ends=True)
+            assert self._examine is not None  # noqa: S101 - as there was a check
+            self._check = None
+            await self._examine(self)
+            return await self._run(lambda connection: work(connection, None), ends=True)
+
+    def run_early(self, work: WorkThere[Any]) -> None:
+        """Run `work` on the thread of the connection, for `run_there`, which is called later on the event loop."""
+        assert isinstance(self._hold, SyncConnectionAdapter)  # noqa: S101 - others have no thread
+        outcome: Future[Any] = Future()
+        try:
+            outcome.set_result(self._hold.work(partial(self._work, self._checked(work, rows_tell=True)), ends=True))
+        except ElsewhereError:  # both sides are asked on the event loop, where the work is run again
+            return
+        except Exception as error:
+            failure = self._failure(error)
+            if failure is not error:
+                failure.__cause__ = error
+            outcome.set_exception(failure)
+        self._early = outcome
 
     async def look(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` that only reads: the end of the transaction does not follow."""
         return await self._run(work, ends=False)
 
+    def _checked(self, work: WorkThere[Result], *, rows_tell: bool) -> Callable[[Connection], Result]:
+        check = self._check
+        if check is None:
+            return lambda connection: work(connection, None)
+
+        def checked(connection: Connection) -> Result:
+            place = check(connection, rows_tell=rows_tell)
+            result = work(connection, place)
+            if not result and place is not None:
+                check(connection)
+            self._check = None
+            return result
+
+        return checked
+
     async def _run(self, work: Callable[[Connection], Result], *, ends: bool) -> Result:
+        kinds: tuple[type[Exception], ...] = (InvalidRequestError, *self._errors.kinds)
         try:
             return await self._hold.run(partial(self._work, work), ends=ends)
-        except PendingRollbackError as error:  # from SQLAlchemy, on any database; its text may contain parameters
-            raise TransactionAborted(
+        except kinds as error:
+            raise await in_thread(partial(self._failure, error)) from error
+
+    def _failure(self, error: Exception) -> Exception:
+        """Return delayline's error for a driver's, or SQLAlchemy's; may ask the server."""
+        if isinstance(error, PendingRollbackError):  # on any database; its text may contain parameters
+            return TransactionAborted(
                 "transaction= is aborted, as something in it has failed before or its connection was lost: roll it "
                 "back, and send in a new transaction"
-            ) from error
-        except InvalidRequestError as error:
-            raise ConfigurationError(f"transaction= cannot be used: {str(error).partition(chr(10))[0]}") from error
-        except self._errors.kinds as error:
-            raise await in_thread(partial(self._errors.translated, error)) from error  # which may ask the server
+            )
+        if isinstance(error, InvalidRequestError):
+            return ConfigurationError(f"transaction= cannot be used: {str(error).partition(chr(10))[0]}")
+        return self._errors.translated(error) if isinstance(error, self._errors.kinds) else error
 
     def _work(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         limit = limited_answers(connection, self._connections) if self._limits else contextlib.nullcontext()
