@@ -116,9 +116,11 @@ async def _prepared(database: Database, *, prepares: bool) -> Sequence[Finding]:
     if two_phase is None:
         return ()
     try:
+        if prepares:
+            await database.read(two_phase.check)
         names = await database.read(partial(two_phase.in_doubt, prefix=transaction_names.PREFIX))
     except DelaylineError as error:
-        return [(transaction_names.FINDING, False, f"unknown: {error}")] if prepares else ()
+        return [(transaction_names.FINDING, False, str(error))] if prepares else ()
     return [transaction_names.finding(names, datetime.now(UTC))] if prepares or names else ()
 
 
