@@ -12,6 +12,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -22,7 +23,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.pool import NullPool
 from tests.cluster.harness import new_seed
 from tests.conftest import newer, running
-from tests.eventually import PATIENCE, eventually
+from tests.eventually import PATIENCE, eventually, eventually_async
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
 from tests.servers.programs import CONFIGURED
@@ -51,27 +52,30 @@ MARIADB_SETTINGS = ["innodb_flush_log_at_trx_commit=2", "log_bin=binlog", "serve
 PRODUCTS = ["PostgreSQL", "MariaDB", "MariaDB 11.8"]
 
 WORKER = """
-import asyncio, ctypes, os, signal, sys
+import asyncio, ctypes, os, signal, sys, time
 from datetime import timedelta
 from delayline import Endpoint, StoredDelivery, TransactionMode
 from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
 from delayline.sql.databases import database_at
 
-queues, waiting, role, step = sys.argv[1:]
+queues, waiting, role, step, ends_by = sys.argv[1:]
 Phases = type(database_at(waiting).dialect.transactions.two_phase)
 ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 STEPS = {"before prepare": ("prepare", "before"), "after prepare": ("prepare", "after"),
          "after the decision": ("commit_prepared", "before"), "after the commit": ("commit_prepared", "after")}
+def end():
+    os.kill(os.getpid(), int(ends_by))
+    time.sleep(0.2)  # a thread may run on for a moment before a signal freezes its process
 if step:
     method, at = STEPS[step]
     original, calls = getattr(Phases, method), []
     def dying(*args, **kwargs):
         calls.append(1)
         if len(calls) == 2 and at == "before":
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
         result = original(*args, **kwargs)
         if len(calls) == 2 and at == "after":
-            os.kill(os.getpid(), signal.SIGKILL)
+            end()
         return result
     setattr(Phases, method, dying)
 
@@ -113,8 +117,8 @@ class TwoServers:
             await endpoint.transport.setup_infrastructure(["results"])
             await asyncio.gather(*(endpoint.send("orders", f"{one}", delay=delay) for one in range(number)))
 
-    def start(self, role: str, step: str = "") -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", WORKER, self.queues, self.waiting, role, step]
+    def start(self, role: str, step: str = "", ends_by: int = signal.SIGKILL) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", WORKER, self.queues, self.waiting, role, step, f"{ends_by}"]
         process = subprocess.Popen(command, stderr=subprocess.PIPE)
         self.processes.append(process)
         return process
@@ -264,6 +268,34 @@ async def test_a_running_endpoint_settles_transactions_of_a_killed_process(two: 
             await signals.wait_for(Event.SETTLED, timeout=PATIENCE)
         assert two.in_doubt() == []
         assert len(set(two.stored() + two.queued())) == len(two.stored() + two.queued()) == MESSAGES
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("store_in", PRODUCTS)
+@pytest.mark.parametrize("step", ["after prepare", "after the decision"])
+async def test_a_process_that_is_frozen_in_a_transaction_goes_on(two: TwoServers, step: str) -> None:
+    """Given a process that is frozen with a transaction prepared, when it goes on, then the transaction is whole."""
+    await two.send(MESSAGES, timedelta(seconds=1))
+    frozen = two.start("poller", step, signal.SIGSTOP)
+    await asyncio.to_thread(eventually, lambda: is_stopped(frozen), "it to be frozen")
+    assert two.in_doubt()
+    moved = 10  # a batch
+    async with two.endpoint(polling=True) as endpoint:
+        # Then the others' messages go on meanwhile
+        await asyncio.to_thread(eventually, lambda: len(two.queued()) >= MESSAGES - moved, "the others to be queued")
+        decided = step == "after the decision"
+        if two.waiting.startswith("mariadb") or not decided:  # a transaction belongs to its connection, or is undecided
+            await eventually_async(lambda: endpoint.measures()["two_phase.in_doubt"] == 1, "it to be in doubt")
+        frozen.send_signal(signal.SIGCONT)
+        await asyncio.to_thread(eventually, lambda: len(two.queued()) == MESSAGES, "all to be queued")
+        await asyncio.to_thread(eventually, lambda: not two.in_doubt(), "all to be settled")
+        await asyncio.to_thread(eventually, lambda: not two.stored(), "nothing to be left")
+    assert len(set(two.queued())) == MESSAGES
+
+
+def is_stopped(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a signal has frozen the process."""
+    return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 @pytest.mark.slow

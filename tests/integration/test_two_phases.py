@@ -32,11 +32,13 @@ from delayline import (
     TransactionMode,
 )
 from delayline.errors import BackendUnusable, UnsupportedTransactionMode
+from delayline.events import Event
 from delayline.spi import TransportOperation
-from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit
-from delayline.sql.databases import database_at
+from delayline.sql import SqlDelayedMessageStore, SqlTransport, TwoPhaseCommit, two_phase
+from delayline.sql.databases import database_at, examine
 from delayline.sql.server import run
 from delayline.sql.two_phase import TwoPhaseTransaction
+from delayline.testing import Signals
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
@@ -291,6 +293,54 @@ async def test_a_connection_lost_before_the_end(pair: TwoDatabases, monkeypatch:
     assert await pair.exist() == (["1"], ["1"])
 
 
+@pytest.mark.parametrize("answers", ["a refusal", "nothing"])
+@pytest.mark.parametrize("step", ["prepare", "commit_prepared"])
+@pytest.mark.slow
+async def test_a_server_that_is_blocked_at_a_step(
+    mariadb: MariadbServer,
+    mariadb_url: str,
+    postgresql_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    step: str,
+    answers: str,
+) -> None:
+    """Given a server that does a step later than an answer may take, or refuses it, then both have it or neither."""
+    monkeypatch.setattr(two_phase, "LOOK_EVERY", 0.5)
+    pair = TwoDatabases(postgresql_url, f"{mariadb_url}?server_timeout=2")
+    blocked: list[str] = []
+    original = getattr(pair.two_phase, step)
+    raised = pytest.raises(BackendUnavailable) if step == "prepare" else contextlib.nullcontext()
+    async with pair.endpoint:
+        with mariadb.administrator() as administrator, Signals() as signals:
+
+            def block(connection: Connection, name: str) -> Any:  # noqa: ANN401 - what the step returns
+                if not blocked:
+                    blocked.append(name)
+                    administrator.execute("FLUSH TABLES WITH READ LOCK")
+                    if answers == "nothing":
+                        run(connection, "SET SESSION lock_wait_timeout = 600")
+                return original(connection, name)
+
+            monkeypatch.setattr(pair.two_phase, step, block)
+            try:
+                with raised:
+                    await both(pair)
+            finally:
+                administrator.execute("UNLOCK TABLES")
+            if (step, answers) == ("prepare", "nothing"):  # it is prepared only now
+                await signals.wait_for(Event.SETTLED, timeout=PATIENCE)
+        await eventually_async(lambda: not pair.in_doubt(), "the transaction is settled")
+        expected = [] if step == "prepare" else ["1"]
+
+        async def is_whole() -> bool:
+            with contextlib.suppress(BackendUnavailable):
+                return await pair.exist() == (expected, expected)
+            return False
+
+        await eventually_async(is_whole, "both databases agree")
+    assert blocked
+
+
 async def test_a_transaction_in_progress_is_left_alone(pair: TwoDatabases) -> None:
     """Given a transaction that is prepared, when another process recovers, then it waits for the decision."""
     other = TwoDatabases(pair.queues, pair.waiting)
@@ -407,6 +457,13 @@ async def test_xids_of_others_are_left_alone(postgresql_url: str, mariadb: Maria
         assert await pair.exist() == (["1"], ["1"])
 
 
+async def unhealthy(url: str) -> str:
+    """Return what `doctor` says against prepared transactions in a store's database."""
+    findings = {what: text for what, ok, text in await examine(url, prepares=True) if not ok}
+    assert "prepared transactions" not in {what for what, *_ in await examine(url)}
+    return findings["prepared transactions"]
+
+
 @pytest.mark.server
 async def test_a_server_that_prepares_nothing_is_refused(postgresql_url: str) -> None:
     """Given a server as it is installed, when an endpoint starts that needs prepared transactions, then it says so."""
@@ -414,6 +471,7 @@ async def test_a_server_that_prepares_nothing_is_refused(postgresql_url: str) ->
         pair = TwoDatabases(postgresql_url, server.new_database())
         with pytest.raises(BackendUnusable, match=r"set max_prepared_transactions in postgresql\.conf .* restart"):
             await pair.endpoint.start()
+        assert "set max_prepared_transactions" in await unhealthy(pair.waiting)
         other = TwoDatabases(server.new_database(), postgresql_url)  # the queues' database prepares nothing
         async with other.endpoint:
             pass
@@ -450,6 +508,7 @@ async def test_a_node_of_a_galera_cluster_is_refused(galera: MariadbServer, post
     pair = TwoDatabases(postgresql_url, galera.new_database())
     with pytest.raises(BackendUnusable, match="is a node of a Galera cluster, which has no XA transactions"):
         await pair.endpoint.start()
+    assert "is a node of a Galera cluster" in await unhealthy(pair.waiting)
     other = TwoDatabases(galera.new_database(), postgresql_url)  # the queues' database prepares nothing
     async with other.endpoint:
         await both(other)
