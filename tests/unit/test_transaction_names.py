@@ -6,7 +6,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from delayline.sql.mariadb.two_phase import xid_of
+from delayline.sql.mariadb.two_phase import names_of, xid_of
 from delayline.sql.transaction_names import finding, named_at, new_name
 
 LOG, DATABASE = "0123456789abcdef", "0123456789ab"
@@ -44,3 +44,21 @@ def test_findings_about_prepared_transactions() -> None:
     _, ok, text = finding(["delayline-of-another-make"], now)
     assert not ok
     assert text.startswith("1 of delayline's: delayline-of-another-make. An endpoint with")
+
+
+def test_xids_are_read_as_either_product_lists_them() -> None:
+    """Given the lists of MariaDB and of MySQL, which sends hexadecimal digits, then the names are the same."""
+    name = new_name(LOG, DATABASE)
+    shared, number = xid_of(name)
+    data = f"{shared}{number}".encode()
+    of_others: list[tuple[int, int, int, bytes | str]] = [
+        (1, 3, 1, b"\xff\x00\xfe\x80"),
+        (7, len(shared), len(number), data),
+        (1, 1, 0, "0xFF"),
+        (1, 1, 0, b"x"),
+    ]
+    lists: tuple[bytes | str, ...] = (data, f"0x{data.hex().upper()}")
+    for listed in lists:
+        assert names_of([*of_others, (1, len(shared), len(number), listed)], "delayline-") == [name]
+        assert names_of([(1, len(shared), len(number), listed)], name) == [name]
+        assert names_of([(1, len(shared), len(number), listed)], "delayline-f") == []

@@ -45,6 +45,8 @@ class MariadbConnections(ServerConnections):
     extra = "mariadb"
     default_port = 3306
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
+    recover: ClassVar[str] = "XA RECOVER"
+    """The statement that lists prepared transactions, whose names may have any bytes."""
 
     def __init__(self, url: URL) -> None:
         unknown = sorted(set(url.query) - set(DRIVER_OPTIONS))
@@ -147,6 +149,7 @@ class MysqlConnections(MariadbConnections):
     driver = "mysql+pymysql"
     extra = "mysql"
     oldest = (8, 0, 17)  # the first with a collation for names that are equal only when they are the same
+    recover = "XA RECOVER CONVERT XID"  # in hexadecimal: its names are sent as text otherwise, which bytes may not be
 
 
 def _connected(dialect: object, record: object, arguments: Sequence[Any], options: Mapping[str, Any]) -> object:

@@ -16,6 +16,8 @@ from delayline.sql.mariadb.errors import RIGHT_TO_RECOVER, number_of
 from delayline.sql.server import NOT_COMMITTED, ServerTransactions, run
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from sqlalchemy import Connection
 
     from delayline.sql.mariadb.connections import MariadbConnections
@@ -112,7 +114,7 @@ class MariadbTwoPhase:
         Raises BackendUnusable where the user may not ask.
         """
         try:
-            xids = run(connection, "XA RECOVER")
+            rows = run(connection, self._connections.recover)
         except self._connections.errors.kinds as error:
             if number_of(error) not in RIGHT_TO_RECOVER:
                 raise
@@ -120,8 +122,7 @@ class MariadbTwoPhase:
                 f"{self._connections} does not let this user find prepared transactions. Run as an administrator: "
                 "GRANT XA_RECOVER_ADMIN ON *.* TO the user"
             ) from error
-        names = (_name_of(length, xid) for form, length, _, xid in xids if form == FORMAT)
-        return [name for name in names if name.startswith(prefix)]
+        return names_of(rows, prefix)
 
     def _finish(self, connection: Connection, statement: str, name: str) -> bool:
         try:
@@ -141,6 +142,13 @@ def xid_of(name: str) -> tuple[str, str]:
     return shared, number
 
 
-def _name_of(length: int, xid: bytes) -> str:
+def names_of(rows: Sequence[tuple[int, int, int, bytes | str]], prefix: str) -> list[str]:
+    """Return the names in a list of prepared transactions that begin with the prefix."""
+    names = (_name_of(length, xid) for form, length, _, xid in rows if form == FORMAT)
+    return [name for name in names if name.startswith(prefix)]
+
+
+def _name_of(length: int, xid: bytes | str) -> str:
     """Return the name whose two parts make up an xid, the first of that length; others' may have any bytes."""
-    return f"{xid[:length].decode('ascii', 'replace')}-{xid[length:].decode('ascii', 'replace')}"
+    data = bytes.fromhex(xid.removeprefix("0x")) if isinstance(xid, str) else xid
+    return f"{data[:length].decode('ascii', 'replace')}-{data[length:].decode('ascii', 'replace')}"
