@@ -22,11 +22,12 @@ from delayline.delayed.fairness import FairBy
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.sql.databases import database_at
-from delayline.sql.fair_groups import LAST_NAME, DueGroups
+from delayline.sql.fair_groups import LAST_NAME, DueGroups, QueuedGroups
 from delayline.sql.postgresql.moves import PostgresqlForwarding
 from delayline.sql.row_claims import LockStatements
 from delayline.sql.schema import queue_tables
 from delayline.sql.statements import EXPIRY_MARKER, MARKER, StoreStatements
+from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -152,6 +153,22 @@ async def test_a_store_without_its_index_says_what_to_do(url: str) -> None:
     await plain.close()
 
 
+async def filled_queue(url: str) -> QueuedGroups:
+    """Fill a queue with a backlog of one tenant and a message of another, and return the statements of its groups."""
+    transport = SqlTransport(url, fair_by="header:Tenant")
+    await transport.start()
+    await transport.setup_infrastructure(["work"])
+    operations = [
+        TransportOperation(Message(f"{tenant}{each}", {"Tenant": tenant}, b"x"), "work")
+        for tenant, number in (("busy", 5000), ("quiet", 1))
+        for each in range(number)
+    ]
+    for first in range(0, len(operations), 500):
+        await transport.dispatch(operations[first : first + 500])
+    await transport.stop()
+    return QueuedGroups(queue_tables(fair=True).queued, database_at(url).dialect, "work")
+
+
 @pytest.fixture
 def connection(postgresql_url: str) -> Iterator[Connection]:
     with database_at(postgresql_url).dialect.connections.look() as connection:
@@ -176,12 +193,15 @@ async def test_the_plans_on_postgresql_read_one_group_alone(
     # When the statements for another group are run
     dialect, tables, now = database_at(postgresql_url).dialect, queue_tables(None), datetime.now(UTC)
     locks = LockStatements(StoreStatements(table, dialect), dialect, dialect.leases(table, tables))  # type: ignore[attr-defined, arg-type]
-    groups = DueGroups(table, dialect)
+    groups, queued = DueGroups(table, dialect), await filled_queue(postgresql_url)
+    connection.exec_driver_sql("ANALYZE delayline_messages")
     assert groups.found is not None
     move = PostgresqlForwarding(table, tables, dialect).fair_statements[False][0]  # type: ignore[arg-type]
     statements = {
         locks.due_in_turn: ("quiet", PAST, now, 100),
         groups.found: ([""], [LAST_NAME], now),
+        queued.first: ("work", "busy", LAST_NAME),
+        queued.numbers: ("work", "quiet", 0, 100),
         move: (["quiet"], [PAST], [100], MARKER, EXPIRY_MARKER, now, 100, 1 << 20),
     }
     for statement, values in statements.items():
@@ -193,6 +213,7 @@ async def test_the_plans_on_postgresql_read_one_group_alone(
         # Then each reads the index of groups, and a few of its pages
         assert "Index_Time" not in plan, plan
         assert 'Seq Scan on "sales.timeouts"' not in plan, plan
+        assert "Seq Scan on delayline_messages" not in plan, plan
         read_pages = int(re.findall(r"Buffers: shared hit=(\d+)", plan)[0])
         assert read_pages < 100, plan
 
@@ -207,9 +228,12 @@ async def test_the_plans_on_mariadb_read_one_group_alone(mariadb_url: str) -> No
     table, dialect = store.table_of("sales"), database_at(mariadb_url).dialect
     locks = LockStatements(StoreStatements(table, dialect), dialect, dialect.leases(table, queue_tables(None)))  # type: ignore[attr-defined, arg-type]
     await store.close()
+    queued = await filled_queue(mariadb_url)
     statements = {
         locks.due_in_turn: ("quiet", PAST.replace(tzinfo=None), datetime(2030, 1, 1), 100),  # noqa: DTZ001
         DueGroups(table, dialect).first: ("busy", LAST_NAME),
+        queued.first: ("work", "busy", LAST_NAME),
+        queued.numbers: ("work", "quiet", 0, 100),
     }
 
     def rows_read(used: Connection) -> int:

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.servers.sqlite import database_of
 
+from delayline.delayed.fairness import FairBy
+from delayline.sql.fair_groups import DueGroups, QueuedGroups, fair_table
 from delayline.sql.file_database import NumberStatements
 from delayline.sql.prepared import Prepared
 from delayline.sql.schema import QUEUES, queue_tables, timeouts_table
 from delayline.sql.setup import RequiredTables
+from delayline.sql.sqlite.moves import FileForwarding
 from delayline.sql.statements import QueueStatements, StoreStatements
 
 if TYPE_CHECKING:
@@ -25,7 +28,9 @@ TABLE = "orders.timeouts"
 NO_TABLE = "SCAN CONSTANT ROW"
 
 
-def statements(owner: StoreStatements | NumberStatements | QueueStatements) -> dict[str, str]:
+def statements(
+    owner: StoreStatements | NumberStatements | QueueStatements | DueGroups | QueuedGroups,
+) -> dict[str, str]:
     return {name: value.text([3] * value.lists) for name, value in vars(owner).items() if isinstance(value, Prepared)}
 
 
@@ -83,6 +88,37 @@ def test_no_statement_scans_or_sorts(connection: sqlite3.Connection, file: Path,
     assert {"due", "due_numbers", "next_due", "insert", "delete", "known", "put", "numbers"} <= set(found)
     for name, sql in found.items():
         assert_cheap(name, sql, plan_of(connection, sql))
+
+
+@pytest.mark.parametrize("analyzed", [False, True], ids=["fresh", "analyzed"])
+@pytest.mark.parametrize("fair_by", ["destination", "header:Tenant"])
+def test_no_statement_of_turns_scans_or_sorts(
+    connection: sqlite3.Connection, file: Path, fair_by: str, analyzed: bool
+) -> None:
+    # Given tables whose messages, all of one group, are served fairly
+    dialect = dialect_at(file)
+    table, queues = fair_table(timeouts_table(TABLE), FairBy.of(fair_by)), queue_tables(fair=True)
+    connection.commit()
+    upgraded = dialect.connections.connect(writing=True)
+    RequiredTables(dialect, None, QUEUES, others=[table, queues.queued]).set_up(upgraded)
+    upgraded.close()
+    connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()  # EXPLAIN does not read a changed schema
+    if analyzed:
+        connection.execute("ANALYZE")
+    # When SQLite is asked how it would run each statement
+    store, moves = StoreStatements(table, dialect), FileForwarding(table, queues, dialect)
+    assert moves.of_turn is not None
+    found = statements(store) | statements(NumberStatements(store)) | statements(QueueStatements(queues, dialect))
+    found |= {f"queued {name}": sql for name, sql in statements(QueuedGroups(queues.queued, dialect, "q")).items()}
+    found |= statements(DueGroups(table, dialect)) | {"heads": moves.of_turn.heads.sql}
+    # Then each searches an index, and those of turns that of groups
+    for name, sql in found.items():
+        assert_cheap(name, sql, plan_of(connection, sql))
+    for name in ("numbers_of_turn", "due_of_turn", "heads", "first"):
+        assert "Index_Destination" in str(plan := plan_of(connection, found[name])) or "Index_Group" in str(plan), plan
+    for name in ("queued first", "queued numbers"):
+        assert "delayline_messages_groups" in str(plan_of(connection, found[name]))
+        assert "<" in str(plan_of(connection, found[name])), "it reads to the end of the index"
 
 
 def test_the_guard_can_fail(connection: sqlite3.Connection) -> None:

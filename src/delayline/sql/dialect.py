@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from sqlalchemy import and_, bindparam, delete, inspect
+from sqlalchemy import and_, bindparam, delete, inspect, tuple_
 from sqlalchemy.exc import DBAPIError
 
 from delayline.delayed.outbox import LONGEST_ROW_PREFIX
@@ -175,7 +175,7 @@ class StatementWords(ABC):
 
 
 class GroupQueries:
-    """Queries by the index of groups, which have to use it whatever statistics say."""
+    """Queries by the index of groups, which have to use it whatever statistics say: here because they name it."""
 
     def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
         """Return the condition that a message is in the bound `group`, and due `since` then and `until` then."""
@@ -201,6 +201,37 @@ class GroupQueries:
         """Return the names of the indexes that a table has and that can be used."""
         indexes = inspect(connection).get_indexes(table.name, schema=table.schema)
         return {str(index["name"]) for index in indexes}
+
+
+class RowValueGroups(GroupQueries):
+    """Conditions on row values, which only the index of groups fulfils.
+
+    By the group alone the planner may read another index in the order that is asked for: other groups' messages too.
+    """
+
+    def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
+        """Return the condition that only the index of groups fulfils.
+
+        By the group and due times alone the planner may read the index of due times: other groups' messages too.
+        """
+        name, since, until = (
+            bindparam(key, type_=column.type) for key, column in (("group", group), ("since", due), ("until", due))
+        )
+        return and_(tuple_(group, due) >= tuple_(name, since), tuple_(group, due) <= tuple_(name, until))
+
+    def groups_between(self, queue: Column[str], group: Column[str]) -> ColumnElement[bool]:
+        """Return the condition that only the index of groups fulfils."""
+        name, after, before = (
+            bindparam(key, type_=column.type) for key, column in (("queue", queue), ("after", group), ("before", group))
+        )
+        return and_(tuple_(queue, group) > tuple_(name, after), tuple_(queue, group) < tuple_(name, before))
+
+    def group_after(self, queue: Column[str], group: Column[str], number: Column[int]) -> ColumnElement[bool]:
+        """Return the condition that only the index of groups fulfils."""
+        name, of, since = (
+            bindparam(key, type_=column.type) for key, column in (("queue", queue), ("group", group), ("since", number))
+        )
+        return and_(tuple_(queue, group, number) > tuple_(name, of, since), tuple_(queue, group) <= tuple_(name, of))
 
 
 class BulkStatements(ABC):

@@ -17,7 +17,7 @@ from sqlalchemy.sql.util import ClauseAdapter
 
 from delayline.errors import ConfigurationError, TransactionAborted
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.sql.dialect import BulkStatements, ColumnValues, GroupQueries, StatementWords, conflict_columns
+from delayline.sql.dialect import BulkStatements, ColumnValues, RowValueGroups, StatementWords, conflict_columns
 from delayline.sql.due_forecast import explanation
 from delayline.sql.postgresql.catalog import USUAL, PostgresqlCatalog
 from delayline.sql.postgresql.claims import AdvisoryLockClaims
@@ -131,38 +131,11 @@ WHERE i.indrelid = to_regclass(%s) AND i.indisvalid
 """
 
 
-class PostgresqlGroups(GroupQueries):
-    """Conditions that only the index of groups fulfils.
-
-    By the group alone the planner may read another index in the order that is asked for: other groups' messages too.
-    """
+class PostgresqlGroups(RowValueGroups):
+    """A single query finds all groups."""
 
     def __init__(self, sql: Dialect) -> None:
         self._sql = sql
-
-    def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
-        """Return the condition that only the index of groups fulfils.
-
-        By the group and due times alone the planner may read the index of due times: other groups' messages too.
-        """
-        name, since, until = (
-            bindparam(key, type_=column.type) for key, column in (("group", group), ("since", due), ("until", due))
-        )
-        return and_(tuple_(group, due) >= tuple_(name, since), tuple_(group, due) <= tuple_(name, until))
-
-    def groups_between(self, queue: Column[str], group: Column[str]) -> ColumnElement[bool]:
-        """Return the condition that only the index of groups fulfils."""
-        name, after, before = (
-            bindparam(key, type_=column.type) for key, column in (("queue", queue), ("after", group), ("before", group))
-        )
-        return and_(tuple_(queue, group) > tuple_(name, after), tuple_(queue, group) < tuple_(name, before))
-
-    def group_after(self, queue: Column[str], group: Column[str], number: Column[int]) -> ColumnElement[bool]:
-        """Return the condition that only the index of groups fulfils."""
-        name, of, since = (
-            bindparam(key, type_=column.type) for key, column in (("queue", queue), ("group", group), ("since", number))
-        )
-        return and_(tuple_(queue, group, number) > tuple_(name, of, since), tuple_(queue, group) <= tuple_(name, of))
 
     def due_groups(self, group: Column[str], due: Column[Any]) -> Select[str, Any]:
         """Return the query for groups with due messages: between two names each, with a step of the index for each."""

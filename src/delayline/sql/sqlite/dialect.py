@@ -13,7 +13,14 @@ from sqlalchemy.dialects.sqlite import insert
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnusable
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.sql.dialect import BulkStatements, ColumnValues, Dialect, StatementWords, conflict_columns
+from delayline.sql.dialect import (
+    BulkStatements,
+    ColumnValues,
+    Dialect,
+    RowValueGroups,
+    StatementWords,
+    conflict_columns,
+)
 from delayline.sql.server import run
 from delayline.sql.sqlite.catalog import SqliteCatalog
 from delayline.sql.sqlite.claims import FileClaims
@@ -128,6 +135,7 @@ class Sqlite(Dialect):
 
     values = SqliteValues()
     words = SqliteWords()
+    groups = RowValueGroups()
     catalog = SqliteCatalog()
     timeouts = TIMEOUTS
     connections: SqliteConnections

@@ -61,7 +61,7 @@ class FileForwarding:
             return in_turn(select(*selected), table, dialect).limit(bindparam("number"))
 
         self._by_due_time = statements(by_due_time, ["until"])
-        self._of_turn = None if fair_by_of(table) is None else statements(of_turn, OF_TURN)
+        self.of_turn = None if fair_by_of(table) is None else statements(of_turn, OF_TURN)
 
     def run(
         self,
@@ -81,8 +81,8 @@ class FileForwarding:
         """
         part = FilePart(connection, self._queues, limit, max_bytes, Counter() if counted else None)
         served = None
-        if turns and self._of_turn is not None:
-            served = self._move_turns(part, self._of_turn, turns, until, limit)
+        if turns and self.of_turn is not None:
+            served = self._move_turns(part, self.of_turn, turns, until, limit)
         else:
             part.move(self._by_due_time, (until,), limit)
         queues = {name for name, exists in part.known.items() if exists} if part.number else set()
