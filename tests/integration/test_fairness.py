@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
+import subprocess
+import sys
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, TypeVar
 
@@ -102,6 +105,50 @@ async def test_a_poller_moves_few_messages_past_a_backlog(url: str, fair_by: str
     assert read(url, lambda used: used.exec_driver_sql("SELECT count(*) FROM delayline_messages").scalar_one()) == (
         BACKLOG + 5
     )
+
+
+POLLS = """
+import asyncio, sys
+from delayline import Endpoint, SqlDelayedMessageStore, SqlTransport, StoredDelivery
+async def main(url):
+    delivery = StoredDelivery(SqlDelayedMessageStore(url), fair_by="destination", batch_size=50)
+    async with Endpoint("sales", transport=SqlTransport(url), delayed_delivery=delivery, send_only=True):
+        print("polls", flush=True)
+        await asyncio.sleep(600)
+asyncio.run(main(sys.argv[1]))
+"""
+
+
+async def test_pollers_one_of_which_is_killed_move_every_message_once(url: str) -> None:
+    # Given a backlog for several queues, and two processes that move it
+    transport, store = SqlTransport(url), SqlDelayedMessageStore(url)
+    endpoint = Endpoint(
+        "sales", transport=transport, delayed_delivery=StoredDelivery(store, fair_by="destination", polling=False)
+    )
+    await endpoint.setup()
+    queues = [f"queue{number}" for number in range(5)]
+    await transport.setup_infrastructure(queues)
+    await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
+    for number, queue in enumerate(queues):
+        await filled(store, messages(f"{queue}-", 1000 * (number + 1), queue))
+    with contextlib.ExitStack() as stack:
+        command = [sys.executable, "-c", POLLS, url]
+        processes = [stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE)) for _ in range(2)]  # noqa: ASYNC220
+        try:
+            for process in processes:
+                assert process.stdout is not None
+                assert await asyncio.to_thread(process.stdout.readline) == b"polls\n"
+            # When one is killed, and the other goes on
+            processes[0].kill()
+            await until_empty(store)
+        finally:
+            for process in processes:
+                process.kill()
+    await store.close()
+    # Then every message is in its queue, once
+    ids = read(url, lambda used: used.exec_driver_sql("SELECT queue, id FROM delayline_messages").all())
+    assert len(ids) == len(set(ids)) == 15_000
+    assert all(id.startswith(f"{queue}-") for queue, id in ids)
 
 
 async def test_a_backlog_in_rabbitmq_delays_no_other(postgresql_url: str, rabbitmq_url: str) -> None:
