@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
     AtPrepare = Callable[[Connection, str], object]
 
+pytestmark = pytest.mark.sample(3)  # of five pairs of databases, for most tests
 DUE = datetime(2100, 1, 1, tzinfo=UTC)
 
 
