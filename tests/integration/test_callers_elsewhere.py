@@ -33,10 +33,11 @@ from delayline import (
     Message,
     MessageContext,
     QueueNotFound,
+    Send,
     StoredDelivery,
     SyncEndpoint,
 )
-from delayline.sql import SqlDelayedMessageStore, SqlTransport
+from delayline.sql import SqlDelayedMessageStore, SqlTransport, external
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -292,6 +293,23 @@ async def test_a_raw_connection_of_another_driver_is_taken(driver: str, request:
             pytest.raises(ConfigurationError, match="in autocommit"),
         ):
             await shop.send("shop", "", transaction=connection)
+
+
+@pytest.mark.parametrize("greenlets", [True, False])
+async def test_psycopgs_own_connection_is_taken_with_and_without_greenlets(
+    postgresql_url: str, monkeypatch: pytest.MonkeyPatch, greenlets: bool
+) -> None:
+    """Given psycopg's AsyncConnection, when messages are sent in it, then its commit decides, with greenlet or not."""
+    monkeypatch.setattr(external, "_has_greenlets", lambda: greenlets)
+    transport = SqlTransport(postgresql_url)
+    await transport.setup_infrastructure(["shop"])
+    async with Endpoint("sender", transport=transport, send_only=True) as sender:
+        async with await psycopg.AsyncConnection.connect(postgresql_url) as connection:
+            await sender.send_many([Send("shop", b"one"), Send("shop", b"two")], transaction=connection)
+            await connection.rollback()
+            assert await transport.count("shop") == 0
+            await sender.send("shop", b"three", transaction=connection)
+        assert [message.body for message in await transport.browse("shop", 10)] == [b"three"]
 
 
 async def test_an_error_on_a_connection_of_psycopg2_is_one_of_delaylines(postgresql_url: str) -> None:

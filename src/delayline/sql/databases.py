@@ -201,7 +201,7 @@ def engine_at(given: SqlDatabase, size: int, *, asynchronous: bool) -> Engine | 
     """
     parsed = given.parsed_url.difference_update_query(["server_timeout", "pool_size", "pgbouncer"])
     product = parsed.get_backend_name()
-    pool: dict[str, Any] = {"pool_size": size, "max_overflow": 0, "hide_parameters": True}
+    pool: dict[str, Any] = {"pool_size": size, "max_overflow": 0, "hide_parameters": True, "pool_use_lifo": True}
     database = database_at(given)
     if isinstance(database, ServerDatabase):  # as our own connections, whatever the server's default is
         pool["isolation_level"] = "READ COMMITTED"

@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import sqlite3
 import sys
-from functools import partial
+from functools import lru_cache, partial
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -183,7 +184,7 @@ class SqlAlchemyAsyncAdapter:
 
 
 class PsycopgAsyncAdapter:
-    """A psycopg AsyncConnection: work waits on a dedicated thread while statements run on the event loop."""
+    """A psycopg AsyncConnection: its statements are awaited in a greenlet, as SQLAlchemy does, or else by a thread."""
 
     def __init__(self, external: ExternalTransaction, connection: AsyncConnection[Any]) -> None:
         del external
@@ -192,25 +193,40 @@ class PsycopgAsyncAdapter:
     async def run(self, work: Callable[[Connection], Result], *, ends: bool = False) -> Result:
         """Run `work`; its end has to be awaited."""
         del ends
+        _refuse_psycopg_autocommit(self._connection)
+        if _has_greenlets():
+            from sqlalchemy.util.concurrency import await_only, greenlet_spawn
+
+            result: Result = await greenlet_spawn(work, self._borrowed(await_only))
+            return result
+        loop = asyncio.get_running_loop()
+        borrowed = self._borrowed(lambda answer: asyncio.run_coroutine_threadsafe(answer, loop).result())
+        return await in_thread(lambda: work(borrowed))
+
+    def _borrowed(self, wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> Connection:
         from psycopg import AsyncCursor
         from psycopg.rows import tuple_row
 
-        _refuse_psycopg_autocommit(self._connection)
-        loop, connection = asyncio.get_running_loop(), self._connection
+        connection = self._connection
         borrowed = BorrowedConnection(
             "postgresql",
-            lambda: LoopCursor(AsyncCursor(connection, row_factory=tuple_row), loop),
+            lambda: AwaitedCursor(AsyncCursor(connection, row_factory=tuple_row), wait),
             info=_notes.setdefault(connection, {}),
         )
-        return await in_thread(lambda: work(cast("Connection", borrowed)))
+        return cast("Connection", borrowed)
 
 
-class LoopCursor:
-    """An asynchronous cursor for a thread that waits for each of its answers."""
+@lru_cache(maxsize=1)
+def _has_greenlets() -> bool:
+    return find_spec("greenlet") is not None
 
-    def __init__(self, cursor: AsyncCursor[Any], loop: asyncio.AbstractEventLoop) -> None:
+
+class AwaitedCursor:
+    """An asynchronous cursor for synchronous code, each of whose answers `wait` waits for."""
+
+    def __init__(self, cursor: AsyncCursor[Any], wait: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
         self._cursor = cursor
-        self._loop = loop
+        self._wait = wait
 
     @property
     def rowcount(self) -> int:
@@ -236,7 +252,8 @@ class LoopCursor:
 
     def fetchall(self) -> list[Any]:
         """Return the rows that are left."""
-        return self._wait(self._cursor.fetchall())
+        rows: list[Any] = self._wait(self._cursor.fetchall())
+        return rows
 
     def close(self) -> None:
         """Let go of the result."""
@@ -244,9 +261,6 @@ class LoopCursor:
 
     async def _execute(self, sql: str, values: Sequence[Any]) -> None:
         await self._cursor.execute(cast("Any", sql), values)  # psycopg's type is a literal str; the SQL is SQLAlchemy's
-
-    def _wait(self, answer: Coroutine[Any, Any, Result]) -> Result:
-        return asyncio.run_coroutine_threadsafe(answer, self._loop).result()
 
 
 class NumberedCursor:
