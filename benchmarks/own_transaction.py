@@ -16,14 +16,15 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, NamedTuple
 
 import psycopg
-from psycopg_pool import ConnectionPool
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
 from sqlalchemy import text
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from benchmarks.processes import cpu_of
 from delayline import Endpoint, Send, SqlTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from delayline import Message, MessageContext
 
@@ -31,7 +32,7 @@ AT_ONCE = 32
 FIRST = 16 * AT_ONCE
 INSERT = "INSERT INTO shop (order_number) VALUES (1)"
 INSERT_TEXT = text(INSERT)
-WAYS = ("by hand", "no transaction", "def", "coroutine")
+WAYS = ("by hand", "AsyncConnection by hand", "no transaction", "def", "coroutine", "coroutine, pool")
 
 
 class Clocks(NamedTuple):
@@ -66,6 +67,28 @@ def by_hand(url: str, number: int, server: int) -> Clocks:
         return Clocks.now(server).since(began)
 
 
+async def by_hand_on_loop(url: str, number: int, server: int) -> Clocks:
+    """Insert and commit with SQLAlchemy's AsyncConnection, in tasks."""
+    engine = create_async_engine(url.replace("postgresql:", "postgresql+psycopg:"), pool_size=AT_ONCE, max_overflow=0)
+
+    async def insert(left: Iterator[int]) -> None:
+        for _ in left:
+            async with engine.connect() as connection:
+                await connection.execute(INSERT_TEXT)
+                await connection.commit()
+
+    async def insert_all(rows: int) -> None:
+        left = iter(range(rows))
+        await asyncio.gather(*(insert(left) for _ in range(AT_ONCE)))
+
+    await insert_all(FIRST)
+    began = Clocks.now(server)
+    await insert_all(number)
+    took = Clocks.now(server).since(began)
+    await engine.dispose()
+    return took
+
+
 def exhaust(results: Iterable[None]) -> None:
     """Wait for all results."""
     for _ in results:
@@ -78,6 +101,8 @@ async def handled(way: str, url: str, number: int, server: int) -> Clocks:
     endpoint = Endpoint("shop", transport=transport, concurrency=AT_ONCE)
     loop, ended, done = asyncio.get_running_loop(), itertools.count(1), asyncio.Event()
     began: list[Clocks] = []
+    size = AT_ONCE if way == "coroutine, pool" else 0
+    pool = AsyncConnectionPool(url, min_size=size, max_size=AT_ONCE, open=False)
 
     def count() -> None:
         at = next(ended)  # which threads do one after another
@@ -95,18 +120,35 @@ async def handled(way: str, url: str, number: int, server: int) -> Clocks:
         await connection.execute(INSERT_TEXT)
         count()
 
+    async def insert_with_pool(message: Message, context: MessageContext) -> None:
+        connection = await context.transaction(pool)
+        await connection.execute(INSERT)
+        count()
+
     async def nothing(message: Message, context: MessageContext) -> None:
         count()
 
-    endpoint.handler({"def": insert, "coroutine": insert_too, "no transaction": nothing}[way])
+    handlers = {"def": insert, "coroutine": insert_too, "coroutine, pool": insert_with_pool, "no transaction": nothing}
+    endpoint.handler(handlers[way])
     await endpoint.setup()
     async with Endpoint("filler", transport=SqlTransport(url), send_only=True) as filler:
         await filler.send_many([Send("shop", b"order") for _ in range(FIRST + number)])
-    async with endpoint:
+    async with pool, endpoint:
         await done.wait()
         while await transport.count("shop"):  # noqa: ASYNC110 - the end of the last commits
             await asyncio.sleep(0.005)
         return Clocks.now(server).since(began[0])
+
+
+def measured(way: str, url: str, number: int, server: int) -> Clocks:
+    """Return what so many rows take, or messages."""
+    match way:
+        case "by hand":
+            return by_hand(url, number, server)
+        case "AsyncConnection by hand":
+            return asyncio.run(by_hand_on_loop(url, number, server))
+        case _:
+            return asyncio.run(handled(way, url, number, server))
 
 
 def main() -> None:
@@ -115,7 +157,7 @@ def main() -> None:
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute("CREATE TABLE shop (order_number int)")
         gc.freeze()
-        took = by_hand(url, number, server) if way == "by hand" else asyncio.run(handled(way, url, number, server))
+        took = measured(way, url, number, server)
         [(rows,)] = connection.execute("SELECT count(*) FROM shop").fetchall()
     assert rows == (0 if way == "no transaction" else FIRST + number), f"{rows} rows were committed"
     print(json.dumps([number / took.at, took.own / number * 1e6, took.server / number * 1e6]))

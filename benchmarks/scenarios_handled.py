@@ -82,7 +82,7 @@ async def pg_handled(folder: Path) -> Figures:
 
 
 async def pg_own_transaction(folder: Path) -> Figures:
-    """A row for each message, 32 at once: in handlers' own transactions, beside psycopg's pool by hand."""
+    """A row for each message, 32 at once, in its handler's transaction, beside psycopg's pool and AsyncConnection."""
     del folder
     runs: dict[str, list[tuple[float, float, float]]] = {way: [] for way in own_transaction.WAYS}
     with on_postgresql() as server:
@@ -99,10 +99,14 @@ async def pg_own_transaction(folder: Path) -> Figures:
     for way, some in runs.items():
         for figure, values in zip(("/s", "own us", "server us"), zip(*some, strict=True), strict=True):
             figures[f"{way} {figure}"] = statistics.median(values)
-    by_hand = runs["by hand"]
-    for way in ("def", "coroutine"):
-        ratios = [ours[0] / theirs[0] for ours, theirs in zip(runs[way], by_hand, strict=True)]
-        figures[f"{way}, ratio"] = statistics.median(ratios)
+    for figure, way, other in (
+        ("def, ratio", "def", "by hand"),
+        ("coroutine, ratio", "coroutine", "by hand"),
+        ("coroutine, pool, ratio", "coroutine, pool", "by hand"),
+        ("coroutine, ratio to AsyncConnection", "coroutine", "AsyncConnection by hand"),
+    ):
+        ratios = [ours[0] / theirs[0] for ours, theirs in zip(runs[way], runs[other], strict=True)]
+        figures[figure] = statistics.median(ratios)
     return figures
 
 
