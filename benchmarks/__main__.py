@@ -92,6 +92,7 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "pg_timeouts_whole": [("early", "<=", 0)],
     "pg_timeouts_rest": [("share of one core %", "<", 0.5), ("times a store's", "<=", 1.5)],
     "pg_fair": [("fair, other p99 ms", "<", 1000), ("ratio", ">=", 0.9)],
+    "pg_fair_queued": [("fair, other p99 ms", "<", 1000), ("ratio", ">=", 0.9)],
     "maria_fair": [("fair, other p99 ms", "<", 1000), ("ratio", ">=", 0.9)],
     "pg_rest": [("statements a minute", "<=", 120)],
     "maria_single_send": [("ratio", ">=", 0.40)],

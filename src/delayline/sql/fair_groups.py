@@ -38,8 +38,10 @@ FAIR_BY: Final = "delayline serves fairly by"
 OF_TURN: Final = ("group", "since", "until")
 #: Seconds between looks for groups that cost little ...
 LOOK_EVERY: Final = 0.1
-#: ... costlier ones pause for so many times as long as they take.
-LOOK_SHARE: Final = 10
+#: ... costlier ones pause for so many times as long as they take ...
+LOOK_SHARE: Final = 5
+#: ... but no longer: this bounds how late a group is found that has its first message during a backlog.
+LOOK_WITHIN: Final = 0.4
 #: Seconds between looks for all groups, known ones too, where others pass them over.
 WHOLE_LOOK_EVERY: Final = 5.0
 #: Follows every name.
@@ -141,6 +143,11 @@ class WaitingGroups(ABC):
         """Whether there is a backlog, and it is time to look for its groups."""
         return self.is_backlog and time.monotonic() >= self._looks_at
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is time to look, or there are turns."""
+        return self.must_look or (self.is_backlog and len(self._turns) > 1)
+
     def look(self, connection: Connection, until: object) -> None:
         """Look for groups with messages up to `until`."""
         began, known = time.monotonic(), self._turns.known
@@ -154,7 +161,7 @@ class WaitingGroups(ABC):
             self._looks_wholly_at = ended + max(WHOLE_LOOK_EVERY, pause)
         else:
             self._turns.found_others(groups)
-        self._looks_at = ended + (LOOK_EVERY if repeated else max(LOOK_EVERY, pause))
+        self._looks_at = ended + (LOOK_EVERY if repeated else min(max(LOOK_EVERY, pause), LOOK_WITHIN))
 
     def turns(self, limit: int) -> Sequence[Turn]:
         """Return the turns of the next batch; none where it is to be in the usual order.
@@ -236,14 +243,22 @@ class QueuedGroups(WaitingGroups):
         del until
         return list(steps_between(partial(self.first.rows, connection, self._queue), after, before))
 
-    def claim(self, connection: Connection, claims: Claims, limit: int) -> list[int]:
-        """Claim up to `limit` messages of several groups in turn, and return their numbers."""
+    def claim(self, connection: Connection, claims: Claims, after: int, limit: int) -> list[int]:
+        """Claim up to `limit` messages of several groups in turn, and return their numbers.
+
+        Args:
+            connection: The connection.
+            claims: The process's claims.
+            after: The number up to which the queue has been claimed in its order.
+            limit: The most messages.
+        """
         if self.must_look:
             self.look(connection, None)
 
         def claimed_of(turn: Turn, number: int) -> Sequence[int]:
-            size = number + claims.number_claimed_after(turn.since)
-            rows = self.numbers.rows(connection, self._queue, turn.group, turn.since, size)
+            since = max(turn.since, after)
+            size = number + claims.number_claimed_after(since)
+            rows = self.numbers.rows(connection, self._queue, turn.group, since, size)
             return claims.take([row for (row,) in rows], number)
 
         turns = self.turns(limit)

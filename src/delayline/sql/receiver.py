@@ -365,13 +365,15 @@ class SqlReceiver(WaitingReceiver):
         Earlier messages are of transactions that took longer, or were given back by other processes. A backlog of
         several groups is claimed in turn.
         """
-        if self._groups is not None and self._groups.is_backlog:
-            claim = partial(self._claim_in_turn, self._groups, limit=limit, batch=batch, expired=expired)
+        recent = time.monotonic() - self._full_at < self._full_look_every
+        if recent and self._groups is not None and self._groups.is_wanted:
+            after = max(self._recent.before(), self._gone.last)
+            claim = partial(self._claim_in_turn, self._groups, after=after, limit=limit, batch=batch, expired=expired)
             await self._database.read(claim)
             if batch or expired:
                 self._exhausted = False
                 return
-        if time.monotonic() - self._full_at < self._full_look_every:
+        if recent:
             await self._claim_after(max(self._recent.before(), self._gone.last), limit, batch, expired)
         if not batch and not expired:
             self._full_at, self._full_look_every = time.monotonic(), QUEUE_LOOK_EVERY
@@ -405,12 +407,13 @@ class SqlReceiver(WaitingReceiver):
         self,
         groups: QueuedGroups,
         connection: Connection,
+        after: int,
         limit: int,
         batch: list[ReceivedMessage],
         expired: list[ReceivedMessage],
     ) -> None:
         """Claim messages of several groups; the numbers reached in the queue's order stay as they are."""
-        claimed = groups.claim(connection, self._claims, limit)
+        claimed = groups.claim(connection, self._claims, after, limit)
         if claimed:
             self._read_page(connection, claimed, batch, expired)
 
