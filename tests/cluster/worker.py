@@ -21,9 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from sqlalchemy import text
 
+sys.path.append(str(Path(__file__).parents[2]))  # for `tests.cluster.inbox_worker`
+
+from tests.cluster.inbox_worker import serve_once
+
 from delayline import Endpoint, Event, StoredDelivery, TransactionMode
 from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
 from delayline.message import Headers, Message, from_wire_time
+from delayline.rabbitmq import RabbitMQTransport
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.locked_moves import LockedForwarding
 from delayline.sql.moves import Moved
@@ -139,6 +144,8 @@ def store_at(url: str) -> DelayedMessageStore:
 
 
 def transport_at(url: str, poll_interval: timedelta) -> Transport:
+    if url.startswith("amqp"):
+        return RabbitMQTransport(url)
     if url.startswith("azure:"):
         return AzureStorageQueueTransport(url, visibility_timeout=timedelta(seconds=2))
     return SqlTransport(url, poll_interval=poll_interval)
@@ -247,6 +254,9 @@ def run(settings: Settings) -> None:
     for stream in (1, 2):
         os.dup2(log, stream)
     logging.basicConfig(level=logging.WARNING, format=f"{settings['role']} {os.getpid()} %(message)s", force=True)
+    if settings["role"] == "once":
+        asyncio.run(serve_once(settings, transport_at(settings["transport"], timedelta(seconds=1))))
+        return
     job = send if settings["role"] == "sender" else serve
     asyncio.run(job(settings, Journal(settings["journal"])))
 
