@@ -77,6 +77,9 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     "maria_handled_queued": [],
     "rmq_handled": [("times aio-pika", ">=", 1.8), ("defaults, worker us", "<=", 90)],
     "rmq_handled_due": [("times the best peer", ">=", 2.5)],
+    "rmq_inbox": [("defaults, ratio", ">=", 0.6)],
+    "pg_inbox": [("defaults, ratio", ">=", 0.6)],
+    "maria_inbox": [("defaults, ratio", ">=", 0.4)],
     "pg_telemetry": [
         ("handled at least once, prometheus, worker us more %", "<=", 3),
         ("handled exactly once, prometheus, worker us more %", "<=", 3),

@@ -84,6 +84,8 @@ async def forever() -> None:
 def _options(url: str, settings: Settings) -> Settings:
     queues, _, store = url.partition(" ")
     options: Settings = settings.get("settings", {})
+    if "inbox" in settings:
+        return {"url": queues} | ({"inbox_url": store} if settings["inbox"] else {}) | options
     return {"url": queues} | ({"store_url": store} if store else {}) | options
 
 

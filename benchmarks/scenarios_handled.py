@@ -295,6 +295,40 @@ async def rmq_handled_due(folder: Path) -> Figures:
     return figures | {"times the best peer": ratio(runs, "defaults", best.name)}
 
 
+async def rmq_inbox(folder: Path) -> Figures:
+    """A queue on RabbitMQ to a handler that writes 20 bytes, with an inbox in PostgreSQL and without."""
+    del folder
+    with postgresql_server() as database, rabbitmq_server() as server:
+        return await _with_and_without_inbox(lambda: f"{server.new_vhost()} {database.new_database()}")
+
+
+async def pg_inbox(folder: Path) -> Figures:
+    """The same with queue and inbox in two databases of PostgreSQL."""
+    del folder
+    with postgresql_server() as server:
+        return await _with_and_without_inbox(lambda: f"{server.new_database()} {server.new_database()}")
+
+
+async def maria_inbox(folder: Path) -> Figures:
+    """The same with queue and inbox in two databases of MariaDB."""
+    del folder
+    with mariadb_server() as server:
+        return await _with_and_without_inbox(lambda: f"{server.new_database()} {server.new_database()}")
+
+
+async def _with_and_without_inbox(fresh: Callable[[], str]) -> Figures:
+    contenders = [
+        Contender(f"{speed}, {which} inbox", "delayline", _with(AT_LEAST_ONCE | some) | {"inbox": has})
+        for speed, some in (("defaults", {}), ("best", BEST))
+        for which, has in (("without", False), ("with", True))
+    ]
+    figures, runs = await compare(Server(fresh, None), contenders)
+    return figures | {
+        f"{speed}, ratio": ratio(runs, f"{speed}, with inbox", f"{speed}, without inbox")
+        for speed in ("defaults", "best")
+    }
+
+
 BARE = Contender("bare loop, 500", "bare", due=True, stored=20_000)
 
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DelayedMessageStore
     from delayline.receiving.recoverability import Recoverability
     from delayline.settings import Settings
-    from delayline.sql import TwoPhaseCommit
+    from delayline.sql import SqlInbox, SqlOutbox, TwoPhaseCommit
     from delayline.sql.schema import TableGroup
     from delayline.timeouts import SqlTimeoutPersister
     from delayline.transport import Transport
@@ -113,6 +113,27 @@ def two_phase_of(settings: Settings) -> TwoPhaseCommit | None:
     return cast("TwoPhaseCommit", commits[0])
 
 
+def inbox_of(settings: Settings) -> SqlInbox | None:
+    """Return the inbox of the settings; None for none."""
+    window = settings.inbox_window
+    if settings.inbox_url is None or window is None:
+        return None
+    backend_with_tables(settings.inbox_url, "inbox")
+    from delayline.sql import SqlInbox
+
+    return SqlInbox(settings.inbox_url, window=window, schema=settings.schema)
+
+
+def outbox_of(settings: Settings) -> SqlOutbox | None:
+    """Return the outbox of the settings; None for none."""
+    if (url := settings.resolved_outbox_url) is None:
+        return None
+    backend_with_tables(url, "outbox")
+    from delayline.sql import SqlOutbox
+
+    return SqlOutbox(url, schema=settings.schema)
+
+
 def delays_url(settings: Settings) -> str | None:
     """Return the URL of the back end that itself holds delayed messages until they are due; None if none does."""
     if settings.timeout_manager:
@@ -189,9 +210,15 @@ async def planned_setup(settings: Settings, queues: Sequence[str]) -> Mapping[st
         timeouts = {store_url: persister_of(settings)} if settings.timeout_manager else {}
         if settings.timeouts_url is not None and not settings.disable_timeout_manager:
             timeouts[settings.timeouts_url] = persister_at(settings.timeouts_url, schema=settings.schema)
-        for url, persister in timeouts.items():
-            statements = await persister.planned_infrastructure(settings.endpoint)
-            planned[url] = list(dict.fromkeys([*planned.get(url, ()), *statements]))
+        parts: list[tuple[str | None, SqlTimeoutPersister | SqlInbox | SqlOutbox | None]] = [
+            *timeouts.items(),
+            (settings.inbox_url, inbox_of(settings)),
+            (settings.resolved_outbox_url, outbox_of(settings)),
+        ]
+        for place, part in parts:
+            if place is not None and part is not None:
+                statements = await part.planned_infrastructure(settings.endpoint)
+                planned[place] = list(dict.fromkeys([*planned.get(place, ()), *statements]))
     return planned
 
 
@@ -270,6 +297,8 @@ def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpa
             outage=timedelta(seconds=settings.timeout_manager_outage_seconds),
         ),
         disable_timeout_manager=settings.disable_timeout_manager,
+        inbox=inbox_of(settings) if polling else None,
+        outbox=outbox_of(settings) if polling else None,
         **overrides,
     )
     if settings.history and polling:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -14,6 +14,7 @@ from delayline.composition import (
     delivery_from,
     endpoint_from,
     options_of,
+    outbox_of,
     satellites_of,
     transport_of,
     two_phase_of,
@@ -27,6 +28,7 @@ from delayline.opening import open_transport, open_waiting
 from delayline.readable import duration, local, relative
 from delayline.timeouts.draining import remaining_timeouts
 from delayline.timeouts.persister import TO_GIVE_A_TIME
+from delayline.transaction import TransactionMode
 from delayline.transport import SupportsQueueComparison
 
 if TYPE_CHECKING:
@@ -93,6 +95,7 @@ async def examine_endpoint(settings: Settings, thresholds: Thresholds | None = N
             examined("queues", _queues),
             examined("delayed messages", _delayed_messages),
             examined("timeout manager", _timeouts),
+            examined("outbox", _outbox),
         )
         findings += [finding for part in parts for finding in part]
     return findings
@@ -121,7 +124,8 @@ async def _connection(settings: Settings, _: Thresholds) -> AsyncIterator[Findin
 async def _rights(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
     endpoint = endpoint_from(settings)
     missing: dict[str, None] = {}
-    parts: list[object] = [endpoint.transport, endpoint.delayed_delivery, endpoint.draining]
+    parts: list[object] = [endpoint.transport, endpoint.delayed_delivery, endpoint.draining, endpoint.inbox]
+    parts.append(outbox_of(settings))
     for part in parts:
         if isinstance(part, SupportsRightsCheck):
             missing |= dict.fromkeys(await part.missing_rights(endpoint.name, takes=True))
@@ -170,6 +174,19 @@ async def _delayed_messages(settings: Settings, limits: Thresholds) -> AsyncIter
         pending = {"messages": overdue.count + later.count}
         yield Finding("pending", ok=True, text=f"{_about(overdue, later)} messages", numbers=pending)
         yield await _overdue(store, now, overdue, limits.overdue)
+
+
+async def _outbox(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
+    outbox = outbox_of(settings)
+    if outbox is None:
+        return
+    await outbox.initialize(settings.named_endpoint, TransactionMode.RECEIVE_ONLY)
+    try:
+        now = datetime.now(UTC)
+        finding = await _overdue(outbox, now, (await _counts(outbox, now))[0], limits.overdue)
+        yield replace(finding, what="outbox")
+    finally:
+        await outbox.close()
 
 
 async def _counts(store: SupportsManagement, now: datetime) -> Sequence[DueBucket]:

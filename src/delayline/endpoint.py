@@ -660,7 +660,7 @@ class Endpoint:
                 with contextlib.suppress(BackendUnavailable):  # some deliveries start without their database
                     missing |= dict.fromkeys(await delivery.missing_rights(self.name, takes=True))
         if self.inbox is not None:
-            missing |= dict.fromkeys(await self.inbox.missing_rights())
+            missing |= dict.fromkeys(await self.inbox.missing_rights(self.name, takes=True))
         if missing:
             grants = "\n".join(missing)
             raise BackendUnusable(

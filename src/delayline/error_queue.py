@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import ConfigurationError, CorruptHeaders, DispatchFailed, QueueNotFound
 from delayline.failures import FAILURE_HEADERS
-from delayline.message import Headers
+from delayline.message import Headers, from_wire_time
+from delayline.readable import duration
 from delayline.transport import (
     SupportsQueueManagement,
     SupportsQueuePass,
@@ -22,6 +24,7 @@ from delayline.transport import (
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Set
+    from datetime import timedelta
 
     from delayline.message import Message
     from delayline.transport import Transport
@@ -129,7 +132,13 @@ async def holding_ids(transport: Transport, queue: str, ids: Set[str]) -> AsyncG
 
 
 async def retry(
-    transport: Transport, queue: str, held: HeldMessage, *, to: str | None = None, remedy: str = "Name the queue"
+    transport: Transport,
+    queue: str,
+    held: HeldMessage,
+    *,
+    to: str | None = None,
+    remedy: str = "Name the queue",
+    window: timedelta | None = None,
 ) -> RetryOutcome:
     """Send a failed message to the queue it failed in, without the headers that describe the failure.
 
@@ -139,8 +148,12 @@ async def retry(
         held: A message of that queue.
         to: The queue to send it to instead.
         remedy: How the caller's user names a queue where the message does not.
+        window: How long the endpoint's inbox keeps records: a message that failed longer ago stays, as a copy of it may
+            have been handled. None for any age.
     """
     message = held.message
+    if window is not None and (too_old := _failed_before(message, window)) is not None:
+        return RetryOutcome(message.id, None, too_old)
     try:
         destination = to or message.headers.get(Headers.FAILED_QUEUE)
         again = message.with_headers({}, without=FAILURE_HEADERS)
@@ -151,6 +164,22 @@ async def retry(
     if not destination:
         return RetryOutcome(message.id, None, f"it has no {Headers.FAILED_QUEUE} header. {remedy}")
     return await replace(transport, queue, held, again, destination)
+
+
+def _failed_before(message: Message, window: timedelta) -> str | None:
+    """Return why a message is not retried that failed longer ago than an inbox keeps records; None if it is."""
+    try:
+        failed_at = from_wire_time(message.headers[Headers.TIME_OF_FAILURE])
+    except (CorruptHeaders, KeyError, ValueError):
+        since = "it is not known when it failed"
+    else:
+        if datetime.now(UTC) - failed_at <= window:
+            return None
+        since = f"it failed at {failed_at:%Y-%m-%d %H:%M} UTC"
+    return (
+        f"{since}, and the inbox keeps records for {duration(window)}: whether a copy of it was handled may not be "
+        "known any more. Handle it, perhaps a second time, with: delayline errors retry --past-window"
+    )
 
 
 async def replace(

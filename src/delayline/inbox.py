@@ -54,8 +54,8 @@ class Inbox(Protocol):
         """Create the table. Raises NewerSchema, BackendUnusable or BackendUnavailable."""
         ...
 
-    async def missing_rights(self) -> Sequence[str]:
-        """Return the GRANT statements for missing rights."""
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         ...
 
     async def start(self, endpoint_name: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline import setting_values
@@ -62,6 +63,21 @@ class Settings:
         setting_values.yes_or_no,
         "Record the events of each message in the SQL journal; once set up, it stays on.",
         "true",
+    )
+    inbox_url: str | None = _setting(
+        None,
+        setting_values.url,
+        "SQL database of the handlers' rows: each message is recorded there, and handled once.",
+        "sqlite:///my.db",
+    )
+    inbox_seconds: float = _setting(
+        86_400.0, setting_values.seconds, "How long the inbox keeps the record of a message.", "86400"
+    )
+    outbox_url: str | None = _setting(
+        None,
+        setting_values.url,
+        "SQL database in which sends with transaction= are kept, if neither queues nor store are there.",
+        "sqlite:///my.db",
     )
     history: bool = _setting(
         False,
@@ -149,6 +165,16 @@ class Settings:
     def resolved_transport_url(self) -> str:
         """The URL of the transport."""
         return self.transport_url or self.url
+
+    @property
+    def resolved_outbox_url(self) -> str | None:
+        """The URL of the outbox; None for none."""
+        return self.outbox_url or self.inbox_url
+
+    @property
+    def inbox_window(self) -> timedelta | None:
+        """How long a message that was handled is known; None without an inbox."""
+        return None if self.inbox_url is None else timedelta(seconds=self.inbox_seconds)
 
     @property
     def named_endpoint(self) -> str:

@@ -312,3 +312,38 @@ def test_a_timeout_manager_is_set_up_examined_and_looked_into(
     assert run("send", "sales", "x", "--delay", "1h", "--id", "a").code == 0
     assert findings(run("doctor", "--json"))["queue sales.Timeouts"] == (True, "1 messages")
     assert run("pending", "--json").document["pending"] == []
+
+
+def test_an_inbox_and_an_outbox_from_settings(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    # Given an inbox in another file than queues and store
+    monkeypatch.setenv("DELAYLINE_INBOX_URL", "sqlite:///rows.db")
+    planned = run("setup", "--dry-run").out
+    assert "CREATE TABLE delayline_inbox" in planned
+    assert 'CREATE TABLE "sales.outbox"' in planned
+    assert not (folder / "rows.db").exists()
+    # When both are set up
+    assert run("setup").code == 0
+    # Then doctor knows them
+    found = findings(run("doctor", "--json"))
+    assert found["guarantee"][1].startswith("exactly once: SqlTransport with stored delayed delivery in RECEIVE_ONLY")
+    assert found["outbox"] == (True, "none")
+    # And says how long the oldest message has waited that no process forwards
+    with contextlib.closing(sqlite3.connect("rows.db")) as connection, connection:
+        kept = ("x//17", "billing", to_microseconds(datetime.now(UTC) - timedelta(minutes=5)), b"{}", b"")
+        connection.execute(
+            'INSERT INTO "sales.outbox" (id, destination, due, headers, body, retry_count) VALUES (?, ?, ?, ?, ?, 0)',
+            kept,
+        )
+    ran = run("doctor", "--json")
+    ok, text = findings(ran)["outbox"]
+    assert (ran.code, ok) == (1, False)
+    assert "the oldest is x//17 for billing, 5 min overdue" in text
+
+
+def test_an_inbox_needs_a_sql_database(run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DELAYLINE_INBOX_URL", "amqp://broker")
+    ran = run("setup")
+    assert ran.code == 2
+    assert "inbox" in ran.err

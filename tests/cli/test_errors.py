@@ -79,6 +79,19 @@ def test_messages_that_cannot_be_retried_stay_in_the_error_queue(failures: Calla
     assert ids("error") == []
 
 
+def test_a_message_that_failed_before_the_oldest_record_of_the_inbox_stays(failures: Callable[..., Result]) -> None:
+    # Given an inbox that keeps records for a second, and a message that failed before
+    inbox = ["--inbox-url", "sqlite:///billing.db", "--inbox-seconds", "1"]
+    ran = failures("errors", "retry", "b", *inbox)
+    # Then it stays, and the error says how to retry it all the same
+    assert ran.code == 1
+    assert "the inbox keeps records for 1.0 s" in ran.out
+    assert "delayline errors retry --past-window" in ran.out
+    assert "b" in ids("error")
+    assert failures("errors", "retry", "b", "--past-window", *inbox).code == 0
+    assert ids("billing") == ["b"]
+
+
 def test_copies_are_retried_one_by_one(failures: Callable[..., Result]) -> None:
     put("error", [failed("a")])
     assert failures("errors", "retry", "a", "a").code == 0

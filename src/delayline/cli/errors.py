@@ -18,6 +18,7 @@ from delayline.readable import local, size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from datetime import timedelta
 
     from delayline.cli.screen import Screen
     from delayline.message import Message
@@ -84,22 +85,26 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
     epilog=examples(
         "delayline errors retry 0197a1c5-7e52-7d3e-b7a6-0242ac120002",
         "delayline errors retry --all --to billing",
+        "delayline errors retry --all --past-window --inbox-url postgresql://server/billing",
     )
 )
 @click.argument("ids", nargs=-1, metavar="[ID...]")
 @click.option("--all", "every", is_flag=True, help="Retry everything that is in the error queue now.")
 @click.option("--to", metavar="QUEUE", help=f"Send there instead of to the message's {Headers.FAILED_QUEUE}.")
-@settings_options(*ERROR_QUEUE_SETTINGS)
+@click.option("--past-window", is_flag=True, help="Retry messages that failed before the inbox's oldest record, too.")
+@settings_options(*ERROR_QUEUE_SETTINGS, "inbox_url", "inbox_seconds")
 @json_option
-def retry(settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool, to: str | None) -> None:
+def retry(
+    settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool, to: str | None, *, past_window: bool
+) -> None:
     """Send failed messages to the queue they failed in, without the headers that describe the failure.
 
-    A message leaves the error queue in the same transaction; a message that cannot be sent stays. Exit code 1 when any
-    could not be sent.
+    A message leaves the error queue in the same transaction; a message that cannot be sent stays, and so does one that
+    failed longer ago than the inbox, if there is one, keeps records. Exit code 1 when any was not sent.
     """
     if bool(ids) == every:
         raise click.UsageError("Give the IDs of messages to retry, or --all.")
-    outcomes = asyncio.run(_retry(settings, ids, to))
+    outcomes = asyncio.run(_retry(settings, ids, to, None if past_window else settings.inbox_window))
     for outcome in outcomes:
         if outcome.problem is None:
             screen.echo(f"✓ {outcome.id}: sent to {outcome.queue}", "green")
@@ -143,13 +148,16 @@ def purge(settings: Settings, screen: Screen, yes: bool) -> None:
     screen.document({"queue": settings.error_queue, "dropped": dropped})
 
 
-async def _retry(settings: Settings, ids: tuple[str, ...], to: str | None) -> list[RetryOutcome]:
+async def _retry(
+    settings: Settings, ids: tuple[str, ...], to: str | None, window: timedelta | None
+) -> list[RetryOutcome]:
     queue = settings.error_queue
     async with open_transport(settings) as transport:
         holding = error_queue.holding_ids(transport, queue, set(ids)) if ids else error_queue.holding(transport, queue)
         async with contextlib.aclosing(holding) as messages:
             outcomes = [
-                await error_queue.retry(transport, queue, held, to=to, remedy=NAME_THE_QUEUE) async for held in messages
+                await error_queue.retry(transport, queue, held, to=to, remedy=NAME_THE_QUEUE, window=window)
+                async for held in messages
             ]
     if not ids:
         return outcomes

@@ -26,7 +26,7 @@ from delayline.opening import open_pending, open_transport
 from delayline.settings import Settings
 
 if TYPE_CHECKING:
-    from datetime import datetime
+    from datetime import datetime, timedelta
 
     from delayline.clock import Clock
     from delayline.endpoint import Endpoint
@@ -58,6 +58,8 @@ class BackEnds:
         self._endpoint = None if isinstance(source, Settings) else source
         self.name = source.named_endpoint if isinstance(source, Settings) else source.name
         self.error_queue = source.error_queue
+        self.inbox_window = _inbox_window(source)
+        """How long the endpoint's inbox keeps records; None without an inbox."""
         self.clock = clock
         self._time_limit = time_limit
         self._transport: Transport | None = None
@@ -207,3 +209,9 @@ def refuse_memory(url: str) -> None:
         raise ConfigurationError(
             f"{masked(url)!r} is the memory of the endpoint's own process: mount the dashboard there, or use a file"
         )
+
+
+def _inbox_window(source: Settings | Endpoint) -> timedelta | None:
+    if isinstance(source, Settings):
+        return source.inbox_window
+    return None if source.inbox is None else source.inbox.window

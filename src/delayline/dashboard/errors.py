@@ -255,7 +255,8 @@ class FailedMessages(PageQueries):
         return await self._retry(error_queue.HeldMessage(message, None), to=to)
 
     async def _retry(self, held: error_queue.HeldMessage, *, to: str | None) -> ActionOutcome:
-        return _of_retry(await error_queue.retry(await self.back_ends.transport(), self._queue, held, to=to))
+        transport, window = await self.back_ends.transport(), self.back_ends.inbox_window
+        return _of_retry(await error_queue.retry(transport, self._queue, held, to=to, window=window))
 
     async def _edit(
         self, headers: Mapping[str, str], body: bytes, to: str | None, held: error_queue.HeldMessage

@@ -149,12 +149,14 @@ class SqlInbox(OnDatabase):
         finally:
             await self._close_database()
 
-    async def planned_infrastructure(self) -> Sequence[str]:
+    async def planned_infrastructure(self, endpoint_name: str) -> Sequence[str]:
         """Return the SQL that `setup_infrastructure` would run; without running it. Raises the same errors."""
+        del endpoint_name  # all endpoints share the table
         return await self._database.plan(self._required.plan, self._required.script)
 
-    async def missing_rights(self) -> Sequence[str]:
-        """Return the GRANT statements for missing rights."""
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
+        del endpoint_name, takes
         return await self._missing_rights({self._table: TO_TAKE})
 
     async def start(self, endpoint_name: str) -> None:
