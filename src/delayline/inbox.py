@@ -74,8 +74,8 @@ class Inbox(Protocol):
         """Return those of the keys that have a record."""
         ...
 
-    async def record(self, keys: Sequence[RecordKey], transaction: Transaction | None = None) -> int:
-        """Record the keys, and return how many had no record before; of those that had one nothing changes."""
+    async def record(self, keys: Sequence[RecordKey], transaction: Transaction | None = None) -> AbstractSet[RecordKey]:
+        """Record the keys, and return those that had no record before."""
         ...
 
     async def claim(self, key: RecordKey) -> bool:

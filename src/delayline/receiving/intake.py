@@ -46,6 +46,7 @@ class MessageTasks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._outside: dict[asyncio.Task[object], int] = {}
         """The tasks that wait outside of the limit, with the sizes of their messages."""
+        self._bytes_outside = 0
         self.stopping = asyncio.Event()
         """Set when no further message is handled."""
         self.receiving: asyncio.Task[None] | None = None
@@ -92,16 +93,17 @@ class MessageTasks:
     def outside_limit(self, received: ReceivedMessage) -> Iterator[bool]:
         """Let others be handled in this message's place, if there is room for that; return whether there is."""
         task, size = asyncio.current_task(), len(received.message.body)
-        is_full = len(self._outside) >= MOST_OUTSIDE or sum(self._outside.values()) + size > MOST_BYTES_OUTSIDE
+        is_full = len(self._outside) >= MOST_OUTSIDE or self._bytes_outside + size > MOST_BYTES_OUTSIDE
         if task is None or is_full:
             yield False
             return
         self._outside[task] = size
+        self._bytes_outside += size
         self.on_room()
         try:
             yield True
         finally:
-            del self._outside[task]
+            self._bytes_outside -= self._outside.pop(task)
 
     async def wait(self, pause: timedelta) -> None:
         """Wait so long, or until the stop."""

@@ -34,7 +34,6 @@ from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
-from delayline.errors import DelaylineError
 from delayline.external import ExternalTransaction, WaitingThread, enlisted
 from delayline.grouping import Grouping
 from delayline.inbox import RecordKey, key_of
@@ -61,10 +60,6 @@ if TYPE_CHECKING:
 WAIT_FOR_CLAIM: Final = timedelta(milliseconds=200)
 
 
-class _Recorded(DelaylineError):
-    """Some messages of a group have a record already: each is tried alone."""
-
-
 class _Handled(NamedTuple):
     """A message that was handled, and is to be recorded."""
 
@@ -86,17 +81,23 @@ class Once:
         """Whether the delayed delivery takes part in the transactions of the inbox."""
         return self.delivery is not None and self.delivery.transaction_domain == self.inbox.external_domain
 
-    async def write(self, transaction: Transaction, handled: Sequence[_Handled], completion: Completion) -> bool:
-        """Record the messages and let their effects happen; return False if any has a record already."""
-        if await self.inbox.record([each.key for each in handled], transaction) < len(handled):
-            return False
-        for kind, run in groupby((effect for each in handled for effect in each.effects), type):
+    async def write(
+        self, transaction: Transaction, handled: Sequence[_Handled], completion: Completion
+    ) -> Sequence[bool]:
+        """Record the messages and let the effects of those happen that had no record; return which had none."""
+        new = set(await self.inbox.record([each.key for each in handled], transaction))
+        outcomes: list[bool] = []
+        for each in handled:
+            outcomes.append(each.key in new)
+            new.discard(each.key)  # of two copies in a group the first counts
+        effects = [effect for each, is_new in zip(handled, outcomes, strict=True) if is_new for effect in each.effects]
+        for kind, run in groupby(effects, type):
             if kind is Outgoing:
                 await self._send(cast("list[Outgoing]", list(run)), transaction)
             else:
                 for change in run:
                     await completion.change(cast("PendingChange", change), transaction)
-        return True
+        return outcomes
 
     async def _send(self, sends: Sequence[Outgoing], transaction: Transaction) -> None:
         in_store = self.reaches_delivery
@@ -133,9 +134,9 @@ class Records:
 
     async def _write(self, external: ExternalTransaction) -> bool:
         refusal = "the inbox takes part in no external transaction: leave context.once() out"
-        is_new = await self._inbox.record([self._key], await enlisted(external, self._inbox, refusal))
+        new = await self._inbox.record([self._key], await enlisted(external, self._inbox, refusal))
         self.is_known = True
-        return bool(is_new)
+        return bool(new)
 
 
 class RecordedCompletion:
@@ -185,17 +186,28 @@ class RecordedCompletion:
     async def complete(
         self, received: ReceivedMessage, effects: Sequence[Effect], own: HandlerTransaction | None = None
     ) -> None:
-        """Record the message with the handler's effects, and acknowledge it; see `Completion.complete`."""
+        """Record the message with the handler's effects, and acknowledge it; see `Completion.complete`.
+
+        Others are handled in its place meanwhile, so that many are recorded together.
+        """
         handled = _Handled(key_of(received.message), effects)
-        if own is not None and own.connection is not None:
-            write = partial(self.once.write, handled=[handled], completion=self._completion)
-            is_new = await self._completion.commit_own(own, effects, write)
-        else:
-            await self._completion.check(effects)
-            is_new = await self._records.run_to_end(handled)
-        if not is_new:
-            self._intake.reports.duplicate(received.message)
-        await self.acknowledge(received)
+        with self._intake.tasks.outside_limit(received):
+            if own is not None and own.connection is not None:
+                is_new = await self._commit(own, handled)
+            else:
+                await self._completion.check(effects)
+                is_new = await self._records.run_to_end(handled)
+            if not is_new:
+                self._intake.reports.duplicate(received.message)
+            await self.acknowledge(received)
+
+    async def _commit(self, own: HandlerTransaction, handled: _Handled) -> bool:
+        """Record the message in the handler's own transaction and commit that; return False if it has a record."""
+
+        async def write(transaction: Transaction) -> bool:
+            return all(await self.once.write(transaction, [handled], self._completion))
+
+        return await self._completion.commit_own(own, handled.effects, write)
 
     async def acknowledge(self, received: ReceivedMessage, own: HandlerTransaction | None = None) -> None:
         """Remove a message that has a record, after the commit of the handler's own transaction, if there is any."""
@@ -215,18 +227,11 @@ class RecordedCompletion:
         return await again_after_conflicts(partial(self._record_once, group))
 
     async def _record_once(self, group: Sequence[_Handled]) -> Sequence[bool]:
-        try:
-            async with self.once.inbox.transaction() as transaction:
-                await self._write(transaction, group)
-        except _Recorded:
-            if len(group) > 1:
-                raise
-            return [False]
-        return [True] * len(group)
-
-    async def _write(self, transaction: Transaction, group: Sequence[_Handled]) -> None:
-        if not await self.once.write(transaction, group, self._completion):
-            raise _Recorded
+        if not any(handled.effects for handled in group):  # a statement that commits by itself will do
+            new = set(await self.once.inbox.record([handled.key for handled in group]))
+            return [handled.key in new for handled in group]
+        async with self.once.inbox.transaction() as transaction:
+            return await self.once.write(transaction, group, self._completion)
 
 
 async def _nothing(transaction: Transaction) -> bool:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     import sqlalchemy
-    from sqlalchemy import Column, ColumnElement, Connection, Executable, Insert, Select, Table
+    from sqlalchemy import ClauseElement, Column, ColumnElement, Connection, Executable, Insert, Select, Table
 
     from delayline.message import Message
     from delayline.sql.deadlines import StopLimit
@@ -135,6 +135,8 @@ class StatementWords(ABC):
     #: The column of every row that says which table it is in, as `TableIdentity.table` does; None for no such column.
     table_of_row: ClassVar[str | None] = None
     """Whether a delete returns the rows that it has deleted."""
+    fails_for_duplicates: ClassVar[bool] = False
+    """Whether `insert_counted` fails for a row that is there already, and inserts no other either."""
     sees_whole_commits: ClassVar[bool] = False
     """Whether a query that passes over locked rows sees every row of a commit or none: locks may end one by one."""
     transactions_in_progress: ClassVar[Sequence[ColumnElement[int]]] = ()
@@ -170,8 +172,24 @@ class StatementWords(ABC):
         """Return an insert that leaves a row with the same key, or primary key that includes it, as it is."""
 
     def insert_counted(self, table: Table, key: str) -> Insert:
-        """Return an insert that says how many rows are new: those that are not are left, or `is_duplicate` is true."""
+        """Return an insert that says how many rows are new: it leaves the others, or `fails_for_duplicates`."""
         return self.insert_new(table, key)
+
+    def insert_lists(
+        self, table: Table, key: str, lists: Sequence[str], others: Mapping[str, ColumnElement[Any]]
+    ) -> ClauseElement | None:
+        """Return an insert of many rows that leaves those that are there and returns the lists' columns of the others.
+
+        None for a product that inserts row by row.
+
+        Args:
+            table: The table.
+            key: A column of its key.
+            lists: Columns that have a list of values each, which is bound under the column's name.
+            others: The values of the other columns, the same in each row.
+        """
+        del table, key, lists, others
+        return None
 
 
 class GroupQueries:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Column, Index, MetaData, PrimaryKeyConstraint, Table, and_, bindparam, delete, select
 
 from delayline.checks import time_span
-from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, TransactionConflict
 from delayline.events import Event, emit
 from delayline.inbox import RecordKey
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
 
-    from sqlalchemy import Connection, Engine
+    from sqlalchemy import ColumnElement, Connection, Engine
 
     from delayline.external import ExternalTransaction
     from delayline.sql.claims import Claims
@@ -86,6 +86,10 @@ class InboxStatements:
         a_page = select(columns.expires).where(old).order_by(columns.expires).limit(1).offset(REMOVED_AT_ONCE - 1)
         self.known = Prepared(known, sql, ["endpoint", "ids"])
         self.record = Prepared(record, sql, ["endpoint", "id", "sender"])
+        same: dict[str, ColumnElement[Any]] = {"endpoint": given["endpoint"], "expires": until}
+        many = dialect.words.insert_lists(table, "id", ["id", "sender"], same)
+        self.record_lists = None if many is None else Prepared(many, sql, ["endpoint", "id", "sender"])
+        """Records many messages in a statement; None where each has its own."""
         self.end_of_page = Prepared(a_page, sql, ["after", "until"])
         self.remove = Prepared(delete(table).where(old), sql, ["after", "until"])
 
@@ -184,26 +188,49 @@ class SqlInbox(OnDatabase):
 
     async def recorded(self, keys: Sequence[RecordKey]) -> AbstractSet[RecordKey]:
         """Return those of the keys that have a record."""
-        known, ids = self._statements.known, list({key.message_id for key in keys})
+        return await self._database.read(partial(self._known, keys=keys))
 
-        def look(connection: Connection) -> Sequence[Any]:
-            return known.rows_each(connection, self._endpoint, keys=ids)
+    async def record(self, keys: Sequence[RecordKey], transaction: Transaction | None = None) -> AbstractSet[RecordKey]:
+        """Record the keys, and return those that had no record before."""
+        ordered = sorted(set(keys))  # so that transactions wait for each other, and never in a circle
+        of_lists = self._statements.record_lists
 
-        return {RecordKey(*row) for row in await self._database.read(look)}.intersection(keys)
+        def record(connection: Connection) -> AbstractSet[RecordKey]:
+            if of_lists is not None:
+                ids, senders = map(list, zip(*ordered, strict=True))
+                return {RecordKey(*row) for row in of_lists.rows(connection, self._endpoint, ids, senders)}
+            if len(ordered) > 1 and self._database.dialect.words.fails_for_duplicates:
+                return self._insert_unknown(connection, ordered)
+            return {key for key in ordered if self._is_new(connection, key)}
 
-    async def record(self, keys: Sequence[RecordKey], transaction: Transaction | None = None) -> int:
-        """Record the keys, and return how many had no record before; of those that had one nothing changes."""
-        statement, rows = self._statements.record, [(self._endpoint, *key) for key in sorted(keys)]  # no deadlocks
+        in_one = len(ordered) == 1 or of_lists is not None
+        return await self._database.write(record, transaction, one_statement=in_one)
 
-        def record(connection: Connection) -> int:
-            try:
-                return statement.change_many(connection, rows)
-            except Exception as error:
-                if not self._database.dialect.errors.is_duplicate(error):
-                    raise
-                return 0
+    def _is_new(self, connection: Connection, key: RecordKey) -> bool:
+        try:
+            return self._statements.record.change(connection, self._endpoint, *key) == 1
+        except Exception as error:
+            if self._database.dialect.errors.is_duplicate(error):
+                return False
+            raise
 
-        return await self._database.write(record, transaction, one_statement=len(rows) == 1)
+    def _insert_unknown(self, connection: Connection, keys: Sequence[RecordKey]) -> AbstractSet[RecordKey]:
+        """Insert the keys that are not known, and return them. Raises TransactionConflict if another is faster."""
+        known = self._known(connection, keys)
+        new = [key for key in keys if key not in known]
+        try:
+            if new:
+                self._statements.record.change_many(connection, [(self._endpoint, *key) for key in new])
+        except Exception as error:
+            if self._database.dialect.errors.is_duplicate(error):
+                raise TransactionConflict("another transaction has recorded a message meanwhile") from error
+            raise
+        return set(new)
+
+    def _known(self, connection: Connection, keys: Sequence[RecordKey]) -> AbstractSet[RecordKey]:
+        ids = list({key.message_id for key in keys})
+        rows = self._statements.known.rows_each(connection, self._endpoint, keys=ids)
+        return {RecordKey(*row) for row in rows}.intersection(keys)
 
     async def claim(self, key: RecordKey) -> bool:
         """Claim a message; False if it is claimed already, here or by another process."""

@@ -98,6 +98,7 @@ class MariadbWords(StatementWords):
     """Indexes are forced, and NServiceBus' columns have a collation of their own."""
 
     forces_indexes = True
+    fails_for_duplicates = True
 
     def __init__(self, sql: Dialect, collation: str) -> None:
         self._sql = sql

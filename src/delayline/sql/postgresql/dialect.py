@@ -33,9 +33,9 @@ from delayline.sql.staging import need_arrow
 from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
-    from sqlalchemy import URL, Column, ColumnElement, Connection, Dialect, Insert, Select, Table
+    from sqlalchemy import ClauseElement, Column, ColumnElement, Connection, Dialect, Insert, Select, Table, URL
 
     from delayline.sql.postgresql.binary import LoopStatements
     from delayline.sql.schema import QueueTables
@@ -123,6 +123,14 @@ class PostgresqlWords(StatementWords):
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
         return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
+
+    def insert_lists(
+        self, table: Table, key: str, lists: Sequence[str], others: Mapping[str, ColumnElement[Any]]
+    ) -> ClauseElement:
+        """Return an insert of arrays: a parameter for each column, and not for each value."""
+        arrays = [func.unnest(bindparam(name, type_=postgresql.ARRAY(table.c[name].type))) for name in lists]
+        new = self.insert_new(table, key).from_select([*others, *lists], select(*others.values(), *arrays))
+        return new.returning(*(table.c[name] for name in lists))
 
 
 INDEX_NAMES: Final = """
