@@ -175,6 +175,21 @@ class StatementWords(ABC):
         """Return an insert that says how many rows are new: it leaves the others, or `fails_for_duplicates`."""
         return self.insert_new(table, key)
 
+    def known_lists(
+        self, table: Table, lists: Sequence[str], others: Mapping[str, ColumnElement[Any]]
+    ) -> ClauseElement | None:
+        """Return a query for those of many keys that have a row, each looked up alone.
+
+        None for a product that plans a query for a list by its values.
+
+        Args:
+            table: The table.
+            lists: Columns of its key that have a list of values each, which is bound under the column's name.
+            others: The values of the key's other columns, the same in each row.
+        """
+        del table, lists, others
+        return None
+
     def insert_lists(
         self, table: Table, key: str, lists: Sequence[str], others: Mapping[str, ColumnElement[Any]]
     ) -> ClauseElement | None:

@@ -85,6 +85,8 @@ class InboxStatements:
         old = and_(columns.expires > of_time[0], columns.expires <= of_time[1])
         a_page = select(columns.expires).where(old).order_by(columns.expires).limit(1).offset(REMOVED_AT_ONCE - 1)
         self.known = Prepared(known, sql, ["endpoint", "ids"])
+        many_known = dialect.words.known_lists(table, ["id", "sender"], {"endpoint": given["endpoint"]})
+        self.known_lists = None if many_known is None else Prepared(many_known, sql, ["endpoint", "id", "sender"])
         self.record = Prepared(record, sql, ["endpoint", "id", "sender"])
         same: dict[str, ColumnElement[Any]] = {"endpoint": given["endpoint"], "expires": until}
         many = dialect.words.insert_lists(table, "id", ["id", "sender"], same)
@@ -228,6 +230,9 @@ class SqlInbox(OnDatabase):
         return set(new)
 
     def _known(self, connection: Connection, keys: Sequence[RecordKey]) -> AbstractSet[RecordKey]:
+        if (known := self._statements.known_lists) is not None:
+            ids, senders = map(list, zip(*keys, strict=True))
+            return {RecordKey(*row) for row in known.rows(connection, self._endpoint, ids, senders)}
         ids = list({key.message_id for key in keys})
         rows = self._statements.known.rows_each(connection, self._endpoint, keys=ids)
         return {RecordKey(*row) for row in rows}.intersection(keys)

@@ -124,6 +124,20 @@ class PostgresqlWords(StatementWords):
         """Return an insert that leaves a row with the same key as it is."""
         return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
 
+    def known_lists(
+        self, table: Table, lists: Sequence[str], others: Mapping[str, ColumnElement[Any]]
+    ) -> ClauseElement:
+        """Return the query with a subquery for each key: it has the same plan for an empty table and for a full one.
+
+        A plan for an array may read the table from end to end, and stays in use when the table has grown.
+        """
+        arrays = [bindparam(name, type_=postgresql.ARRAY(table.c[name].type)) for name in lists]
+        keys = func.unnest(*arrays).table_valued(*lists).render_derived(name="keys")
+        given = [table.c[name] == value for name, value in others.items()]
+        listed = [table.c[name] == keys.c[name] for name in lists]
+        row = select(literal_column("true")).where(*given, *listed).correlate(keys).scalar_subquery()
+        return select(*(keys.c[name] for name in lists)).where(row)
+
     def insert_lists(
         self, table: Table, key: str, lists: Sequence[str], others: Mapping[str, ColumnElement[Any]]
     ) -> ClauseElement:
