@@ -52,7 +52,6 @@ class HandlerAttempts:
         calls = self.handlers.calls(message.logical)
         context = MessageContext(message, self.queue, number, self.composer, self.transactions, self.pending)
         if isinstance(self.completion, RecordedCompletion):
-            context.records = Records(self.completion.once.inbox, key_of(message))
             return RecordedAttempt(self, received, calls, context, self.completion)
         if len(calls) == 1 and Headers.RETRY_ID not in message.headers:  # of several, the last may still fail
             context.acknowledge_early = self.completion.early(received)
@@ -124,7 +123,7 @@ class HandlerAttempt:
 class RecordedAttempt(HandlerAttempt):
     """An attempt to handle a message that an inbox keeps a record of."""
 
-    __slots__ = ("_completion", "_is_recorded")
+    __slots__ = ("_completion", "_is_recorded", "_records")
 
     def __init__(
         self,
@@ -136,26 +135,27 @@ class RecordedAttempt(HandlerAttempt):
     ) -> None:
         super().__init__(attempts, received, calls, context)
         self._completion = completion
+        self._records = context.records = Records(completion.once.inbox, key_of(received.message))
         self._is_recorded = False
 
     async def complete(self) -> None:
         """Record the message with the sends, unless it is recorded, and acknowledge it."""
         try:
-            if self._is_recorded or (self._context.records is not None and self._context.records.is_known):
+            if self._is_recorded or self._records.is_known:
                 await self._completion.acknowledge(self._received, self._context.own)
             else:
                 await super().complete()
         finally:
-            self._completion.release(self._received)
+            self._completion.release(self._records.key)
 
     async def _run(self) -> None:
-        if not await self._completion.admit(self._received):
+        if not await self._completion.admit(self._received, self._records.key):
             self._is_recorded = True
             return
         try:
             await super()._run()
         except BaseException:
-            self._completion.release(self._received)
+            self._completion.release(self._records.key)
             raise
 
 

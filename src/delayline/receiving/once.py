@@ -114,11 +114,11 @@ class Once:
 class Records:
     """Records a message in a transaction that the user commits, for `context.once`."""
 
-    __slots__ = ("_inbox", "_key", "_loop", "is_known")
+    __slots__ = ("_inbox", "_loop", "is_known", "key")
 
     def __init__(self, inbox: Inbox, key: RecordKey) -> None:
         self._inbox = inbox
-        self._key = key
+        self.key = key
         self._loop = asyncio.get_running_loop()
         self.is_known = False
         """Whether the message has a record, in the user's transaction or from before."""
@@ -134,7 +134,7 @@ class Records:
 
     async def _write(self, external: ExternalTransaction) -> bool:
         refusal = "the inbox takes part in no external transaction: leave context.once() out"
-        new = await self._inbox.record([self._key], await enlisted(external, self._inbox, refusal))
+        new = await self._inbox.record([self.key], await enlisted(external, self._inbox, refusal))
         self.is_known = True
         return bool(new)
 
@@ -155,12 +155,12 @@ class RecordedCompletion:
         self._looks: Grouping[RecordKey, bool] = Grouping(self._look, maximum=MAXIMUM_COMPLETED, at_once=2)
         self._records: Grouping[_Handled, bool] = Grouping(self._record, maximum=MAXIMUM_COMPLETED, at_once=2)
 
-    async def admit(self, received: ReceivedMessage) -> bool:
+    async def admit(self, received: ReceivedMessage, key: RecordKey) -> bool:
         """Return whether to handle the message: it has no record. Where messages are claimed first, claim it.
 
         Raises Stopping if the endpoint stops before the message could be claimed.
         """
-        key, inbox = key_of(received.message), self.once.inbox
+        inbox = self.once.inbox
         if inbox.claims_first and not await inbox.claim(key):
             with self._intake.tasks.outside_limit(received):
                 while True:
@@ -172,16 +172,16 @@ class RecordedCompletion:
         try:
             is_recorded = await self._looks.run(key)
         except BaseException:
-            self.release(received)
+            self.release(key)
             raise
         if is_recorded:
             self._intake.reports.duplicate(received.message)
         return not is_recorded
 
-    def release(self, received: ReceivedMessage) -> None:
+    def release(self, key: RecordKey) -> None:
         """Give up the claim on a message, if messages are claimed."""
         if self.once.inbox.claims_first:
-            self.once.inbox.release(key_of(received.message))
+            self.once.inbox.release(key)
 
     async def complete(
         self, received: ReceivedMessage, effects: Sequence[Effect], own: HandlerTransaction | None = None
