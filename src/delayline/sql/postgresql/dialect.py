@@ -35,7 +35,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sqlalchemy import ClauseElement, Column, ColumnElement, Connection, Dialect, Insert, Select, Table, URL
+    from sqlalchemy import URL, ClauseElement, Column, ColumnElement, Connection, Dialect, Insert, Select, Table
 
     from delayline.sql.postgresql.binary import LoopStatements
     from delayline.sql.schema import QueueTables
