@@ -71,7 +71,8 @@ class Outages:
     def _start(self) -> Worker:
         """Start a process, and wait until it has: it would end if the server crashed meanwhile."""
         url = f"{self._cluster.queues_url}?server_timeout={SERVER_TIMEOUT}"
-        worker = self._cluster.start("both", transport=url, store=url, writes=True, concurrency=32, work=0.05)
+        kind = ["coroutine", "function"][self._started % 2]
+        worker = self._cluster.start("both", transport=url, store=url, writes=kind, concurrency=32, work=0.05)
         self._started += 1
         self._cluster.running(self._started)
         return worker

@@ -204,7 +204,12 @@ def handler(journal: Journal, settings: Settings) -> Handler:
 
 
 def writing_handler(journal: Journal, settings: Settings) -> Handler:
-    """Return a handler that writes a row in a transaction of its own."""
+    """Return a handler that writes a row in a transaction of its own: a coroutine or a function."""
+
+    def write(message: Message, context: MessageContext) -> None:
+        journal.note("handled", message.id, 0, time.time_ns() // 1000)
+        context.transaction().execute(text("INSERT INTO effects VALUES (:id)"), {"id": message.id})
+        time.sleep(settings.get("work", 0))
 
     async def handle(message: Message, context: MessageContext) -> None:
         journal.note("handled", message.id, 0, time.time_ns() // 1000)
@@ -212,7 +217,7 @@ def writing_handler(journal: Journal, settings: Settings) -> Handler:
         await connection.execute(text("INSERT INTO effects VALUES (:id)"), {"id": message.id})
         await asyncio.sleep(settings.get("work", 0))
 
-    return handle
+    return write if settings["writes"] == "function" else handle
 
 
 async def serve(settings: Settings, journal: Journal) -> None:
