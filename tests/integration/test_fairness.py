@@ -275,12 +275,14 @@ async def test_the_plans_on_mariadb_read_one_group_alone(mariadb_url: str) -> No
     table, dialect = store.table_of("sales"), database_at(mariadb_url).dialect
     locks = LockStatements(StoreStatements(table, dialect), dialect, dialect.leases(table, queue_tables(None)))  # type: ignore[attr-defined, arg-type]
     await store.close()
-    queued = await filled_queue(mariadb_url)
+    queued, past, now = await filled_queue(mariadb_url), PAST.replace(tzinfo=None), datetime(2030, 1, 1)  # noqa: DTZ001
     statements = {
-        locks.due_in_turn: ("quiet", PAST.replace(tzinfo=None), datetime(2030, 1, 1), 100),  # noqa: DTZ001
-        DueGroups(table, dialect).first: ("busy", LAST_NAME),
-        queued.first: ("work", "busy", LAST_NAME),
-        queued.numbers: ("work", "quiet", 0, 100),
+        (locks.due_in_turn, 1): ("quiet", past, now, 100),
+        (locks.due_in_turn, 50): ("busy", past, now, 50),
+        (DueGroups(table, dialect).first, 1): ("busy", LAST_NAME),
+        (queued.first, 1): ("work", "busy", LAST_NAME),
+        (queued.numbers, 1): ("work", "quiet", 0, 100),
+        (queued.numbers, 50): ("work", "busy", 0, 50),
     }
 
     def rows_read(used: Connection) -> int:
@@ -288,11 +290,11 @@ async def test_the_plans_on_mariadb_read_one_group_alone(mariadb_url: str) -> No
         return sum(int(number) for _, number in counted)
 
     def work(used: Connection) -> None:
-        for statement, values in statements.items():
-            # When the statements for another group are run, then they read a few rows
+        for (statement, number), values in statements.items():
+            # When the statements of a group are run, then they read a few rows
             before = rows_read(used)
             used.exec_driver_sql("BEGIN")
-            assert len(statement.rows(used, *values)) == 1
+            assert len(statement.rows(used, *values)) == number
             used.exec_driver_sql("ROLLBACK")
             assert rows_read(used) - before < 100, statement.sql
 

@@ -164,4 +164,5 @@ def test_the_statements_of_sql_server(fair_by: str, group: str) -> None:
     first = DueGroups(table, dialect).first.sql.replace("[dbo].[sales.timeouts].", "")
     assert f"WHERE {group} > ? AND {group} < ? ORDER BY {group}, [Time]" in first
     turn = str(in_turn(select(table.c.id), table, dialect).compile(dialect=dialect.sql))
-    assert f"ORDER BY {group}, [Time], [Id]" in turn.replace("[dbo].[sales.timeouts].", "")
+    assert f"WHERE {group} = ?" in turn.replace("[dbo].[sales.timeouts].", "")
+    assert "ORDER BY [Time], [Id]" in turn.replace("[dbo].[sales.timeouts].", "")

@@ -210,6 +210,10 @@ class StatementWords(ABC):
 class GroupQueries:
     """Queries by the index of groups, which have to use it whatever statistics say: here because they name it."""
 
+    def order(self, *columns: ColumnElement[Any], constant: int) -> Sequence[ColumnElement[Any]]:
+        """Return the order of the index's columns without the first, which are constant: MariaDB would sort by them."""
+        return columns[constant:]
+
     def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
         """Return the condition that a message is in the bound `group`, and due `since` then and `until` then."""
         return and_(group == bindparam("group"), due >= bindparam("since"), due <= bindparam("until"))
@@ -241,6 +245,11 @@ class RowValueGroups(GroupQueries):
 
     By the group alone the planner may read another index in the order that is asked for: other groups' messages too.
     """
+
+    def order(self, *columns: ColumnElement[Any], constant: int) -> Sequence[ColumnElement[Any]]:
+        """Return the order that only the index of groups has."""
+        del constant
+        return columns
 
     def of_turn(self, group: ColumnElement[str], due: ColumnElement[Any]) -> ColumnElement[bool]:
         """Return the condition that only the index of groups fulfils.

@@ -73,8 +73,8 @@ def group_column(table: Table) -> Column[str]:
 def in_turn(query: Select[Any], table: Table, dialect: Dialect) -> Select[Any]:
     """Return the query for the messages of the turn bound as `group`, `since` and `until`, in their order."""
     group = group_column(table)
-    query = query.where(dialect.groups.of_turn(group, table.c.due)).order_by(group, *in_order(table))
-    return _by_groups(query, table, dialect)
+    order = dialect.groups.order(group, *in_order(table), constant=1)
+    return _by_groups(query.where(dialect.groups.of_turn(group, table.c.due)).order_by(*order), table, dialect)
 
 
 def _by_groups(query: Select[Any], table: Table, dialect: Dialect) -> Select[Any]:
@@ -224,10 +224,10 @@ class QueuedGroups(WaitingGroups):
     def __init__(self, queued: Table, dialect: Dialect, queue: str) -> None:
         super().__init__()
         self._queue = queue
-        columns, order = queued.c, (queued.c.queue, queued.c[FAIR_GROUP], queued.c.seq)
-        between = dialect.groups.groups_between(columns.queue, columns[FAIR_GROUP])
-        first = select(columns[FAIR_GROUP], columns.seq - literal_column("1")).where(between).order_by(*order)
-        numbers = select(columns.seq).where(dialect.groups.group_after(*order)).order_by(*order)
+        columns, queries, index = queued.c, dialect.groups, (queued.c.queue, queued.c[FAIR_GROUP], queued.c.seq)
+        first = select(columns[FAIR_GROUP], columns.seq - literal_column("1"))
+        first = first.where(queries.groups_between(*index[:2])).order_by(*queries.order(*index, constant=1))
+        numbers = select(columns.seq).where(queries.group_after(*index)).order_by(*queries.order(*index, constant=2))
         first, numbers = (_by_groups(query, queued, dialect) for query in (first.limit(literal_column("1")), numbers))
         self.first = Prepared(first, dialect.sql, ["queue", "after", "before"])
         self.numbers = Prepared(numbers.limit(bindparam("number")), dialect.sql, ["queue", "group", "since", "number"])

@@ -13,7 +13,8 @@
       |
       v
     LOOK and claim, page by page, behind the numbers that were claimed last (`RecentNumbers`, `GoneNumbers`): a FULL
-      |  look, from the first message on, where there are none, and after 0.5 s, as late commits have lower numbers
+      |  look, from the first message on, where there are none, and after 0.5 s, as late commits have lower numbers; in
+      |  between, a backlog of several groups is claimed in turn (`QueuedGroups`), where the transport is fair
       |
       +--- messages, and still admitted ---------------------------------------------------------------> RETURNED
       v
