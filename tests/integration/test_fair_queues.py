@@ -89,6 +89,19 @@ async def test_a_backlog_of_one_tenant_delays_no_other(url: str) -> None:
     await transport.stop()
 
 
+async def test_a_slow_receiver_serves_tenants_in_turn(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Given a receiver that is so slow that a look from the first message on is due each time
+    monkeypatch.setattr("delayline.sql.receiver.QUEUE_LOOK_EVERY", 0.0)
+    transport = await fair_transport(url)
+    await put(transport, "a", 500, "big")
+    await put(transport, "b", 5, "small")
+    # When some batches are received, then those of the other tenant are among them
+    receiver = await transport.receiver("work")
+    assert {f"b{number:05}" for number in range(5)} <= set(await handled(receiver, 4))
+    await receiver.stop()
+    await transport.stop()
+
+
 async def test_without_it_messages_are_received_as_they_came(url: str) -> None:
     transport = SqlTransport(url)
     await transport.start()

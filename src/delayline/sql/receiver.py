@@ -114,6 +114,8 @@ class SqlReceiver(WaitingReceiver):
         self._crashes = crashes
         self._groups = groups
         """The groups of the queue that are served in turn; None where messages are received as they came."""
+        self._claimed_in_turn = False
+        """Whether the last messages were claimed in turn: a full look, however often it is due, comes after a turn."""
         self._event = asyncio.Event()
         self._stopped = False
         self._recent = RecentNumbers(OVERLAP if database.locks_rows else 0.0)  # a file has a single writer
@@ -367,13 +369,14 @@ class SqlReceiver(WaitingReceiver):
         several groups is claimed in turn.
         """
         recent = time.monotonic() - self._full_at < self._full_look_every
-        if recent and self._groups is not None and self._groups.is_wanted:
+        if self._groups is not None and self._groups.is_wanted and (recent or not self._claimed_in_turn):
             after = max(self._recent.before(), self._gone.last)
             claim = partial(self._claim_in_turn, self._groups, after=after, limit=limit, batch=batch, expired=expired)
             await self._database.read(claim)
             if batch or expired:
-                self._exhausted = False
+                self._exhausted, self._claimed_in_turn = False, True
                 return
+        self._claimed_in_turn = False
         if recent:
             await self._claim_after(max(self._recent.before(), self._gone.last), limit, batch, expired)
         if not batch and not expired:
