@@ -9,11 +9,13 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable
+from delayline.failures import is_outage
 from delayline.inbox import key_of
 from delayline.message import Headers
 from delayline.receiving.context import MessageContext
 from delayline.receiving.handling import Stopping
 from delayline.receiving.once import RecordedCompletion, Records
+from delayline.receiving.transactions import TransactionLost
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
@@ -149,8 +151,13 @@ class RecordedAttempt(HandlerAttempt):
             self._completion.release(self._records.key)
 
     async def _run(self) -> None:
-        if not await self._completion.admit(self._received, self._records.key):
-            self._is_recorded = True
+        try:
+            self._is_recorded = not await self._completion.admit(self._received, self._records.key)
+        except Exception as error:
+            if is_outage(error):  # of the inbox: no failure of the handlers, which have not run
+                raise TransactionLost(str(error)) from error
+            raise
+        if self._is_recorded:
             return
         try:
             await super()._run()
