@@ -11,6 +11,7 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.pool import NullPool
 from tests.conftest import running
 from tests.eventually import eventually_async
+from tests.integration.test_bad_files import ON_TMPFS, in_namespace
 from tests.integration.test_outbox import with_orders
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
@@ -164,3 +165,12 @@ async def test_an_inbox_of_another_endpoint(tmp_path: Path) -> None:
         other = Endpoint("billing", transport=MemoryTransport(), inbox=inbox)
         with pytest.raises(ConfigurationError, match="belongs to endpoint 'orders'"):
             await other.start()
+
+
+def test_an_inbox_whose_disk_is_full(tmp_path: Path) -> None:
+    # When the disk of an inbox is full while messages are handled
+    answer = in_namespace(ON_TMPFS.replace("script} full", "script} inbox"), tmp_path)
+    # Then they wait in their queue, no failure is counted, and each has its effect once
+    assert answer["told"] == [f"{number:02}" for number in range(20)]
+    assert answer["told_while_full"] < 20
+    assert answer["failed"] == 0

@@ -17,6 +17,7 @@ from delayline import (
     BackendUnavailable,
     ConfigurationError,
     Endpoint,
+    Event,
     MemoryDelayedMessageStore,
     MemoryTransport,
     Message,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sqlalchemy import Connection
+    from tests.servers.rabbitmq import RabbitmqServer
 
 LATER = timedelta(days=1)
 
@@ -234,6 +236,32 @@ async def test_rows_in_postgresql_and_queues_on_rabbitmq(postgresql_url: str, ra
             await endpoint.send("shop", "now", transaction=connection)
         # Then both arrive
         await worker.handles("now", "soon")
+
+
+@pytest.mark.slow
+async def test_sends_succeed_while_the_broker_is_away(
+    postgresql_url: str, crashing_rabbitmq: RabbitmqServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given a web process and a worker, and a broker that is killed
+    with_orders(postgresql_url)
+    url = crashing_rabbitmq.new_vhost()
+    parts: dict[str, Any] = {"delayed_delivery": DelayLevelDelivery()}
+    worker, web = (Shop(RabbitMQTransport(url), postgresql_url, send_only=only, **parts) for only in (False, True))  # type: ignore[arg-type]
+    async with worker.endpoint, web.endpoint as endpoint:
+        with rows_in(postgresql_url) as connection:
+            await endpoint.send("shop", "before", transaction=connection)
+        await worker.handles("before")
+        await asyncio.to_thread(crashing_rabbitmq.kill)
+        # When the web process sends meanwhile
+        for number in range(10):
+            with rows_in(postgresql_url) as connection:
+                await endpoint.send("shop", f"{number}", transaction=connection)
+        with rows_in(postgresql_url) as connection:
+            await endpoint.send("shop", "delayed", delay=timedelta(seconds=1), transaction=connection)
+        await asyncio.to_thread(crashing_rabbitmq.start)
+        # Then all arrive when it is back
+        await eventually_async(lambda: {"delayed", *map(str, range(10))} <= set(worker.handled), patience=120)
+    assert Event.CRITICAL_ERROR not in {getattr(record, "event", None) for record in caplog.records}
 
 
 async def test_queues_in_another_database(postgresql_url: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.clock import from_microseconds, to_microseconds
@@ -60,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 #: Attempts to send a message after the first has failed; outages of the back end do not count.
 RETRIES: Final = 4
+#: An outbox is there so that its endpoint outlives a broker that is away: that is logged, and no critical error.
+OUTLIVES: Final = timedelta(days=365)
 #: Seconds between looks whether this process forwards.
 TURN_EVERY: Final = 1.0
 #: The longest text before a message's own id in the id of its row: a UUID, and microseconds since 1970.
@@ -169,7 +172,14 @@ class OutboxDelivery(StoredDelivery):
     """
 
     def __init__(self, outbox: Outbox, delivery: DelayedDelivery | None) -> None:
-        super().__init__(outbox, number_of_retries=RETRIES, polling=False)
+        super().__init__(
+            outbox,
+            number_of_retries=RETRIES,
+            time_to_trigger_store_circuit_breaker=OUTLIVES,
+            time_to_trigger_fetch_circuit_breaker=OUTLIVES,
+            time_to_trigger_dispatch_circuit_breaker=OUTLIVES,
+            polling=False,
+        )
         self.outbox = outbox
         self._delivery = delivery
         self._turns: asyncio.Task[None] | None = None
