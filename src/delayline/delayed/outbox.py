@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.delayed.delivery import StoredDelivery
+from delayline.delayed.store import SupportsRightsCheck
 from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
 from delayline.events import Event, emit
 from delayline.message import DelayedMessage, Message, new_message_id
@@ -63,8 +64,9 @@ logger = logging.getLogger(__name__)
 RETRIES: Final = 4
 #: An outbox is there so that its endpoint outlives a broker that is away: that is logged, and no critical error.
 OUTLIVES: Final = timedelta(days=365)
-#: Seconds between looks whether this process forwards.
+#: Seconds between looks of a process that waits for its turn, and of the one that has it whether it still does.
 TURN_EVERY: Final = 1.0
+TURN_KEPT: Final = 5.0
 #: The longest text before a message's own id in the id of its row: a UUID, and microseconds since 1970.
 LONGEST_ROW_PREFIX: Final = 36 + 1 + 18 + 1
 
@@ -210,6 +212,12 @@ class OutboxDelivery(StoredDelivery):
                 emit(logger, logging.DEBUG, Event.BACKGROUND_TASK_FAILED, log_text, self.host.endpoint_name, error)
         await super().stop()
 
+    async def missing_rights(self, endpoint_name: str, *, takes: bool) -> Sequence[str]:
+        """Return the statements that grant the missing rights: every process of the endpoint may have to forward."""
+        if not isinstance(self.outbox, SupportsRightsCheck):
+            return ()
+        return await self.outbox.missing_rights(endpoint_name, takes=takes)
+
     async def put(
         self, operations: Sequence[tuple[TransportOperation, datetime | None]], transaction: Transaction
     ) -> None:
@@ -230,4 +238,4 @@ class OutboxDelivery(StoredDelivery):
             elif self._is_forwarding and not has_turn:
                 await self._stop_polling()
             self._is_forwarding = has_turn
-            await self.host.clock.sleep(TURN_EVERY)
+            await self.host.clock.sleep(TURN_KEPT if has_turn else TURN_EVERY)

@@ -141,6 +141,7 @@ class SqlOutbox(SqlDelayedMessageStore):
 
 
 def _has_turn(claims: Claims) -> bool:
-    # A claim is known to be lost only at the next request.
-    claims.release(claims.take([ANY_OTHER], 1))
-    return claims.holds(FORWARDER) or bool(claims.take([FORWARDER], 1))
+    if not claims.holds(FORWARDER):
+        return bool(claims.take([FORWARDER], 1))
+    claims.release(claims.take([ANY_OTHER], 1))  # a claim is known to be lost only at the next request
+    return claims.holds(FORWARDER)
