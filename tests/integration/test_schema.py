@@ -24,6 +24,7 @@ from delayline.cli import main
 from delayline.errors import BackendUnusable, DifferentInput, NewerSchema
 from delayline.migration import journal as migrations
 from delayline.sql.databases import database_at
+from delayline.sql.inbox import INBOX
 from delayline.sql.journal import JOURNAL
 from delayline.sql.schema import CRASHES, DECISIONS, QUEUES, registered_groups
 from delayline.sql.setup import RequiredTables
@@ -244,9 +245,10 @@ COLUMNS = {
     stream_claims.STREAM_CLAIMS: "delayline_spark_taken.destination",
     migrations.MIGRATIONS: "delayline_migration_parts.endpoint",
     MINUTES: "delayline_minutes.content",
+    INBOX: "delayline_inbox.expires",
 }
 #: The features whose tables revision 2 had.
-OF_REVISION_2 = [group for group in COLUMNS if group not in (MINUTES, CRASHES)]
+OF_REVISION_2 = [group for group in COLUMNS if group not in (MINUTES, CRASHES, INBOX)]
 
 
 def test_every_feature_is_listed() -> None:
