@@ -188,6 +188,7 @@ def test_every_setting_can_come_from_a_variable() -> None:
     values = {"URL": "memory:", "TRANSACTION_MODE": "NONE", "STORE_URL": "memory:", "TRANSPORT_URL": "memory:"}
     values |= {"TIMEOUTS_URL": "sqlite:///my.db", "DISABLE_TIMEOUT_MANAGER": "True", "JOURNAL": "True"}
     values |= {"TWO_PHASE": "True", "TIMEOUT_MANAGER": "True", "HISTORY": "True"}
+    values |= {"INBOX_URL": "sqlite:///my.db", "OUTBOX_URL": "sqlite:///my.db"}
     for name in setting_names():
         value = values.get(name.upper(), "7")
         assert str(getattr(loaded(environ={f"DELAYLINE_{name.upper()}": value}), name)) in {value, "7.0", "0"}
