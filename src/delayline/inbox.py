@@ -26,11 +26,11 @@ class RecordKey(NamedTuple):
 
 
 def key_of(message: Message) -> RecordKey:
-    """Return the key of a received message; raises CorruptHeaders."""
+    """Return the key of a message under the id that handlers see; raises CorruptHeaders."""
     sender = message.headers.get(Headers.ORIGINATING_ENDPOINT, "")
     if len(sender) > MAXIMUM_DESTINATION_LENGTH or UNUSABLE_IN_IDS.search(sender) is not None:
         sender = hashlib.sha256(sender.encode(errors="surrogatepass")).hexdigest()
-    return RecordKey(message.logical.id, sender)
+    return RecordKey(message.id, sender)
 
 
 class Inbox(Protocol):

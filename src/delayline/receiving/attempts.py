@@ -51,8 +51,8 @@ class HandlerAttempts:
     def begin(self, received: ReceivedMessage, number: int) -> HandlerAttempt:
         """Return an attempt. Raises CorruptHeaders, UnknownMessageType or InvalidPayload."""
         message = received.message
-        calls = self.handlers.calls(message.logical)
         context = MessageContext(message, self.queue, number, self.composer, self.transactions, self.pending)
+        calls = self.handlers.calls(context.message)
         if isinstance(self.completion, RecordedCompletion):
             return RecordedAttempt(self, received, calls, context, self.completion)
         if len(calls) == 1 and Headers.RETRY_ID not in message.headers:  # of several, the last may still fail
@@ -137,7 +137,7 @@ class RecordedAttempt(HandlerAttempt):
     ) -> None:
         super().__init__(attempts, received, calls, context)
         self._completion = completion
-        self._records = context.records = Records(completion.once.inbox, key_of(received.message))
+        self._records = context.records = Records(completion.once.inbox, key_of(context.message))
         self._is_recorded = False
 
     async def complete(self) -> None:
@@ -145,8 +145,11 @@ class RecordedAttempt(HandlerAttempt):
         try:
             if self._is_recorded or self._records.is_known:
                 await self._completion.acknowledge(self._received, self._context.own)
-            else:
+            elif Headers.RETRY_ID in self._received.message.headers:
                 await super().complete()
+            else:
+                context = self._context
+                await self._completion.record(self._received, self._records.key, context.effects, context.own)
         finally:
             self._completion.release(self._records.key)
 

@@ -186,11 +186,17 @@ class RecordedCompletion:
     async def complete(
         self, received: ReceivedMessage, effects: Sequence[Effect], own: HandlerTransaction | None = None
     ) -> None:
-        """Record the message with the handler's effects, and acknowledge it; see `Completion.complete`.
+        """Record the message with the handler's effects, and acknowledge it; see `Completion.complete`."""
+        await self.record(received, key_of(received.message.logical), effects, own)
+
+    async def record(
+        self, received: ReceivedMessage, key: RecordKey, effects: Sequence[Effect], own: HandlerTransaction | None
+    ) -> None:
+        """Record the message under its key with the handler's effects, and acknowledge it.
 
         Others are handled in its place meanwhile, so that many are recorded together.
         """
-        handled = _Handled(key_of(received.message), effects)
+        handled = _Handled(key, effects)
         with self._intake.tasks.outside_limit(received):
             if own is not None and own.connection is not None:
                 is_new = await self._commit(own, handled)

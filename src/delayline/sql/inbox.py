@@ -200,7 +200,8 @@ class SqlInbox(OnDatabase):
         def record(connection: Connection) -> AbstractSet[RecordKey]:
             if of_lists is not None:
                 ids, senders = map(list, zip(*ordered, strict=True))
-                return {RecordKey(*row) for row in of_lists.rows(connection, self._endpoint, ids, senders)}
+                new = of_lists.rows(connection, self._endpoint, ids, senders)
+                return set(ordered) if len(new) == len(ordered) else {RecordKey(*row) for row in new}
             if len(ordered) > 1 and self._database.dialect.words.fails_for_duplicates:
                 return self._insert_unknown(connection, ordered)
             return {key for key in ordered if self._is_new(connection, key)}
