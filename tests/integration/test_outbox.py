@@ -177,6 +177,43 @@ async def test_another_process_forwards_when_the_first_stops(orders: str) -> Non
         await shop.handles("done")
 
 
+async def test_an_endpoint_forwards_again_after_a_restart(orders: str) -> None:
+    shop = Shop(MemoryTransport(), orders)
+    for number in range(2):
+        async with shop.endpoint as endpoint:
+            with rows_in(orders) as connection:
+                await endpoint.send("shop", f"{number}", transaction=connection)
+            await shop.handles(*map(str, range(number + 1)))
+
+
+async def test_of_two_endpoints_in_a_process_one_forwards(orders: str) -> None:
+    # Given two of the same name, of which the first forwards
+    transport = MemoryTransport()
+    web, shop = Shop(transport, orders, send_only=True), Shop(transport, orders)
+    outboxes: list[Any] = [each.endpoint._outbox for each in (web, shop)]
+    async with web.endpoint:
+        await eventually_async(lambda: outboxes[0]._is_forwarding)
+        async with shop.endpoint as endpoint:
+            assert not await outboxes[1].outbox.take_turn()
+            with rows_in(orders) as connection:
+                await endpoint.send("shop", "done", transaction=connection)
+            await shop.handles("done")
+            assert not outboxes[1]._is_forwarding
+
+
+@pytest.mark.parametrize("row_id", ["other", "a/b", "a/x/17", f"a/{'9' * 40}/17", "a//"])
+async def test_a_row_that_another_program_has_written_is_sent_as_it_is(orders: str, row_id: str) -> None:
+    shop = Shop(MemoryTransport(), orders)
+    async with shop.endpoint:
+        with begun(orders) as connection:
+            quoted = connection.dialect.identifier_preparer.quote("shop.outbox")
+            due = {"sqlite": "1", "postgresql": "now()"}.get(connection.dialect.name, "UTC_TIMESTAMP(6)")
+            row = {"id": row_id, "headers": b"{}", "body": b"foreign"}
+            into = f"INSERT INTO {quoted} (id, destination, due, headers, body, retry_count) VALUES"
+            connection.execute(text(f"{into} (:id, 'shop', {due}, :headers, :body, 0)"), row)
+        await shop.handles("foreign")
+
+
 async def test_what_was_committed_before_a_stop_is_forwarded_at_the_next_start(orders: str) -> None:
     web = Shop(MemoryTransport(), orders, send_only=True)
     web.endpoint.transport.dispatch = _away  # type: ignore[assignment, method-assign]

@@ -20,10 +20,11 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
 
+from delayline.circuit_breaker import first_of
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.store import SupportsRightsCheck
-from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
+from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, DispatchFailed
 from delayline.events import Event, emit
 from delayline.message import DelayedMessage, Message, new_message_id
 from delayline.observer import Observers
@@ -83,12 +84,13 @@ def row_of(operation: TransportOperation, due: datetime | None, now: datetime) -
 def operation_of(kept: TransportOperation) -> tuple[TransportOperation, datetime | None]:
     """Return the operation that `row_of` was given, and its due time; a row of another's as it is."""
     message = kept.message
-    parts = message.id.split("/", 2)
-    if len(parts) < 3 or not (parts[1] == "" or parts[1].isdecimal()):
+    try:
+        _, kept_due, message_id = message.id.split("/", 2)
+        due = from_microseconds(int(kept_due)) if kept_due else None
+    except (ValueError, OverflowError):
         return kept, None
-    _, due, message_id = parts
     own = Message.from_encoded(message_id, message.encoded_headers, message.body)
-    return TransportOperation(own, kept.destination), from_microseconds(int(due)) if due else None
+    return TransportOperation(own, kept.destination), due
 
 
 class OutboxTransport:
@@ -185,6 +187,7 @@ class OutboxDelivery(StoredDelivery):
         self.outbox = outbox
         self._delivery = delivery
         self._turns: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
         self._is_forwarding = False
 
     def bind(self, host: DeliveryHost) -> None:
@@ -196,15 +199,17 @@ class OutboxDelivery(StoredDelivery):
     async def start(self) -> None:
         """Open the outbox, and forward once this process has the turn."""
         await super().start()
+        self._stopping.clear()
         self._turns = asyncio.create_task(self._take_turns(), name=f"delayline outbox {self.host.endpoint_name}")
 
     async def stop(self) -> None:
         """Finish the batch that is forwarded, and let another process forward."""
         if self._turns is not None:
-            self._turns.cancel()
-            await asyncio.wait([self._turns])
+            self._stopping.set()
+            await asyncio.wait([self._turns])  # not cancelled: it might still take the turn afterwards
             self._turns = None
             await self._stop_polling()
+            self._is_forwarding = False
             try:
                 await self.outbox.end_turn()
             except DelaylineError as error:  # it ends with the connection
@@ -226,16 +231,17 @@ class OutboxDelivery(StoredDelivery):
         await self._store_in(transaction, [row_of(operation, due, now) for operation, due in operations])
 
     async def _take_turns(self) -> None:
-        while True:
+        while not self._stopping.is_set():
             try:
                 has_turn = await self.outbox.take_turn()
-            except DelaylineError as error:  # the poller, if it runs, reports the outage
+                if has_turn and not self._is_forwarding:
+                    self._start_polling()
+                elif self._is_forwarding and not has_turn:
+                    await self._stop_polling()
+                self._is_forwarding = has_turn
+            except Exception as error:  # of an outage the poller tells, if it runs
+                level = logging.DEBUG if isinstance(error, BackendUnavailable) else logging.ERROR
                 log_text = "The outbox of %s cannot be asked whether this process forwards: %s"
-                emit(logger, logging.DEBUG, Event.FETCH_FAILED, log_text, self.host.endpoint_name, error)
-                has_turn = self._is_forwarding
-            if has_turn and not self._is_forwarding:
-                self._start_polling()
-            elif self._is_forwarding and not has_turn:
-                await self._stop_polling()
-            self._is_forwarding = has_turn
-            await self.host.clock.sleep(TURN_KEPT if has_turn else TURN_EVERY)
+                emit(logger, level, Event.FETCH_FAILED, log_text, self.host.endpoint_name, error)
+            pause = TURN_KEPT if self._is_forwarding else TURN_EVERY
+            await first_of(self._stopping.wait(), self.host.clock.sleep(pause))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
 from typing import TYPE_CHECKING, Final
+from weakref import WeakValueDictionary
 
 from sqlalchemy import bindparam, insert, select
 
@@ -18,7 +20,7 @@ from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.workers import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Hashable, Sequence
     from datetime import datetime, timedelta
 
     from sqlalchemy import Connection, Engine, Table
@@ -126,18 +128,31 @@ class SqlOutbox(SqlDelayedMessageStore):
         return messages
 
     async def take_turn(self) -> bool:
-        """Return whether this process forwards: whether it has the claim that a single process can have."""
-        claims = self._turns
+        """Return whether this outbox forwards: whether it has the claim, and no other outbox of this process has it."""
+        claims, key = self._turns, self._turn
         if claims is None:
             raise NotStarted("the outbox is not open: start its endpoint")
-        return await in_thread(partial(_has_turn, claims))
+        if _forwarding.setdefault(key, self) is not self:
+            return False
+        has_turn = await in_thread(partial(_has_turn, claims))
+        if not has_turn:
+            _forwarding.pop(key, None)
+        return has_turn
 
     async def end_turn(self) -> None:
         """Give the claim up."""
-        if self._turns is not None:
-            claims = self._turns
-            claims.release([FORWARDER])
-            await in_thread(claims.flush)
+        if self._turns is not None and _forwarding.get(self._turn) is self:
+            self._turns.release([FORWARDER])
+            await in_thread(self._turns.flush)
+            _forwarding.pop(self._turn, None)
+
+    @property
+    def _turn(self) -> Hashable:
+        return os.getpid(), self._database.domain, self._statements.table.fullname
+
+
+#: The outboxes of this process that forward: a claim is the whole process's.
+_forwarding: Final[WeakValueDictionary[Hashable, SqlOutbox]] = WeakValueDictionary()
 
 
 def _has_turn(claims: Claims) -> bool:
