@@ -21,7 +21,7 @@ from delayline.sql.deadlines import long_work
 from delayline.sql.on_database import OnDatabase
 from delayline.sql.outbox import SqlOutbox
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import DUE, TO_TAKE, TableGroup, register, text
+from delayline.sql.schema import DUE, QUEUES, TO_TAKE, TableGroup, register, text
 from delayline.sql.setup import RequiredTables
 from delayline.sql.workers import in_thread
 
@@ -131,7 +131,7 @@ class SqlInbox(OnDatabase):
             raise ConfigurationError(f"window={window!r} must be a second to {LONGEST_WINDOW.days} days")
         self.claims_first = claims_first
         self._table = inbox_table(self._schema)
-        self._required = RequiredTables(self._database.dialect, self._schema, INBOX)
+        self._required = RequiredTables(self._database.dialect, self._schema, QUEUES, INBOX)
         self._statements = InboxStatements(self._table, self._database.dialect, window)
         self._endpoint = ""
         self._removing: asyncio.Task[None] | None = None
