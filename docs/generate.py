@@ -126,7 +126,7 @@ def guarantees() -> str:
 
 
 def with_an_inbox(transport: Transport, delivery: DelayLevelDelivery) -> list[str]:
-    """Return the row of every pair of parts with an inbox: what it promises depends on no other part."""
+    """Return the row for endpoints with an inbox, whose guarantee is the same for every transport and delivery."""
 
     def cell(mode: TransactionMode) -> str:
         try:
