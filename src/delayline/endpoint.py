@@ -196,6 +196,7 @@ class Endpoint:
         )
         self.draining = draining
         self._outbox = _outbox(outbox, inbox, delayed_delivery)
+        self._once = None if inbox is None or self._outbox is None else Once(inbox, self._outbox, delayed_delivery)
         self._deliveries = self._bind(None if disable_timeout_manager else draining)
         self._reset()
 
@@ -596,7 +597,9 @@ class Endpoint:
             await self.inbox.start(self.name)
             self._running.push_async_callback(self.inbox.stop)
         if self._handlers:
-            transactions = self._handler_transactions()
+            transactions = _transactions(
+                self.transport, self.transaction_mode, self.inbox, self.transaction_connections
+            )
             self._running.push_async_callback(transactions.close)
             transactions.check_drivers(self._handlers.functions)
             self._running.callback(self._handlers.close)
@@ -608,7 +611,7 @@ class Endpoint:
                 recoverability=self.recoverability,
                 delivery=self.delayed_delivery,
                 destinations=self._sender.destinations,
-                once=self._once(),
+                once=self._once,
             )
             self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)
@@ -624,17 +627,6 @@ class Endpoint:
             self.guarantee,
         )
         self._started = True
-
-    def _handler_transactions(self) -> HandlerTransactions:
-        if self.inbox is None:
-            return HandlerTransactions(self.transport, self.transaction_mode, self.transaction_connections)
-        # The rows commit with the record, whatever the mode is in which their messages leave the queue.
-        return HandlerTransactions(self.inbox, TransactionMode.TRANSACTION_SCOPE, self.transaction_connections)
-
-    def _once(self) -> Once | None:
-        if self.inbox is None or self._outbox is None:
-            return None
-        return Once(self.inbox, self._outbox, self.delayed_delivery)
 
     async def _start_delivery(self, delivery: DelayedDelivery) -> None:
         """Start it; in a weaker mode if its store refuses the default mode, which the store alone knows."""
@@ -766,6 +758,15 @@ def _mode(
             f"not {mode.name}: leave transaction_mode out"
         )
     return TransactionMode.RECEIVE_ONLY
+
+
+def _transactions(
+    transport: Transport, mode: TransactionMode, inbox: Inbox | None, connections: int
+) -> HandlerTransactions:
+    if inbox is None:
+        return HandlerTransactions(transport, mode, connections)
+    # The rows commit with the record, whatever the mode is in which their messages leave the queue.
+    return HandlerTransactions(inbox, TransactionMode.TRANSACTION_SCOPE, connections)
 
 
 def _outbox(outbox: Outbox | None, inbox: Inbox | None, delivery: DelayedDelivery | None) -> OutboxDelivery | None:

@@ -271,15 +271,28 @@ class Completion:
         return [await self._receiver.acknowledge(each.received, transaction) for each in group]
 
     async def _take_effect(self, effects: Sequence[Effect], transaction: Transaction | None) -> None:
-        """Dispatch the sends and change pending messages, in their order; sends that follow each other together."""
+        """Dispatch the sends and change pending messages, in their order."""
+
+        async def send(sends: Sequence[Outgoing]) -> None:
+            await hand_over(self._transport, self._delivery, sends, transaction)
+
+        await self.take_effect(effects, transaction, send)
+
+    async def take_effect(
+        self,
+        effects: Sequence[Effect],
+        transaction: Transaction | None,
+        send: Callable[[Sequence[Outgoing]], Awaitable[None]],
+    ) -> None:
+        """Send, and change pending messages, in their order; `send` takes sends that follow each other together."""
         for kind, run in groupby(effects, type):
             if kind is Outgoing:
-                await hand_over(self._transport, self._delivery, cast("list[Outgoing]", list(run)), transaction)
+                await send(cast("list[Outgoing]", list(run)))
             else:
                 for change in run:
-                    await self.change(cast("PendingChange", change), transaction)
+                    await self._change(cast("PendingChange", change), transaction)
 
-    async def change(self, change: PendingChange, transaction: Transaction | None) -> None:
+    async def _change(self, change: PendingChange, transaction: Transaction | None) -> None:
         """Change a pending message. Raises PendingMessageLocked."""
         assert self.pending is not None  # noqa: S101 - else the context has refused the change
         given = () if transaction is None else (transaction,)

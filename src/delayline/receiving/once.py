@@ -32,12 +32,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.external import ExternalTransaction, WaitingThread, enlisted
 from delayline.grouping import Grouping
 from delayline.inbox import RecordKey, key_of
-from delayline.outgoing import Outgoing
 from delayline.receiving.completion import MAXIMUM_COMPLETED, AlreadyHandled
 from delayline.receiving.handling import Stopping
 from delayline.transaction import again_after_conflicts
@@ -49,7 +48,7 @@ if TYPE_CHECKING:
     from delayline.delayed.outbox import OutboxDelivery
     from delayline.external import ExternalConnection
     from delayline.inbox import Inbox
-    from delayline.outgoing import Effect, PendingChange
+    from delayline.outgoing import Effect, Outgoing
     from delayline.receiving.completion import Completion
     from delayline.receiving.intake import Intake
     from delayline.receiving.transactions import HandlerTransaction
@@ -91,15 +90,10 @@ class Once:
             outcomes.append(each.key in new)
             new.discard(each.key)  # of two copies in a group the first counts
         effects = [effect for each, is_new in zip(handled, outcomes, strict=True) if is_new for effect in each.effects]
-        for kind, run in groupby(effects, type):
-            if kind is Outgoing:
-                await self._send(cast("list[Outgoing]", list(run)), transaction)
-            else:
-                for change in run:
-                    await completion.change(cast("PendingChange", change), transaction)
+        await completion.take_effect(effects, transaction, partial(self._send, transaction))
         return outcomes
 
-    async def _send(self, sends: Sequence[Outgoing], transaction: Transaction) -> None:
+    async def _send(self, transaction: Transaction, sends: Sequence[Outgoing]) -> None:
         in_store = self.reaches_delivery
         for is_stored, run in groupby(sends, lambda send: in_store and send.due is not None):
             if not is_stored:

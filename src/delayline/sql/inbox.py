@@ -6,13 +6,14 @@ import asyncio
 import hashlib
 import logging
 import random
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import Column, Index, MetaData, PrimaryKeyConstraint, Table, and_, bindparam, delete, select
 
 from delayline.checks import time_span
+from delayline.clock import EPOCH
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, TransactionConflict
 from delayline.events import Event, emit
 from delayline.inbox import RecordKey
@@ -28,6 +29,7 @@ from delayline.sql.workers import in_thread
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from collections.abc import Set as AbstractSet
+    from datetime import datetime
 
     from sqlalchemy import ColumnElement, Connection, Engine
 
@@ -47,8 +49,6 @@ LONGEST_WINDOW: Final = timedelta(days=3650)
 REMOVED_EVERY: Final = (30.0, 90.0)
 #: Records that are removed together.
 REMOVED_AT_ONCE: Final = 1000
-#: Before every record.
-EARLIEST: Final = datetime(1970, 1, 1, tzinfo=UTC)
 #: Claims are numbers below this, as of rows.
 CLAIMS: Final = 1 << 38
 
@@ -277,7 +277,7 @@ class SqlInbox(OnDatabase):
 
     def _remove_page(self, connection: Connection, now: datetime) -> tuple[int, datetime]:
         values = self._database.dialect.values
-        after = values.to_due(self._removed_until or EARLIEST)
+        after = values.to_due(self._removed_until or EPOCH)
         until = self._statements.end_of_page.one(connection, after, values.to_until(now))
         end = now if until is None else values.from_due(until)
         return self._statements.remove.change(connection, after, values.to_until(end)), end

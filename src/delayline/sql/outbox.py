@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakValueDictionary
 
 from sqlalchemy import bindparam, insert, select
@@ -20,7 +21,7 @@ from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.workers import in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
+    from collections.abc import Callable, Hashable, Sequence
     from datetime import datetime, timedelta
 
     from sqlalchemy import Connection, Engine, Table
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from delayline.sql.databases import SqlDatabase
     from delayline.transaction import Transaction, TransactionMode
 
+#: The columns that the server does not set itself, and their values of a row.
+NAMES_WITHOUT_DUE: Final = tuple(name for name in StoredRow._fields if name != "due")
+WITHOUT_DUE: Final[Callable[[StoredRow], tuple[Any, ...]]] = attrgetter(*NAMES_WITHOUT_DUE)
 #: The number whose claim has the process that forwards ...
 FORWARDER: Final = 1
 #: ... and another, whose claim shows that the connection of the claims is there.
@@ -82,10 +86,11 @@ class SqlOutbox(SqlDelayedMessageStore):
         await super().initialize(endpoint_name, mode)
         statements, dialect = self._statements, self._database.dialect
         columns = statements.table.c
-        names = [name for name in StoredRow._fields if name != "due"]
-        given = {name: bindparam(name, type_=columns[name].type) for name in names}
+        given = {name: bindparam(name, type_=columns[name].type) for name in NAMES_WITHOUT_DUE}
         now = dialect.values.in_seconds(0)
-        self._insert_now = Prepared(insert(statements.table).values({**given, "due": now}), dialect.sql, names)
+        self._insert_now = Prepared(
+            insert(statements.table).values({**given, "due": now}), dialect.sql, NAMES_WITHOUT_DUE
+        )
         until, order = bindparam("until", type_=columns.due.type), in_order(statements.table)
         committed = select(columns.id).where(columns.due <= until).order_by(*order).limit(bindparam("number"))
         self._committed = Prepared(committed, dialect.sql, ["until", "number"])
@@ -97,11 +102,10 @@ class SqlOutbox(SqlDelayedMessageStore):
         assert insert_now is not None  # noqa: S101 - opened together
         for message in messages:
             check_size(message.message, self._database.dialect)
-        rows = [statements.row_of(message) for message in messages]
-        without_due = [tuple(value for name, value in row._asdict().items() if name != "due") for row in rows]
+        rows = [WITHOUT_DUE(statements.row_of(message)) for message in messages]
 
         def put(connection: Connection) -> None:
-            insert_now.change_many(connection, without_due)
+            insert_now.change_many(connection, rows)
 
         await self._database.write(put, transaction, one_statement=len(rows) == 1)
         await self._notify(self._database.clock.now() - CLOCKS_DIFFER_BY, transaction)
