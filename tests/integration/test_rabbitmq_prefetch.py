@@ -129,7 +129,8 @@ async def test_a_message_on_its_way_back_is_there_once_after_a_stop(
     rabbitmq: RabbitmqServer, rabbitmq_url: str
 ) -> None:
     # Given a message that counts its crashes, which returns to its queue as a copy
-    transport = RabbitMQTransport(rabbitmq_url)
+    # ... by a connection that waits for the copy's confirm longer than the alarm lasts on a busy machine
+    transport = RabbitMQTransport(f"{rabbitmq_url}?server_timeout=240")
     await transport.start()
     await transport.setup_infrastructure(["sales"])
     await transport.dispatch([operation("sales", "m1")])

@@ -261,7 +261,8 @@ async def test_a_blocked_broker_makes_senders_wait(
     """Given a memory alarm, when messages are published, then they wait, are logged, can be cancelled, and arrive."""
     await declare(rabbitmq_url, "there")
     caplog.set_level(logging.WARNING, "delayline.rabbitmq")
-    async with opened(f"{rabbitmq_url}?heartbeat=1") as publisher:
+    # ... and a connection that waits longer than the alarm lasts on a busy machine
+    async with opened(f"{rabbitmq_url}?heartbeat=1&server_timeout=240") as publisher:
         await asyncio.to_thread(rabbitmq.raise_memory_alarm)
         try:
             first = asyncio.ensure_future(publisher.publish([to_queue("there", a_message("first"))]))
