@@ -799,5 +799,5 @@ def _recoverability(
                 f"Use Recoverability(delayed_retries=0), or {DELAYED_DELIVERIES}"
             )
     if mode is TransactionMode.NONE:
-        return replace(settings, immediate_retries=0, delayed_retries=0, delays=None)
+        return replace(settings, immediate_retries=0, delayed_retries=0, delays=None, unknown_type_wait=timedelta(0))
     return replace(settings, delayed_retries=0, delays=None) if delivery is None else settings

@@ -49,6 +49,7 @@ FAILURE_HEADERS: Final = (
     Headers.HOST_DISPLAY_NAME,
     Headers.RETRIES,
     Headers.ATTEMPTS,
+    Headers.UNKNOWN_SINCE,
     Headers.CRASHES,
 )
 

@@ -75,6 +75,8 @@ class Headers:
     RETRIES: Final = "NServiceBus.Retries"
     #: Attempts before the present round, where a retry policy counts them.
     ATTEMPTS: Final = "Delayline.Attempts"
+    #: Since when the message waits for a process with a handler of its type.
+    UNKNOWN_SINCE: Final = "Delayline.UnknownSince"
     #: How many deliveries have ended without an outcome, as when the process was killed.
     CRASHES: Final = "Delayline.Crashes"
     RETRIES_TIMESTAMP: Final = "NServiceBus.Retries.Timestamp"

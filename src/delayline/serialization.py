@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
@@ -13,6 +15,9 @@ from delayline.errors import ConfigurationError, InvalidMessage, InvalidPayload
 
 Kind = TypeVar("Kind", bound=type)
 _NAME: Final = "__delayline_message_type__"
+_FORMER_NAMES: Final = "__delayline_former_message_types__"
+#: Modules of the program that was started, also in a process that it has spawned.
+_MAIN_MODULES: Final = frozenset({"__main__", "__mp_main__"})
 #: Types whose values have no type name on the wire.
 PLAIN_TYPES: Final = frozenset({bytes, str, dict, list, tuple, set, frozenset, int, float, bool, type(None)})
 #: How deep the search for a value that cannot be serialized goes.
@@ -85,7 +90,7 @@ class JsonSerializer:
             raise InvalidPayload(f"it is not the JSON of a {name_of_kind(kind)}: {error}") from error
 
 
-def message_type(name: str) -> Callable[[Kind], Kind]:
+def message_type(name: str, *, formerly: Collection[str] = ()) -> Callable[[Kind], Kind]:
     """Return a class decorator that gives messages of the class this name on the wire.
 
     Without it the name is made of the module and the class. Names of .NET are made of the namespace and the class;
@@ -93,9 +98,10 @@ def message_type(name: str) -> Callable[[Kind], Kind]:
 
     Args:
         name: 1 to 200 printable characters without `,` or `;`.
+        formerly: Other names under which messages of the class may still be on their way: its handlers take these too.
 
     Raises:
-        ConfigurationError: The name is empty, too long, or has such a character.
+        ConfigurationError: A name is empty, too long, or has such a character.
 
     Example:
         ```python
@@ -105,13 +111,17 @@ def message_type(name: str) -> Callable[[Kind], Kind]:
             order_id: str
         ```
     """
-    if not isinstance(name, str) or not 0 < len(name) <= 200 or not name.isprintable() or {",", ";"} & set(name):
-        raise ConfigurationError(
-            f"message type {name!r} must be a text of 1 to 200 printable characters without ',' and ';'"
-        )
+    if isinstance(formerly, str):
+        raise ConfigurationError(f"formerly must be a list of names, not {formerly!r}: write [{formerly!r}]")
+    for given in (name, *formerly):
+        if not isinstance(given, str) or not 0 < len(given) <= 200 or not given.isprintable() or {",", ";"} & {*given}:
+            raise ConfigurationError(
+                f"message type {given!r} must be a text of 1 to 200 printable characters without ',' and ';'"
+            )
 
     def named(kind: Kind) -> Kind:
         setattr(kind, _NAME, name)
+        setattr(kind, _FORMER_NAMES, tuple(formerly))
         return kind
 
     return named
@@ -124,7 +134,25 @@ def name_of_kind(kind: Any) -> str:  # noqa: ANN401 - a type, or a name
     named = getattr(kind, "__dict__", {}).get(_NAME)
     if isinstance(named, str):
         return named
-    return f"{getattr(kind, '__module__', '')}.{getattr(kind, '__qualname__', repr(kind))}"
+    module = getattr(kind, "__module__", "")
+    if module in _MAIN_MODULES:
+        module = _name_of_program(module) or module
+    return f"{module}.{getattr(kind, '__qualname__', repr(kind))}"
+
+
+def names_taken(kind: Any) -> list[str]:  # noqa: ANN401 - a type, or a name
+    """Return the type names that a handler takes: the name that messages of the type are sent with, and former ones."""
+    former = [] if isinstance(kind, str) else getattr(kind, "__dict__", {}).get(_FORMER_NAMES, ())
+    return list(dict.fromkeys([name_of_kind(kind), *former]))
+
+
+def _name_of_program(module: str) -> str | None:
+    """Return the name under which other processes import the program that was started; None for a session's input."""
+    main = sys.modules.get(module)
+    if (spec := getattr(main, "__spec__", None)) is not None:
+        return str(spec.name)
+    file = getattr(main, "__file__", None)
+    return None if file is None else Path(file).stem
 
 
 def is_message_kind(kind: type) -> bool:
@@ -139,12 +167,20 @@ def is_message_kind(kind: type) -> bool:
 
 
 def names_of_value(value: object) -> str | None:
-    """Return the type names of a typed message, most derived first, as the header has them; None for other values."""
+    """Return the type names of a typed message, most derived first, as the header has them; None for other values.
+
+    Raises InvalidMessage if no other process could know the type by its name.
+    """
     kind = type(value)
     if not is_message_kind(kind):
         return None
+    if (name := name_of_kind(kind)).partition(".")[0] in _MAIN_MODULES:
+        raise InvalidMessage(
+            f"type {kind.__qualname__} is of an interactive session: no other process knows it as {name!r}. Name it "
+            f'with @message_type("shop.{kind.__qualname__}"), or import it from a module'
+        )
     bases = [name_of_kind(base) for base in kind.__mro__[1:] if _NAME in vars(base)]
-    return ";".join([name_of_kind(kind), *bases])
+    return ";".join([name, *bases])
 
 
 def names_in_header(value: str) -> list[str]:

@@ -186,7 +186,6 @@ async def test_typed_messages_sent_by_handlers_and_later(clock: ManualClock) -> 
 @pytest.mark.parametrize(
     ("headers", "body", "text"),
     [
-        (headers_of("Unheard.Of"), b"{}", "is of type 'Unheard.Of', and no handler takes that"),
         (headers_of(""), b"{}", "has no NServiceBus.EnclosedMessageTypes header"),
         ({}, b"\xff", "Handlers are registered for 'Contoso.Messages.OrderPlaced'"),
         (headers_of("Contoso.Messages.OrderPlaced"), b"[]", "Expected `object`, got `array`"),
@@ -201,7 +200,7 @@ async def test_typed_messages_sent_by_handlers_and_later(clock: ManualClock) -> 
             "is 'text/xml', and this endpoint reads 'application/json'",
         ),
         (headers_of("Contoso.Messages.OrderPlaced"), b"<OrderPlaced/>", "JSON is malformed"),
-        (headers_of("Contoso.Messages." + "X" * 20_000), b"{}", "Handlers are registered for 'Contoso.Messages.Order"),
+        (headers_of(" ;, "), b"{}", "Handlers are registered for 'Contoso.Messages.OrderPlaced'"),
     ],
     ids=lambda value: None if isinstance(value, dict) else repr(value)[:40],
 )

@@ -13,7 +13,7 @@ from delayline.checks import time_span, whole_number
 from delayline.errors import ConfigurationError, InvalidPayload, UnknownMessageType
 from delayline.message import Headers, Message
 from delayline.receiving.execution import HandlerThreads, Watched, name_of
-from delayline.serialization import JsonSerializer, Serializer, name_of_kind, names_in_header
+from delayline.serialization import JsonSerializer, Serializer, names_in_header, names_taken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +51,7 @@ class Handlers:
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """The registered functions: for types first, then for other messages, in the order they run."""
-        return tuple(registered.function for registered in (*self._typed.values(), *self._plain))
+        return tuple(registered.function for registered in (*dict.fromkeys(self._typed.values()), *self._plain))
 
     def add(
         self,
@@ -75,18 +75,19 @@ class Handlers:
         """Register a handler for messages of a type. Raises ConfigurationError, also for a second."""
         if concurrency is not None and whole_number("concurrency", concurrency, at_least=1) > MOST_SLOTS:
             raise ConfigurationError(f"concurrency must be at most {MOST_SLOTS:,}, not {concurrency:,}")
-        name = name_of_kind(kind)
-        if name in self._typed:
-            raise ConfigurationError(
-                f"messages of type {name!r} have the handler {name_of(self._typed[name].function)} already: a type has "
-                "one. Call both functions in one handler"
-            )
+        names = names_taken(kind)
+        for name in names:
+            if name in self._typed:
+                raise ConfigurationError(
+                    f"messages of type {name!r} have the handler {name_of(self._typed[name].function)} already: a type "
+                    "has one. Call both functions in one handler"
+                )
         read_as = Any if isinstance(kind, str) else kind
         registered = self._registered(function, TYPED_SIGNATURE, read_as, recoverability, timeout)
-        registered.type_name = name
+        registered.type_name = names[0]
         if concurrency is not None:
-            self.limits[name] = concurrency
-        self._typed[name] = registered
+            self.limits[registered.type_name] = concurrency
+        self._typed |= dict.fromkeys(names, registered)
 
     def calls(self, message: Message) -> Sequence[Call]:
         """Return the calls for an attempt to handle the message.

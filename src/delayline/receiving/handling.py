@@ -8,7 +8,8 @@
     MAY BEGIN? -- removed by another meanwhile, in mode NONE, which removes it here --> gone
        |      `-- has ended its process too often ------------------> the error queue
        v
-    ATTEMPT --- nothing takes it, or it cannot be read -------------> the error queue
+    ATTEMPT --- no handler here takes its type ---------------------> later, for ten minutes; then the error queue
+       |  ^ `-- it cannot be read ----------------------------------> the error queue
        |  ^
        |  `------------------------------- again at once --.
        v                                                   |
@@ -137,8 +138,7 @@ class Handling:
             try:
                 attempt = self.begin(received, number)
             except (CorruptHeaders, UnknownMessageType, InvalidPayload) as error:
-                self.intake.reports.poison(message, error)
-                await self.recovery.move_to_errors(received, error)
+                await self.recovery.not_taken(received, error)
                 return
             ended, began = None, time.perf_counter()
             try:

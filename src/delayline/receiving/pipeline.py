@@ -99,7 +99,7 @@ class Pipeline:
             observer=intake.reports.observer,
         )
         self._suspects = Suspects(receiver, recoverability)
-        self._recovery = Recovery(intake, completion, composer, self._breaker)
+        self._recovery = Recovery(intake, completion, composer, self._breaker, recoverability)
         self._handling = Handling(intake, attempt, completion, self._recovery, self._suspects, traces)
         self._counts_crashes = host.mode is not TransactionMode.NONE
         """Whether a crash gives a message back: in mode NONE it has left its queue before it is handled."""

@@ -22,6 +22,9 @@ LONGEST_IMMEDIATE_PAUSE: Final = timedelta(milliseconds=100)
 LONGEST_RETRY_SPAN: Final = timedelta(hours=24)  # as NServiceBus limits delayed retries
 LONGEST_ROUND_NUMBER: Final = 9  # digits
 MOST_RETRIES: Final = 1000
+#: The shortest and the longest time until another process may look whether it has a handler of a message's type.
+SHORTEST_WAIT_FOR_TYPE: Final = timedelta(seconds=1)
+LONGEST_WAIT_FOR_TYPE: Final = timedelta(seconds=60)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +102,10 @@ class Recoverability:
     """A message whose deliveries ended so often without an outcome, as when it kills its process, goes to the error
     queue; 2 or more, and no fewer than 4 on RabbitMQ, whose queues also count messages that a process only held.
     After the second it is handled alone. Only the endpoint's own setting counts, not those of handlers."""
+    unknown_type_wait: timedelta = timedelta(minutes=10)
+    """How long in all a message of a type that this process has no handler for waits in delayed delivery for a process
+    that has one, as during a deployment; then it goes to the error queue. Zero: at once, as where the endpoint cannot
+    delay. Only the endpoint's own setting counts."""
 
     def __post_init__(self) -> None:
         whole_number("immediate_retries", self.immediate_retries, at_least=0)
@@ -109,6 +116,10 @@ class Recoverability:
         if not isinstance(self.immediate_pause, timedelta) or self.immediate_pause < timedelta(0):
             raise ConfigurationError(
                 f"immediate_pause must be a timedelta of zero or more, not {self.immediate_pause!r}"
+            )
+        if not isinstance(self.unknown_type_wait, timedelta) or self.unknown_type_wait < timedelta(0):
+            raise ConfigurationError(
+                f"unknown_type_wait must be a timedelta of zero or more, not {self.unknown_type_wait!r}"
             )
         if self.delays is not None:
             if self.delayed_retries is not None:
@@ -160,6 +171,24 @@ class Recoverability:
         if rounds >= allowed or _too_old(headers, now):
             return MoveToErrors()
         return self._later(self.time_increase * (rounds + 1), rounds, now)
+
+    def await_type(self, headers: Mapping[str, str], now: datetime) -> RetryLater | MoveToErrors:
+        """Return what becomes of a message of a type that no handler of this process takes.
+
+        It waits a second, then each time as long as it has waited so far, up to a minute. That counts as no retry of a
+        handler.
+
+        Args:
+            headers: The message's headers.
+            now: The present time.
+        """
+        since = min(_time(headers, Headers.UNKNOWN_SINCE) or now, now)
+        waited = now - since
+        if waited >= self.unknown_type_wait:
+            return MoveToErrors()
+        delay = min(max(waited, SHORTEST_WAIT_FOR_TYPE), LONGEST_WAIT_FOR_TYPE, self.unknown_type_wait - waited)
+        own = {Headers.UNKNOWN_SINCE: to_wire_time(since), Headers.RETRIES: str(_count(headers, Headers.RETRIES))}
+        return RetryLater(delay, own | {Headers.RETRIES_TIMESTAMP: to_wire_time(now)})
 
     @property
     def delays_retries(self) -> bool:
@@ -233,7 +262,13 @@ def _count(headers: Mapping[str, str], name: str) -> int:
 
 
 def _too_old(headers: Mapping[str, str], now: datetime) -> bool:
+    began = _time(headers, Headers.RETRIES_TIMESTAMP)
+    return began is not None and now - began > LONGEST_RETRY_SPAN
+
+
+def _time(headers: Mapping[str, str], name: str) -> datetime | None:
+    """Return the time in a header; None for none, and for a header that is not a time."""
     try:
-        return now - from_wire_time(headers[Headers.RETRIES_TIMESTAMP]) > LONGEST_RETRY_SPAN
+        return from_wire_time(headers[name])
     except (KeyError, ValueError):
-        return False
+        return None

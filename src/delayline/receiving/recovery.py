@@ -11,15 +11,18 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from delayline.circuit_breaker import DELAY_WHEN_ARMED
-from delayline.errors import BackendUnavailable, InvalidMessage
+from delayline.errors import BackendUnavailable, InvalidMessage, UnknownMessageType
 from delayline.failures import back_off, error_operations, is_outage, may_fit_smaller
+from delayline.message import Headers
 from delayline.outgoing import DELAYED_DELIVERIES, Outgoing
 from delayline.receiving.completion import AlreadyHandled
 from delayline.receiving.recoverability import Discard, GiveBack, MoveToErrors, RetryLater, RetryNow
+from delayline.serialization import names_in_header
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
     from delayline.circuit_breaker import RepeatedFailuresOverTime
+    from delayline.message import Message
     from delayline.outgoing import Composer
     from delayline.receiving.completion import Completion
     from delayline.receiving.intake import Intake
@@ -38,6 +41,8 @@ class Recovery:
     composer: Composer | None
     """Composes the messages of delayed retries; None where they cannot be delayed."""
     breaker: RepeatedFailuresOverTime
+    recoverability: Recoverability
+    """The endpoint's own retries: how long messages wait whose type no handler takes."""
     _unmoved: dict[str, int] = field(default_factory=dict)
     """How often messages could not be moved to the error queue, by id."""
 
@@ -93,6 +98,18 @@ class Recovery:
                 self.intake.reports.discarded(message, error)
         return False
 
+    async def not_taken(self, received: ReceivedMessage, error: Exception) -> None:
+        """Move a message that no handler can take to the error queue.
+
+        One of a type that no handler of this process takes waits before, as a newer process may have a handler.
+        """
+        decision = self._wait_for_handler(received.message) if isinstance(error, UnknownMessageType) else MoveToErrors()
+        if isinstance(decision, RetryLater):
+            await self._retry_later(received, error, decision)
+            return
+        self.intake.reports.poison(received.message, error)
+        await self.move_to_errors(received, error)
+
     async def move_to_errors(self, received: ReceivedMessage, error: Exception) -> None:
         """Move the message to the error queue, in the largest of its forms that can be sent."""
         message, host = received.message, self.intake.host
@@ -134,6 +151,12 @@ class Recovery:
     def completed(self, message_id: str) -> None:
         """Forget that the message could not be moved."""
         self._unmoved.pop(message_id, None)
+
+    def _wait_for_handler(self, message: Message) -> RetryLater | MoveToErrors:
+        headers = message.logical.headers
+        if self.composer is None or not names_in_header(headers.get(Headers.ENCLOSED_MESSAGE_TYPES, "")):
+            return MoveToErrors()
+        return self.recoverability.await_type(headers, self.intake.host.clock.now())
 
     async def _retry_later(self, received: ReceivedMessage, error: Exception, decision: RetryLater) -> None:
         assert self.composer is not None  # noqa: S101 - `recover` has looked

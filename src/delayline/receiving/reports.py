@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from delayline.errors import UnknownMessageType
 from delayline.events import Event, emit
 from delayline.failures import brief
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers
@@ -98,8 +99,10 @@ class Reports:
 
     def delayed(self, message: Message, delay: timedelta, error: Exception) -> None:
         """The message is handled again later."""
-        log_text = "Message %s is handled again in %s"
-        self._log(logging.WARNING, Event.RETRIED_LATER, log_text, message.id, delay, message=message)
+        log_text, reason = "Message %s is handled again in %s%s", ""
+        if isinstance(error, UnknownMessageType):  # of which no failure was logged
+            reason = f": {brief(error)}"
+        self._log(logging.WARNING, Event.RETRIED_LATER, log_text, message.id, delay, reason, message=message)
         self._recovered(Action.DELAYED, message, error)
 
     def returned(self, message: Message, error: Exception) -> None:
