@@ -454,6 +454,7 @@ HEADER_MEANING: Final = {
     "TIME_TO_BE_RECEIVED": "How long it may wait in a queue to be received, as in `00:05:00`; then it is deleted.",
     "CONTENT_TYPE": "`application/json`, `text/plain; charset=utf-8` or `application/octet-stream`.",
     "ATTEMPTS": "How often handling was attempted before this round, counted where there is a retry policy.",
+    "FIRST_SENT": "when the first message with the id was sent, of a message that was postponed",
     "UNKNOWN_SINCE": "Since when the message waits for a process with a handler of its type.",
     "CRASHES": "how many deliveries have ended without an outcome, as when their process was killed",
     "ENCLOSED_MESSAGE_TYPES": "The name of the message's type, then those of its base classes, separated by `;`.",

@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.delayed.outbox import Outbox
-    from delayline.delayed.store import DelayedMessageStore, OnConflict
+    from delayline.delayed.store import DelayedMessageStore, SendConflict
     from delayline.external import ExternalConnection, Unset
     from delayline.inbox import Inbox
     from delayline.message import Body
@@ -472,7 +472,8 @@ class Endpoint:
         correlation_id: str | None = None,
         transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET,
         check_destination: bool = True,
-        on_conflict: OnConflict | None = None,
+        on_conflict: SendConflict | None = None,
+        at_most: timedelta | None = None,
     ) -> Sent:
         """Send a message, due now, after `delay` or at `deliver_at`, and return its id once it is durable.
 
@@ -495,7 +496,11 @@ class Endpoint:
             check_destination: Whether a delayed message for a queue that does not exist is refused, where the
                 transport can look queues up; each queue is looked up once.
             on_conflict: For a delayed message with a `message_id`: whether a pending message with that id is kept
-                (`"keep"`) or replaced (`"replace"`), or DuplicateMessage is raised (`"raise"`). Left out, it is kept.
+                (`"keep"`), replaced (`"replace"`, `"postpone"`), or DuplicateMessage is raised (`"raise"`). Left out,
+                it is kept. With `"postpone"` a message that is being dispatched is waited for, so that the new one is
+                stored in any case.
+            at_most: With `on_conflict="postpone"`: the message is due no later than this after the first send of the
+                pending message.
 
         Returns:
             The message's id, a str; with `on_conflict` its `result` is whether the message was stored, kept or
@@ -512,8 +517,10 @@ class Endpoint:
             ConfigurationError: The message cannot be part of the transaction.
             TransactionAborted: The transaction has failed before and has to be rolled back.
         """
-        send = Send(destination, body, headers, message_id, delay, deliver_at, expires, correlation_id)
-        return await self._started_sender().send(send, transaction, on_conflict, check_destination=check_destination)
+        send = Send(
+            destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, on_conflict, at_most
+        )
+        return await self._started_sender().send(send, transaction, check_destination=check_destination)
 
     async def send_many(
         self,

@@ -77,6 +77,8 @@ class Headers:
     ATTEMPTS: Final = "Delayline.Attempts"
     #: Since when the message waits for a process with a handler of its type.
     UNKNOWN_SINCE: Final = "Delayline.UnknownSince"
+    #: When the first message with the id was sent, where later ones have postponed it.
+    FIRST_SENT: Final = "Delayline.FirstSent"
     #: How many deliveries have ended without an outcome, as when the process was killed.
     CRASHES: Final = "Delayline.Crashes"
     RETRIES_TIMESTAMP: Final = "NServiceBus.Retries.Timestamp"

@@ -9,14 +9,23 @@ import asyncio
 import contextlib
 import difflib
 import reprlib
+import time
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, get_args
 
 from delayline.clock import latest_of
-from delayline.delayed.delivery import SupportsDeferMany
-from delayline.errors import ConfigurationError, DelaylineError, InvalidDueTime, InvalidMessage, QueueNotFound
+from delayline.delayed.delivery import StoredDelivery, SupportsDeferMany
+from delayline.delayed.store import SendConflict, StoreResult
+from delayline.errors import (
+    ConfigurationError,
+    DelaylineError,
+    DuplicateMessage,
+    InvalidDueTime,
+    InvalidMessage,
+    QueueNotFound,
+)
 from delayline.failures import MACHINE
 from delayline.message import (
     JSON_SERIALIZER,
@@ -65,11 +74,24 @@ OF_SAGA: Final = {
     Headers.ORIGINATING_SAGA_TYPE: Headers.SAGA_TYPE,
 }
 ONLY_STR: Final = frozenset({str})
+CONFLICT_POLICIES: Final = get_args(SendConflict)
+CONFLICT_CHOICES: Final = "'keep', 'replace', 'postpone' or 'raise'"
+#: So many seconds a message that is to be postponed waits for the dispatch of the pending one, and how often it looks.
+DISPATCHED_WITHIN: Final = 10.0
+LOOKS_AT_DISPATCH_EVERY: Final = 0.02
 #: The remedy for an endpoint without delayed delivery.
 DELAYED_DELIVERIES: Final = (
     "pass delayed_delivery=StoredDelivery(...), or DelayLevelDelivery() where its queues are on RabbitMQ"
 )
 COPIES: Final = uuid.UUID("5b7a1d5e-3f0c-4c7e-9d1e-8a6f0b2c4d10")
+
+
+class Conflict(NamedTuple):
+    """What happens to a pending message with the id of a message that is sent."""
+
+    policy: SendConflict
+    at_most: timedelta | None
+    """How long after the first send the message is due at the latest; None for no limit."""
 
 
 class Outgoing(NamedTuple):
@@ -79,6 +101,8 @@ class Outgoing(NamedTuple):
     due: datetime | None
     check: bool = False
     """Whether its destination is looked for before it is deferred."""
+    conflict: Conflict | None = None
+    """What happens to a pending message with its id, if the sender has said so; it is then deferred."""
 
 
 class PendingChange(NamedTuple):
@@ -104,9 +128,12 @@ async def hand_over(
 ) -> None:
     """Dispatch what is due and defer the rest, in the transaction if given. Raises DispatchFailed."""
     now, later = [], []
-    for operation, due, _ in sends:
+    for send in sends:
+        operation, due, _, conflict = send
         if due is None:
             now.append(operation)
+        elif conflict is not None:
+            await place(delivery, send, transaction)
         else:
             later.append((operation, due))
     if now:
@@ -121,6 +148,43 @@ async def hand_over(
         await delivery.defer_many(later, transaction)
     else:
         await _defer_each(delivery, later, transaction)
+
+
+async def place(delivery: DelayedDelivery | None, send: Outgoing, transaction: Transaction | None) -> StoreResult:
+    """Store a message that has a `conflict`, and return what became of it.
+
+    A message that is being dispatched cannot be postponed: outside a transaction this waits a moment until it has left,
+    and stores the new message then. In a transaction a poller might wait for that in turn.
+
+    Raises DuplicateMessage or ConfigurationError.
+    """
+    operation, due, _, conflict = send
+    assert due is not None  # noqa: S101 - as composed
+    assert conflict is not None  # noqa: S101
+    policy, at_most = conflict
+    if not isinstance(delivery, StoredDelivery):
+        kind = type(delivery).__name__
+        raise ConfigurationError(f"on_conflict needs a delayed message store, and this endpoint has {kind}")
+    replace, message_id = policy in ("replace", "postpone"), operation.message.id
+    began = time.monotonic()
+    while True:
+        result = await delivery.defer_or_replace(
+            operation, due, replace=replace, at_most=at_most, transaction=transaction
+        )
+        if result is not StoreResult.DISPATCHING or policy != "postpone":
+            break
+        if transaction is not None or time.monotonic() - began > DISPATCHED_WITHIN:
+            break
+        await asyncio.sleep(LOOKS_AT_DISPATCH_EVERY)
+    if result is StoreResult.DISPATCHING:
+        problem = "is being dispatched and cannot be replaced: give the new message another id"
+        if policy == "postpone":
+            problem = "is being dispatched, or changed by another transaction, and cannot be postponed: send it again"
+        raise DuplicateMessage(message_id, f"message {message_id!r} {problem}")
+    if result is StoreResult.KEPT and policy == "raise":
+        problem = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"
+        raise DuplicateMessage(message_id, f"message {message_id!r} {problem}")
+    return result
 
 
 async def _defer_each(
@@ -148,6 +212,8 @@ class Send(NamedTuple):
         deliver_at: Due time, an aware `datetime`.
         expires: How long the message may wait in its queue.
         correlation_id: Id of the exchange that the message belongs to, 1 to 250 characters.
+        on_conflict: What happens to a pending message with the same `message_id`.
+        at_most: With `on_conflict="postpone"`, the longest time from the first send to the due time.
     """
 
     destination: str
@@ -158,6 +224,8 @@ class Send(NamedTuple):
     deliver_at: datetime | None = None
     expires: timedelta | None = None
     correlation_id: str | None = None
+    on_conflict: SendConflict | None = None
+    at_most: timedelta | None = None
 
 
 class Composer:
@@ -182,9 +250,13 @@ class Composer:
         return self._compose(send, related_to, self._now(send.deliver_at))
 
     def _compose(self, send: Send, related_to: Message | None, now: datetime) -> Outgoing:
-        destination, body, headers, message_id, delay, deliver_at, expires, correlation_id = send
+        destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, on_conflict, at_most = send
         check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
         due = due_time(now, delay, deliver_at)
+        conflict = None
+        if on_conflict is not None or at_most is not None:
+            conflict = checked_conflict(on_conflict, at_most, message_id, due)
+            due = _at_latest(now, due, at_most)
         if message_id is None:
             message_id = new_message_id(now)
         else:
@@ -205,6 +277,8 @@ class Composer:
             message = Message(message_id, completed(template.headers(values), headers, related_to), encoded)
         else:
             message = template.message(message_id, values, encoded)
+        if conflict is not None:
+            return Outgoing(TransportOperation(message, destination), due, conflict=conflict)
         return Outgoing(TransportOperation(message, destination), None if due is None or due <= now else due)
 
     def compose_many(self, sends: Iterable[Send], related_to: Message | None = None) -> list[Outgoing]:
@@ -271,6 +345,31 @@ class Composer:
     def _now(self, deliver_at: datetime | None) -> datetime:
         """Return the present time: the latest it can be, to which a delay is added; the earliest for a due time."""
         return self._latest() if deliver_at is None else self._earliest()
+
+
+def checked_conflict(
+    on_conflict: SendConflict | None, at_most: timedelta | None, message_id: str | None, due: datetime | None
+) -> Conflict:
+    """Return the conflict of a send with these arguments. Raises InvalidMessage or InvalidDueTime."""
+    if at_most is not None and on_conflict != "postpone":
+        raise InvalidMessage(f"at_most={at_most!r} is for on_conflict='postpone': give both, or leave at_most out")
+    if on_conflict is None or on_conflict not in CONFLICT_POLICIES:
+        raise InvalidMessage(f"on_conflict must be {CONFLICT_CHOICES}, not {on_conflict!r}")
+    if message_id is None or due is None:
+        raise InvalidMessage("on_conflict is for delayed messages with an id: give message_id, and a delay or time")
+    if at_most is not None and (not isinstance(at_most, timedelta) or at_most <= NO_DELAY):
+        raise InvalidDueTime(f"at_most must be a timedelta above zero, not {at_most!r}: use timedelta(hours=1)")
+    return Conflict(on_conflict, at_most)
+
+
+def _at_latest(now: datetime, due: datetime | None, at_most: timedelta | None) -> datetime | None:
+    """Return the due time of a first send, `at_most` after now at the latest. Raises InvalidDueTime."""
+    if due is None or at_most is None:
+        return due
+    try:
+        return min(due, now + at_most)
+    except OverflowError as error:
+        raise InvalidDueTime(f"at_most={at_most!r} leads beyond year 9999: use a shorter time") from error
 
 
 def _unless_past(due: datetime | None, now: datetime) -> datetime | None:

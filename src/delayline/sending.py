@@ -13,13 +13,11 @@ import time
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.delayed.delivery import StoredDelivery, SupportsCancelledDefer, SupportsDestinationCheck
-from delayline.delayed.store import StoreResult
-from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, DuplicateMessage, InvalidMessage
+from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed
 from delayline.events import Event, emit
 from delayline.external import UNSET, checked_transaction, enlisted
 from delayline.grouping import ABANDONED
-from delayline.message import in_utc
-from delayline.outgoing import Destinations, Send, hand_over, report_sent
+from delayline.outgoing import Destinations, Send, hand_over, place, report_sent
 from delayline.transaction import WAITING_TASK, Transaction
 from delayline.transport import SupportsCancelledDispatch, SupportsTransportTransactions
 
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.outbox import OutboxDelivery
-    from delayline.delayed.store import OnConflict
+    from delayline.delayed.store import StoreResult
     from delayline.external import ExternalConnection, ExternalTransaction, Unset
     from delayline.observer import Observer
     from delayline.outgoing import Composer, Outgoing
@@ -98,7 +96,6 @@ class Sender:
         self,
         send: Send,
         transaction: ExternalConnection | ExternalTransaction | Transaction | Unset,
-        on_conflict: OnConflict | None,
         *,
         check_destination: bool,
     ) -> Sent:
@@ -107,8 +104,10 @@ class Sender:
             external = None if transaction is UNSET else checked_transaction(transaction)
             outgoing = self._composer.compose(send)
             destinations = self.destinations if check_destination else None
-            if on_conflict is not None:
-                return await self._send_or_replace(outgoing, send, external, on_conflict, destinations)
+            if outgoing.conflict is not None:
+                if destinations is not None:
+                    await destinations.check(outgoing.operation.destination)
+                return await self._place(outgoing, external)
             queue = outgoing.operation.destination
             if outgoing.due is None or (destinations is not None and not destinations.needs_check(queue)):
                 destinations = None
@@ -142,41 +141,26 @@ class Sender:
                         await self._check(self.destinations, queue)
             if external is not None:
                 for outgoing in composed:
-                    await self._deliver_in(external, outgoing)
+                    if outgoing.conflict is None:
+                        await self._deliver_in(external, outgoing)
+                    else:
+                        await self._place(outgoing, external)
             elif composed:
                 await self._shielded(self._deliver_together(composed), composed[0])
             return [outgoing.operation.message.id for outgoing in composed]
 
-    async def _send_or_replace(
-        self,
-        outgoing: Outgoing,
-        send: Send,
-        transaction: object,
-        on_conflict: OnConflict,
-        destinations: Destinations | None,
+    async def _place(
+        self, outgoing: Outgoing, external: ExternalConnection | ExternalTransaction | Transaction | None
     ) -> Sent:
-        message_id, due = send.message_id, outgoing.due or (send.deliver_at and in_utc(send.deliver_at))
-        if on_conflict not in ("keep", "replace", "raise"):
-            raise InvalidMessage(f"on_conflict must be 'keep', 'replace' or 'raise', not {on_conflict!r}")
-        if message_id is None or due is None:
-            raise InvalidMessage("on_conflict is for delayed messages with an id: give message_id, and a delay or time")
-        if transaction is not None:
-            raise ConfigurationError("on_conflict and transaction= exclude each other: a repeated id is kept there")
-        if not isinstance(self._delivery, StoredDelivery):
-            kind = type(self._delivery).__name__
-            raise ConfigurationError(f"on_conflict needs a delayed message store, and this endpoint has {kind}")
-        if destinations is not None:
-            await destinations.check(outgoing.operation.destination)
-        with self._reported([outgoing._replace(due=due)]):
-            replace = on_conflict == "replace"
-            result = await self._delivery.defer_or_replace(outgoing.operation, due, replace=replace)
-        if result is StoreResult.DISPATCHING:
-            problem = "is being dispatched and cannot be replaced: give the new message another id"
-            raise DuplicateMessage(message_id, f"message {message_id!r} {problem}")
-        if result is StoreResult.KEPT and on_conflict == "raise":
-            problem = "is pending already, and nothing was stored: use on_conflict='replace' to replace it"
-            raise DuplicateMessage(message_id, f"message {message_id!r} {problem}")
-        return Sent(message_id, result)
+        """Store a message that has a `conflict`, and return its id with the result."""
+        transaction = external
+        if transaction is not None and not isinstance(transaction, Transaction):
+            if not isinstance(self._delivery, StoredDelivery):
+                await place(self._delivery, outgoing, None)  # which says why it cannot
+            transaction = await _enlisted(transaction, self._delivery)
+        with self._reported([outgoing]):
+            result = await place(self._delivery, outgoing, transaction)
+        return Sent(outgoing.operation.message.id, result)
 
     async def _deliver_in(
         self, external: ExternalConnection | ExternalTransaction | Transaction, outgoing: Outgoing

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
     from types import TracebackType
 
-    from delayline.delayed.store import DueCount, OnConflict, Outcome
+    from delayline.delayed.store import DueCount, Outcome, SendConflict
     from delayline.endpoint import Endpoint
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body, DelayedMessage
@@ -91,7 +91,8 @@ class SyncEndpoint:
         correlation_id: str | None = None,
         transaction: ExternalConnection | Unset = UNSET,
         check_destination: bool = True,
-        on_conflict: OnConflict | None = None,
+        on_conflict: SendConflict | None = None,
+        at_most: timedelta | None = None,
     ) -> Sent:
         """Send a message, due now, after `delay` or at `deliver_at`, and return its id once it is durable.
 
@@ -106,7 +107,9 @@ class SyncEndpoint:
             correlation_id: Id of the exchange that the message belongs to, 1 to 250 characters; by default its own id.
             transaction: An external transaction, whose connection is used on the calling thread; see `Endpoint.send`.
             check_destination: Whether a delayed message for a queue that does not exist is refused.
-            on_conflict: `"keep"`, `"replace"` or `"raise"` for an id that is pending already; see `Endpoint.send`.
+            on_conflict: `"keep"`, `"replace"`, `"postpone"` or `"raise"` for an id that is pending already; see
+                `Endpoint.send`.
+            at_most: With `"postpone"`, the longest time from the first send of the pending message to the due time.
 
         Returns:
             The message's id, as `Endpoint.send` returns it.
@@ -126,6 +129,7 @@ class SyncEndpoint:
             correlation_id=correlation_id,
             check_destination=check_destination,
             on_conflict=on_conflict,
+            at_most=at_most,
         )
         return self.run_in(transaction, work)
 

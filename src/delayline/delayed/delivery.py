@@ -345,7 +345,15 @@ class StoredDelivery:
         else:
             await self._store_in(transaction, [message])
 
-    async def defer_or_replace(self, operation: TransportOperation, due: datetime, *, replace: bool) -> StoreResult:
+    async def defer_or_replace(
+        self,
+        operation: TransportOperation,
+        due: datetime,
+        *,
+        replace: bool,
+        at_most: timedelta | None = None,
+        transaction: Transaction | None = None,
+    ) -> StoreResult:
         """Store the operation unless a message with its id is pending; see `SupportsReplacement`."""
         group = self._started_group()
         if not isinstance(self.store, SupportsReplacement):
@@ -353,10 +361,13 @@ class StoredDelivery:
                 f"{type(self.store).__name__} cannot replace pending messages, or report them: send without on_conflict"
             )
         message = DelayedMessage(operation.message, operation.destination, due)
-        result = await self.store.store_or_replace(message, replace=replace)
-        if result in (StoreResult.STORED, StoreResult.REPLACED):
-            group.report([message])
-        self._signal(due)
+        result = await self.store.store_or_replace(message, replace=replace, at_most=at_most, transaction=transaction)
+        stored = [message] if result in (StoreResult.STORED, StoreResult.REPLACED) else []
+        if transaction is None:
+            group.report(stored)
+            self._signal(due)
+        else:
+            transaction.after_commit(lambda: self._stored_in(stored, due))
         return result
 
     async def defer_many(

@@ -12,8 +12,8 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, Protocol, runtime_checkable
 
-from delayline.errors import ConfigurationError
-from delayline.message import Message, in_utc
+from delayline.errors import ConfigurationError, CorruptHeaders
+from delayline.message import Headers, Message, from_wire_time, in_utc, to_wire_time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -361,6 +361,26 @@ class Outcome(StrEnum):
 
 #: What to do about a pending message with the same id.
 OnConflict = Literal["keep", "replace", "raise"]
+#: The same for a message that is sent alone.
+SendConflict = Literal["keep", "replace", "postpone", "raise"]
+
+
+def postponed(message: DelayedMessage, pending: DelayedMessage, at_most: timedelta) -> DelayedMessage:
+    """Return the message as it replaces a pending one: due no later than `at_most` after the first send of its id.
+
+    Where the pending message does not say when it was sent, its headers being damaged, the time counts from now on.
+    """
+    first_sent: str | None
+    try:
+        headers = pending.message.headers
+        first_sent = headers.get(Headers.FIRST_SENT) or headers[Headers.TIME_SENT]
+        due = min(message.due, from_wire_time(first_sent) + at_most)
+    except (CorruptHeaders, KeyError, ValueError, OverflowError):
+        first_sent, due = message.message.headers.get(Headers.TIME_SENT), message.due
+    if first_sent is None:
+        return message
+    added = {Headers.FIRST_SENT: first_sent, Headers.DELIVER_AT: to_wire_time(due)}
+    return replace(message, due=due, message=message.message.with_headers(added))
 
 
 class StoreResult(StrEnum):
@@ -380,12 +400,21 @@ class StoreResult(StrEnum):
 class SupportsReplacement(Protocol):
     """Capability: replace pending messages, and report whether a pending message was replaced."""
 
-    async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
-        """Store the message unless a message with its id is pending, durably on return.
+    async def store_or_replace(
+        self,
+        message: DelayedMessage,
+        *,
+        replace: bool,
+        at_most: timedelta | None = None,
+        transaction: Transaction | None = None,
+    ) -> StoreResult:
+        """Store the message unless a message with its id is pending.
 
         Args:
             message: The message; if it replaces another, then with destination, due time, headers and body.
             replace: Whether it replaces a pending message that the poller does not have already; else that is kept.
+            at_most: If given, what replaces the pending message is `postponed(message, pending, at_most)`.
+            transaction: The transaction of the change; without it the message is durable on return.
         """
         ...
 

@@ -20,6 +20,7 @@ from delayline.delayed.store import (
     StoreResult,
     checked_edges,
     found_of,
+    postponed,
     spans_of,
 )
 from delayline.memory.transaction import InMemory, in_memory
@@ -71,19 +72,39 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
             in_memory(transaction).stored |= {message.id for message in messages}
             in_memory(transaction).on_commit(lambda: self._insert(messages))
 
-    async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
+    async def store_or_replace(
+        self,
+        message: DelayedMessage,
+        *,
+        replace: bool,
+        at_most: timedelta | None = None,
+        transaction: Transaction | None = None,
+    ) -> StoreResult:
         """Store the message unless a message with its id is pending, which it may replace."""
-        outcome = self._outcome(message.id)
-        if outcome is Outcome.NOT_PENDING:
-            self._insert([message])
-            return StoreResult.STORED
-        if not replace:
+
+        def change() -> None:
+            pending = self._messages.get(message.id)
+            changes = pending is not None and at_most is not None
+            new = postponed(message, pending, at_most) if changes else message  # type: ignore[arg-type]
+            self._delete([message.id])
+            self._insert([new])
+
+        started = None if transaction is None else in_memory(transaction)
+        own = started is not None and message.id in started.stored
+        outcome = Outcome.DONE if own else self._outcome(message.id)
+        if outcome is not Outcome.NOT_PENDING and not replace:
             return StoreResult.KEPT
         if outcome is Outcome.DISPATCHING:
             return StoreResult.DISPATCHING
-        self._delete([message.id])
-        self._insert([message])
-        return StoreResult.REPLACED
+        if started is None:
+            change()
+        else:
+            if outcome is Outcome.DONE and not own:
+                self._locked.add(message.id)
+                started.on_rollback(lambda: self._locked.discard(message.id))
+            started.stored.add(message.id)
+            started.on_commit(change)
+        return StoreResult.STORED if outcome is Outcome.NOT_PENDING else StoreResult.REPLACED
 
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
     from sqlalchemy.orm import Session, sessionmaker
 
-    from delayline.delayed.store import SupportsManagement
+    from delayline.delayed.store import SendConflict, SupportsManagement
     from delayline.external import ExternalConnection, ExternalTransaction
     from delayline.message import Body, Message
     from delayline.outgoing import Composer, Effect, HeaderMap, Outgoing
@@ -98,7 +98,7 @@ class MessageContext:
         """Records the message in a transaction of the user's; None without an inbox."""
         self._over = False
 
-    def send(
+    def send(  # noqa: PLR0913 - as in Endpoint.send
         self,
         destination: str,
         body: Body,
@@ -110,6 +110,8 @@ class MessageContext:
         expires: timedelta | None = None,
         correlation_id: str | None = None,
         check_destination: bool = True,
+        on_conflict: SendConflict | None = None,
+        at_most: timedelta | None = None,
     ) -> Awaitable[str]:
         """Send a message, now or delayed, when the handler has succeeded.
 
@@ -123,6 +125,8 @@ class MessageContext:
             expires: How long it may wait in its queue, above zero; then it is deleted.
             correlation_id: Id of the exchange that it belongs to, 1 to 250 characters.
             check_destination: Whether a delayed message for a queue that does not exist is a failure of the handler.
+            on_conflict: What happens to a pending message with that id; see `Endpoint.send`.
+            at_most: With `on_conflict="postpone"`, the longest time from the first send to the due time.
 
         Returns:
             An awaitable that gives the message's id.
@@ -131,7 +135,9 @@ class MessageContext:
             InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
             InvalidDueTime: By the call: a delay or instant that cannot be honoured.
         """
-        send = Send(destination, body, headers, message_id, delay, deliver_at, expires, correlation_id)
+        send = Send(
+            destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, on_conflict, at_most
+        )
         composed = self._composer.compose(send, self.message)
         return Recorded(self._keep(composed._replace(check=check_destination)))
 
@@ -368,6 +374,11 @@ class MessageContext:
                 "handler all tasks that it starts, or use Endpoint.send"
             )
         self._refuse_after_once()
+        if outgoing.conflict is not None and self._pending is None:
+            raise ConfigurationError(
+                "on_conflict needs a delayed message store that this handler reaches: pass delayed_delivery="
+                "StoredDelivery(...); with an inbox, in its database"
+            )
         self.effects.append(outgoing)
         return outgoing.operation.message.id
 

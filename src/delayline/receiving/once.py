@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from delayline.external import ExternalTransaction, WaitingThread, enlisted
 from delayline.grouping import Grouping
 from delayline.inbox import RecordKey, key_of
+from delayline.outgoing import place
 from delayline.receiving.completion import MAXIMUM_COMPLETED, AlreadyHandled
 from delayline.receiving.handling import Stopping
 from delayline.transaction import again_after_conflicts
@@ -95,14 +96,16 @@ class Once:
 
     async def _send(self, transaction: Transaction, sends: Sequence[Outgoing]) -> None:
         in_store = self.reaches_delivery
-        for is_stored, run in groupby(sends, lambda send: in_store and send.due is not None):
+        for is_stored, run in groupby(sends, lambda send: send.conflict or (in_store and send.due is not None)):
             if not is_stored:
                 await self.outbox.put([(send.operation, send.due) for send in run], transaction)
                 continue
             assert self.delivery is not None  # noqa: S101 - which was looked at
-            for operation, due, _ in run:
-                if due is not None:
-                    await self.delivery.defer(operation, due, transaction)
+            for send in run:
+                if send.conflict is not None:
+                    await place(self.delivery, send, transaction)
+                elif send.due is not None:
+                    await self.delivery.defer(send.operation, send.due, transaction)
 
 
 class Records:

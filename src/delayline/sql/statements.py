@@ -73,8 +73,7 @@ class StoreStatements:
         self._header = fair_by if (fair_by := fair_by_of(table)) and fair_by.header is not None else None
         names = StoredRow._fields if self._header is None else (*StoredRow._fields, FAIR_GROUP)
         self.insert = Prepared(dialect.words.insert_new(table, "id"), sql, names)
-        self.insert_strictly = Prepared(insert(table), sql, names)
-        """Fails for an id that there is already."""
+        self.insert_counted = Prepared(dialect.words.insert_counted(table, "id"), sql, names)
         replaced = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in names[1:]}
         self.replace = Prepared(
             update(table).where(by_ids).values(**replaced), sql, [*(f"new_{name}" for name in replaced), "keys"]

@@ -19,6 +19,7 @@ from delayline.delayed.store import (
     SingleMessageVerbs,
     StoreResult,
     checked_edges,
+    postponed,
 )
 from delayline.errors import BackendUnavailable, ConfigurationError, InvalidMessage, NotStarted
 from delayline.message import in_utc
@@ -222,26 +223,42 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         await self._database.insert(statements.insert, rows, transaction)
         await self._notify(min(messages, key=BY_DUE).due, transaction)
 
-    async def store_or_replace(self, message: DelayedMessage, *, replace: bool) -> StoreResult:
+    async def store_or_replace(
+        self,
+        message: DelayedMessage,
+        *,
+        replace: bool,
+        at_most: timedelta | None = None,
+        transaction: Transaction | None = None,
+    ) -> StoreResult:
         """Store the message unless a message with its id is pending, which it may replace."""
         check_size(message.message, self._database.dialect)
         statements, row = self._statements, self._statements.row_of(message)
+        stored_due = message.due
 
         def of_pending(connection: Connection) -> None:
-            if replace:
-                statements.replace.change(connection, *row[1:], [row.id])
+            nonlocal stored_due
+            if not replace:
+                return
+            new = row
+            if at_most is not None:
+                pending = self._found(connection, message.id, body_limit=0)
+                if pending is not None:
+                    changed = postponed(message, pending.message, at_most)
+                    stored_due, new = changed.due, statements.row_of(changed)
+            statements.replace.change(connection, *new[1:], [new.id])
 
         for _ in range(REPLACE_ATTEMPTS):
-            outcome = await self._locking.manage(message.id, of_pending)
+            outcome = await self._locking.manage(message.id, of_pending, transaction)
             if outcome is Outcome.DONE and not replace:
                 return StoreResult.KEPT
             if outcome is Outcome.DISPATCHING:
                 return StoreResult.DISPATCHING if replace else StoreResult.KEPT
             stored = outcome is Outcome.NOT_PENDING and await self._database.write(
-                partial(self._inserted, row), one_statement=True
+                partial(self._inserted, row), transaction, one_statement=True
             )
             if stored or outcome is Outcome.DONE:
-                await self._notify(message.due)
+                await self._notify(stored_due, transaction)
                 return StoreResult.STORED if stored else StoreResult.REPLACED
             await self._refuse_collating_alike(message.id)
         raise BackendUnavailable(
@@ -263,12 +280,13 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     def _inserted(self, row: tuple[Any, ...], connection: Connection) -> bool:
         """Insert the row; return False if its id has been inserted meanwhile."""
         try:
-            self._statements.insert_strictly.change(connection, *row)
-        except self._database.dialect.sql.loaded_dbapi.IntegrityError as error:
-            if isinstance(self._database.dialect.errors.translated(error), BackendUnavailable):
-                raise  # the row's number is taken, not its id
-            return False
-        return True
+            return self._statements.insert_counted.change(connection, *row) > 0
+        except self._database.dialect.errors.kinds as error:
+            errors = self._database.dialect.errors
+            # Else the row's number is taken, not its id.
+            if errors.is_duplicate(error) and not isinstance(errors.translated(error), BackendUnavailable):
+                return False
+            raise
 
     async def fetch_due(
         self, at: datetime, limit: int, *, max_bytes: int, transaction: Transaction | None = None
@@ -413,10 +431,12 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
 
     async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
         """Return the pending message with that id, or None."""
+        return await self._database.read(partial(self._found, message_id=message_id, body_limit=body_limit))
+
+    def _found(self, connection: Connection, message_id: str, body_limit: int) -> FoundMessage | None:
         statements, dialect = self._statements, self._database.dialect
         query = statements.found(body_limit).where(dialect.words.one_of(statements.table.c.id, "keys"))
-        prepared = Prepared(query, dialect.sql, ["keys"])
-        rows = await self._database.read(lambda connection: prepared.rows(connection, [message_id]))
+        rows = Prepared(query, dialect.sql, ["keys"]).rows(connection, [message_id])
         alike = map(statements.found_of, rows)  # for the column's collation
         return next((waiting for waiting in alike if waiting.message.id == message_id), None)
 

@@ -30,7 +30,7 @@ from delayline.delayed.store import (
     SupportsTransactions,
 )
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage, UnsupportedTransactionMode
-from delayline.message import DelayedMessage, Message
+from delayline.message import DelayedMessage, Headers, Message, to_wire_time
 from delayline.testing.clock import settle
 from delayline.testing.conformance.messages import (
     AT,
@@ -860,6 +860,59 @@ class StoreManagement(StoreFixtures):
             assert await store.store_or_replace(first, replace=False) is StoreResult.KEPT
         assert await store.remove(fetched) is True
         assert await store.store_or_replace(first, replace=False) is StoreResult.STORED
+
+    async def test_a_pending_message_is_postponed_within_its_limit(self, store: DelayedMessageStore) -> None:
+        """With the new body, to the new due time, but no later than the limit after the first send."""
+        if not isinstance(store, SupportsReplacement):
+            pytest.skip("not claimed: SupportsReplacement")
+
+        def sent(body: bytes, at: datetime, delay: timedelta) -> DelayedMessage:
+            headers = {Headers.TIME_SENT: to_wire_time(at), Headers.DELIVER_AT: to_wire_time(at + delay)}
+            return replace(delayed(due=at + delay), message=Message("m", headers, body))
+
+        limit, minute = timedelta(minutes=10), timedelta(minutes=1)
+        first, second = sent(b"1", AT, minute), sent(b"2", AT + minute, 2 * minute)
+        third = sent(b"3", AT + 2 * minute, ONE_HOUR)
+        assert await store.store_or_replace(first, replace=True, at_most=limit) is StoreResult.STORED
+        assert await store.store_or_replace(second, replace=True, at_most=limit) is StoreResult.REPLACED
+        assert await store.next_due() == second.due
+        assert await store.store_or_replace(third, replace=True, at_most=limit) is StoreResult.REPLACED
+        assert await store.next_due() == AT + limit
+        assert await store.fetch_next_due(AT + limit - self.step) is None
+        fetched = await store.fetch_next_due(AT + limit)
+        assert fetched is not None
+        assert fetched.message.body == b"3"
+        assert fetched.message.headers[Headers.DELIVER_AT] == to_wire_time(AT + limit)
+        async with asyncio.timeout(PATIENCE):
+            assert await store.store_or_replace(third, replace=True, at_most=limit) is StoreResult.DISPATCHING
+
+    async def test_a_pending_message_is_replaced_in_a_transaction(self, store: DelayedMessageStore) -> None:
+        """Stored and replaced at the commit, and not after a rollback; twice in a transaction too."""
+        if not isinstance(store, SupportsReplacement) or not isinstance(store, SupportsTransactions):
+            pytest.skip("not claimed: SupportsReplacement and SupportsTransactions")
+
+        async def change(body: bytes) -> StoreResult:
+            changed = replace(delayed(), message=Message("m", {}, body))
+            return await store.store_or_replace(changed, replace=True, transaction=transaction)
+
+        with contextlib.suppress(ZeroDivisionError):
+            async with store.transaction() as transaction:
+                assert await change(b"undone") is StoreResult.STORED
+                raise ZeroDivisionError
+        assert await store.next_due() is None
+        async with store.transaction() as transaction:
+            assert await change(b"1") is StoreResult.STORED
+            assert await change(b"2") is StoreResult.REPLACED
+        with contextlib.suppress(ZeroDivisionError):
+            async with store.transaction() as transaction:
+                assert await change(b"undone") is StoreResult.REPLACED
+                raise ZeroDivisionError
+        async with store.transaction() as transaction:
+            assert await change(b"3") is StoreResult.REPLACED
+            assert await change(b"4") is StoreResult.REPLACED
+        fetched = await store.fetch_next_due(AT)
+        assert fetched is not None
+        assert fetched.message.body == b"4"
 
     async def test_one_of_many_senders_stores_a_message(self, store: DelayedMessageStore) -> None:
         """Concurrent senders of the same id: one has stored it, the others have kept it."""
