@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 import delayline.errors
 
@@ -31,6 +32,24 @@ def test_every_generated_part_is_on_some_page() -> None:
     generate: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "generate.py"))
     shown = {name for page in generate["pages"]() for _, name, _ in generate["PART"].findall(page.read_text())}
     assert shown == generate["PARTS"].keys()
+
+
+def pages_in(part: str | list[Any] | dict[str, Any]) -> list[str]:
+    """Return the pages of a part of the navigation, those of its groups too."""
+    if isinstance(part, str):
+        return [part]
+    return [page for inner in (part.values() if isinstance(part, dict) else part) for page in pages_in(inner)]
+
+
+def test_the_start_page_links_every_page_in_the_groups_of_the_navigation() -> None:
+    nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), yaml.BaseLoader)["nav"]  # noqa: S506 - of strings
+    groups = [(title, pages_in(pages)) for part in nav if isinstance(part, dict) for title, pages in part.items()]
+    listed = re.split(r"^## (.+)$", (ROOT / "docs" / "index.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert listed[::2] == [title for title, _ in groups]
+    for (title, pages), text in zip(groups, listed[1::2], strict=True):
+        assert set(re.findall(r"\]\(([\w/-]+\.md)\)", text)) == set(pages), title
+    on_disk = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+    assert {page for _, pages in groups for page in pages} == on_disk - {"index.md"}
 
 
 @pytest.fixture(scope="session")
