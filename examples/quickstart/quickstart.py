@@ -3,17 +3,9 @@
 import asyncio
 from datetime import timedelta
 
-import delayline
-from delayline import Endpoint, Message, MessageContext, StoredDelivery, TransactionMode
+from delayline import Endpoint, Message, MessageContext
 
-URL = "sqlite:///delayline.db"
-
-sales = Endpoint(
-    "sales",
-    transport=delayline.SqlTransport(URL),
-    delayed_delivery=StoredDelivery(delayline.SqlDelayedMessageStore(URL), number_of_retries=7),
-    transaction_mode=TransactionMode.TRANSACTION_SCOPE,
-)
+sales = Endpoint("sales", url="sqlite:///delayline.db")
 handled = asyncio.Event()
 
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from decimal import Decimal
 
-import delayline
 from delayline import Endpoint, MessageContext, Recoverability, message_type
 
 URL = "sqlite:///shop.db"
 PAYMENT_TERM = timedelta(seconds=1)  # fourteen days in a real shop
 
-shop = Endpoint("shop", transport=delayline.SqlTransport(URL), delayed_delivery=delayline.SqlDelayedMessageStore(URL))
+shop = Endpoint("shop", url=URL)
 paid: set[str] = set()
 archived: list[str] = []
 all_archived = asyncio.Event()

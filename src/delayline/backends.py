@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from delayline.checks import full_scheme
+from delayline.delayed.delivery import StoredDelivery
 from delayline.errors import ConfigurationError, DelaylineError
 from delayline.masking import masked
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
-    from delayline.delayed.delivery import DelayedDelivery, StoredDelivery
+    from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.store import DelayedMessageStore, SupportsManagement
     from delayline.transport import Transport
 
@@ -376,6 +377,22 @@ def backend_with_tables(url: str, kind: str) -> Backend:
         known = ", ".join(f"{name}:" for name in schemes_with(lambda other: other.has_tables))
         raise ConfigurationError(f"no {kind} for the URL {masked(url)!r}. The supported schemes are {known}")
     return backend
+
+
+def delivery_at(url: str, options: BackendOptions) -> DelayedDelivery:
+    """Return a new delayed delivery with its messages at the URL: in a store, or in the back end itself.
+
+    Args:
+        url: The URL to look up.
+        options: The settings that apply to it.
+
+    Raises:
+        ConfigurationError: The back end keeps no delayed messages.
+    """
+    backend = backend_of(url, kind="delayed message store")
+    if backend.native_delays is not None:
+        return backend.delivery(url, options)
+    return StoredDelivery(backend.store(url, options))
 
 
 def known_schemes() -> list[str]:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast, overload
 
-from delayline.checks import LoopGuard, whole_number
+from delayline.checks import LoopGuard, full_scheme, whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import (
     VERBS,
@@ -35,6 +35,7 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction
+from delayline.masking import masked
 from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
 from delayline.outgoing import DELAYED_DELIVERIES, Composer, HeaderMap, Send, check_endpoint_name
 from delayline.receiving.execution import name_of
@@ -102,8 +103,10 @@ class Endpoint:
 
     Args:
         name: Name of the endpoint and of its input queue, 1 to 200 characters.
-        transport: Moves messages between queues.
-        delayed_delivery: How messages wait; a delayed message store alone stands for a StoredDelivery over it.
+        url: Where queues and delayed messages are, such as `postgresql://shop@db/shop` or `sqlite:///shop.db`.
+        transport: Moves messages between queues; excludes `url`.
+        delayed_delivery: How messages wait; a delayed message store alone stands for a StoredDelivery over it. By
+            default they wait at `url`; with `transport` there is none.
         transaction_mode: By default the strongest that transport and delayed delivery support together.
         error_queue: Queue for messages that cannot be handled or dispatched.
         recoverability: Retries of failing handlers; by default as many as the transaction mode allows.
@@ -130,7 +133,7 @@ class Endpoint:
 
     Example:
         ```python
-        endpoint = Endpoint("sales", transport=SqlTransport(URL), delayed_delivery=SqlDelayedMessageStore(URL))
+        endpoint = Endpoint("sales", url="sqlite:///sales.db")
         async with endpoint:
             await endpoint.send("sales", {"order": 17}, delay=timedelta(days=3))
         ```
@@ -140,7 +143,8 @@ class Endpoint:
         self,
         name: str,
         *,
-        transport: Transport,
+        url: str | None = None,
+        transport: Transport | None = None,
         delayed_delivery: DelayedDelivery | DelayedMessageStore | None = None,
         transaction_mode: TransactionMode | None = None,
         error_queue: str = "error",
@@ -159,12 +163,15 @@ class Endpoint:
         outbox: Outbox | None = None,
     ) -> None:
         self.name = check_endpoint_name(name)
+        error_queue = _error_queue(error_queue, name)
+        transport, delayed_delivery = _parts(
+            name, error_queue, url, transport, _delivery("delayed_delivery", delayed_delivery)
+        )
         self.transport = transport
-        delayed_delivery = _delivery("delayed_delivery", delayed_delivery)
         draining = _delivery("draining", draining)
         self.delayed_delivery = delayed_delivery
         self.inbox = inbox
-        self.error_queue = _error_queue(error_queue, name)
+        self.error_queue = error_queue
         self.send_only = send_only
         self._chooses_mode = transaction_mode is None
         self._use_mode(_mode(transaction_mode, transport, delayed_delivery, inbox))
@@ -742,6 +749,30 @@ def _delivery(setting: str, given: DelayedDelivery | DelayedMessageStore | None)
         f"{setting}= is a {type(given).__name__}, neither a delayed delivery nor a delayed message store: "
         "pass StoredDelivery(store), or another delivery of delayline's"
     )
+
+
+def _parts(
+    name: str, error_queue: str, url: str | None, transport: Transport | None, delivery: DelayedDelivery | None
+) -> tuple[Transport, DelayedDelivery | None]:
+    """Return the transport and the delayed delivery: the given ones, or what is at the URL."""
+    if url is None:
+        if transport is None:
+            raise ConfigurationError(
+                f"endpoint {name!r} has no queues: pass url=, such as sqlite:///delayline.db, or a transport="
+            )
+        return transport, delivery
+    if transport is not None:
+        raise ConfigurationError(
+            f"url= and transport= exclude each other: the queues are at {masked(str(url))!r} or in the transport. "
+            "Leave out one of them"
+        )
+    if not isinstance(url, str):
+        raise ConfigurationError(f"url= is a {type(url).__name__}: pass a text, such as sqlite:///delayline.db")
+    from delayline.backends import BackendOptions, backend_of, delivery_at
+
+    url, options = full_scheme(url), BackendOptions(name=name, error_queue=error_queue)
+    transport = backend_of(url, kind="transport").transport(url, options)
+    return transport, delivery_at(url, options) if delivery is None else delivery
 
 
 def _error_queue(error_queue: str, name: str) -> str:

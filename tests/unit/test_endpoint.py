@@ -31,6 +31,8 @@ from delayline.testing import FaultyTransport
 from delayline.testing.clock import settle
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")
@@ -50,6 +52,36 @@ async def test_it_starts_once_and_can_start_again_after_a_stop() -> None:
     await endpoint.wait_stopped()
     async with endpoint:
         await endpoint.send("sales", b"again")
+
+
+def test_an_endpoint_at_a_url_has_its_queues_and_its_delayed_messages_there(tmp_path: Path) -> None:
+    endpoint = Endpoint("sales", url=f"sqlite:///{tmp_path}/sales.db")
+    assert endpoint.guarantee is Guarantee.EXACTLY_ONCE
+    store = MemoryDelayedMessageStore()
+    assert Endpoint("sales", url="memory:", delayed_delivery=store).store is store
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        ({}, "endpoint 'sales' has no queues: pass url="),
+        ({"url": "sales.db"}, "no transport for the URL 'sales.db'. The supported schemes are .*sqlite:"),
+        ({"url": 5}, "url= is a int: pass a text"),
+        ({"url": ""}, "no transport for the URL ''"),
+        ({"url": "sqlite:///x.db", "transport": MemoryTransport()}, "url= and transport= exclude each other"),
+    ],
+)
+def test_a_url_that_opens_nothing_is_refused(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigurationError, match=error):
+        Endpoint("sales", **given)
+
+
+@pytest.mark.parametrize("others", [{}, {"transport": MemoryTransport()}])
+def test_a_refused_url_shows_no_password(others: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError) as refused:
+        Endpoint("sales", url="mongodb://shop:secret@server/shop", **others)
+    assert "mongodb://" in str(refused.value)
+    assert "secret" not in str(refused.value)
 
 
 async def test_wait_stopped_returns_after_a_stop() -> None:
