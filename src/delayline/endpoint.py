@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack, cast, overload
 
 from delayline.checks import LoopGuard, full_scheme, whole_number
 from delayline.clock import SystemClock
@@ -46,6 +46,7 @@ from delayline.receiving.pipeline import Pipeline, handler_pipeline
 from delayline.receiving.recoverability import Recoverability
 from delayline.receiving.satellites import open_satellite
 from delayline.receiving.transactions import HandlerRows, HandlerTransactions, handler_rows
+from delayline.routes import Routes
 from delayline.sending import Sender
 from delayline.transaction import (
     Guarantee,
@@ -64,7 +65,7 @@ from delayline.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
     from types import TracebackType
 
@@ -75,6 +76,7 @@ if TYPE_CHECKING:
     from delayline.inbox import Inbox
     from delayline.message import Body
     from delayline.observer import Observer
+    from delayline.outgoing import SendOptions
     from delayline.sending import Sent
     from delayline.serialization import Serializer
     from delayline.transport import Transport
@@ -126,6 +128,7 @@ class Endpoint:
             `SqlInbox(url)`: what they do there happens once, and what they send.
         outbox: Keeps what is sent with `transaction=` on a database that neither the queues nor the delayed messages
             are in, as `SqlOutbox(url)`, and forwards it after the commit. By default in the database of the inbox.
+        routes: The queue that messages of a type go to where `send` names none, as `{Bill: "billing"}`.
 
     Raises:
         ConfigurationError: An argument is invalid.
@@ -161,6 +164,7 @@ class Endpoint:
         observers: Sequence[Observer] = (),
         inbox: Inbox | None = None,
         outbox: Outbox | None = None,
+        routes: Mapping[type, str] | None = None,
     ) -> None:
         self.name = check_endpoint_name(name)
         error_queue = _error_queue(error_queue, name)
@@ -188,7 +192,11 @@ class Endpoint:
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
         self._queue = transport.address_of(name) if isinstance(transport, SupportsQueueAddresses) else name
         self._composer = Composer(
-            name, self._clock, reply_to=None if send_only else self._queue, serializer=self._handlers.serializer
+            name,
+            self._clock,
+            reply_to=None if send_only else self._queue,
+            serializer=self._handlers.serializer,
+            routes=Routes(routes),
         )
         self._observers = Observers(observers)
         self._host = DeliveryHost(
@@ -466,10 +474,33 @@ class Endpoint:
             self._process.check(f"endpoint {self.name!r}")
             await self._stopped.wait()
 
+    def route(self, kind: type, queue: str) -> None:
+        """Let messages of a type go to a queue where `send` names none; see `routes` of the endpoint.
+
+        Args:
+            kind: The class of the messages. Its subclasses go there too, unless they have routes of their own.
+            queue: Name of the queue.
+
+        Raises:
+            ConfigurationError: The class has another route, or its values have no type of their own, as dicts.
+
+        Example:
+            ```python
+            endpoint.route(Bill, "billing")
+            await endpoint.send(Bill(17), delay=timedelta(days=14))
+            ```
+        """
+        self._composer.routes.add(kind, queue)
+
+    @overload
+    async def send(self, destination: str, body: Body, **options: Unpack[SendOptions]) -> Sent: ...
+    @overload
+    async def send(self, body: Body, /, **options: Unpack[SendOptions]) -> Sent: ...
+
     async def send(  # noqa: PLR0913 - a message has these parts, all keyword-only but two
         self,
-        destination: str,
-        body: Body,
+        destination: Any = UNSET,
+        body: Body = UNSET,
         *,
         headers: HeaderMap | None = None,
         message_id: str | None = None,
@@ -487,7 +518,7 @@ class Endpoint:
         If cancelled, it returns at once, and the message is usually sent all the same.
 
         Args:
-            destination: Name of the queue, 1 to 200 characters.
+            destination: Name of the queue, 1 to 200 characters. Leave it out for a body whose type has a route.
             body: Bytes as they are, str as UTF-8, anything else as JSON; the content type header is set accordingly.
             headers: Further headers, str to str.
             message_id: Id of 1 to 250 characters; by default a new UUID. Repeating a delayed send with the id of a
@@ -524,10 +555,29 @@ class Endpoint:
             ConfigurationError: The message cannot be part of the transaction.
             TransactionAborted: The transaction has failed before and has to be rolled back.
         """
+        destination, body = self._composer.routed(destination, body)
         send = Send(
             destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, on_conflict, at_most
         )
         return await self._started_sender().send(send, transaction, check_destination=check_destination)
+
+    async def send_local(self, body: Body, **options: Unpack[SendOptions]) -> Sent:
+        """Send a message to this endpoint's own queue.
+
+        Args:
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            options: The other arguments of `send`.
+
+        Returns:
+            The message's id, as of `send`.
+
+        Raises:
+            ConfigurationError: The endpoint is send-only, and has no queue.
+            DelaylineError: The errors of `send`.
+        """
+        if self.send_only:
+            raise ConfigurationError(f"endpoint {self.name!r} is send_only: it has no queue for send_local")
+        return await self.send(self.name, body, **options)
 
     async def send_many(
         self,

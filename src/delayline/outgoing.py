@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, get_args
 
 from delayline.clock import latest_of
 from delayline.delayed.delivery import StoredDelivery, SupportsDeferMany
@@ -26,6 +26,7 @@ from delayline.errors import (
     InvalidMessage,
     QueueNotFound,
 )
+from delayline.external import UNSET
 from delayline.failures import MACHINE
 from delayline.message import (
     JSON_SERIALIZER,
@@ -43,6 +44,7 @@ from delayline.message import (
     to_time_span,
     to_wire_time,
 )
+from delayline.routes import Routes
 from delayline.serialization import PLAIN_TYPES, names_of_value
 from delayline.transport import SupportsQueueLookup, TransportOperation
 
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery
+    from delayline.external import ExternalConnection, ExternalTransaction, Unset
     from delayline.observer import Observer, SupportsTraces
     from delayline.serialization import Serializer
     from delayline.transaction import Transaction
@@ -200,11 +203,33 @@ async def _defer_each(
             raise error
 
 
+class MessageOptions(TypedDict, total=False):
+    """What can be said of a message that is sent, beside its destination and its body; see `Endpoint.send`."""
+
+    headers: HeaderMap | None
+    message_id: str | None
+    delay: timedelta | None
+    deliver_at: datetime | None
+    expires: timedelta | None
+    correlation_id: str | None
+    check_destination: bool
+    on_conflict: SendConflict | None
+    at_most: timedelta | None
+
+
+class SendOptions(MessageOptions, total=False):
+    """What can be said of a message that `Endpoint.send` sends; see there."""
+
+    transaction: ExternalConnection | ExternalTransaction | Transaction | Unset
+
+
 class Send(NamedTuple):
     """A message of `send_many`; its arguments are the arguments of `Endpoint.send`.
 
+    A message whose type has a route needs no destination: `Send(body=Bill(17))`.
+
     Args:
-        destination: Name of the queue, 1 to 200 characters.
+        destination: Name of the queue, 1 to 200 characters; left out for the route of the body's type.
         body: Bytes, text, or a value that the serializer writes.
         headers: Further headers, str to str.
         message_id: Id of 1 to 250 characters; by default a new UUID.
@@ -216,8 +241,8 @@ class Send(NamedTuple):
         at_most: With `on_conflict="postpone"`, the longest time from the first send to the due time.
     """
 
-    destination: str
-    body: Body
+    destination: str | Unset = UNSET
+    body: Body = UNSET
     headers: HeaderMap | None = None
     message_id: str | None = None
     delay: timedelta | None = None
@@ -232,8 +257,15 @@ class Composer:
     """Composes an endpoint's outgoing operations from the arguments of `send`."""
 
     def __init__(
-        self, endpoint_name: str, clock: Clock, *, reply_to: str | None, serializer: Serializer = JSON_SERIALIZER
+        self,
+        endpoint_name: str,
+        clock: Clock,
+        *,
+        reply_to: str | None,
+        serializer: Serializer = JSON_SERIALIZER,
+        routes: Routes | None = None,
     ) -> None:
+        self.routes = Routes() if routes is None else routes
         self._latest, self._earliest = latest_of(clock), clock.now
         self._serializer = serializer
         self._fixed = fixed_headers(endpoint_name, reply_to)
@@ -241,6 +273,17 @@ class Composer:
         self._sent_delayed = HeaderTemplate(HEADERS_OF_SEND, self._fixed)
         self.traces: SupportsTraces | None = None
         """What headers of traces come from."""
+
+    def routed(self, destination: Any, body: Body) -> tuple[str, Body]:  # noqa: ANN401 - a queue, or a body alone
+        """Return destination and body of a send that may leave the destination out.
+
+        Raises InvalidMessage where the body's type has no route.
+        """
+        if body is UNSET:
+            if destination is UNSET:
+                raise InvalidMessage("send has neither destination nor body: give send(destination, body)")
+            return self.routes.queue_for(destination), destination
+        return (self.routes.queue_for(body) if destination is UNSET else destination), body
 
     def compose(self, send: Send, related_to: Message | None = None) -> Outgoing:
         """Return the checked operation, which waits if it is not due; with the only reading of the clock for it.
@@ -251,6 +294,8 @@ class Composer:
 
     def _compose(self, send: Send, related_to: Message | None, now: datetime) -> Outgoing:
         destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, on_conflict, at_most = send
+        if destination is UNSET or body is UNSET:
+            destination, body = self.routed(destination, body)
         check_name("destination", destination, MAXIMUM_DESTINATION_LENGTH)
         due = due_time(now, delay, deliver_at)
         conflict = None

@@ -246,7 +246,9 @@ class Sender:
             return UNOBSERVED
         valid = [send for send in sends if isinstance(send, Send)]
         delayed = any(send.delay is not None or send.deliver_at is not None for send in valid)
-        return traces.sending("schedule" if delayed else "send", [str(send.destination) for send in valid])
+        find = self._composer.routes.find
+        queues = [find(send.body) if send.destination is UNSET else send.destination for send in valid]
+        return traces.sending("schedule" if delayed else "send", list(map(str, queues)))
 
     def _goes_on(self, outgoing: Outgoing) -> bool:
         """Return whether the delivery needs no task: it goes on when its caller is cancelled."""

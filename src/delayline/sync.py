@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 from delayline.checks import ForkGuard
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
+from delayline.outgoing import MessageOptions
 from delayline.transaction import THREAD_WAITS
 
 if TYPE_CHECKING:
@@ -26,6 +27,12 @@ if TYPE_CHECKING:
     from delayline.sending import Sent
 
 Result = TypeVar("Result")
+
+
+class SyncSendOptions(MessageOptions, total=False):
+    """What can be said of a message that `SyncEndpoint.send` sends; see there."""
+
+    transaction: ExternalConnection | Unset
 
 
 class SyncEndpoint:
@@ -78,10 +85,15 @@ class SyncEndpoint:
             finally:
                 self._end()
 
+    @overload
+    def send(self, destination: str, body: Body, **options: Unpack[SyncSendOptions]) -> Sent: ...
+    @overload
+    def send(self, body: Body, /, **options: Unpack[SyncSendOptions]) -> Sent: ...
+
     def send(  # noqa: PLR0913 - as in Endpoint.send
         self,
-        destination: str,
-        body: Body,
+        destination: Any = UNSET,
+        body: Body = UNSET,
         *,
         headers: HeaderMap | None = None,
         message_id: str | None = None,
@@ -97,7 +109,7 @@ class SyncEndpoint:
         """Send a message, due now, after `delay` or at `deliver_at`, and return its id once it is durable.
 
         Args:
-            destination: Name of the queue, 1 to 200 characters.
+            destination: Name of the queue, 1 to 200 characters. Leave it out for a body whose type has a route.
             body: Bytes as they are, str as UTF-8, anything else as JSON.
             headers: Further headers, str to str.
             message_id: Id of 1 to 250 characters; by default a new UUID.
@@ -132,6 +144,22 @@ class SyncEndpoint:
             at_most=at_most,
         )
         return self.run_in(transaction, work)
+
+    def send_local(self, body: Body, **options: Unpack[SyncSendOptions]) -> Sent:
+        """Send a message to the endpoint's own queue; see `Endpoint.send_local`.
+
+        Args:
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            options: The other arguments of `send`.
+
+        Returns:
+            The message's id, as of `send`.
+
+        Raises:
+            DelaylineError: The errors of `Endpoint.send_local`.
+        """
+        transaction = options.pop("transaction", UNSET)
+        return self.run_in(transaction, partial(self.endpoint.send_local, body, **options))
 
     def send_many(
         self,

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Coroutine, Generator
-from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, Unpack, overload
 
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
+from delayline.external import UNSET
 from delayline.message import MAXIMUM_ID_LENGTH, in_utc
 from delayline.outgoing import PendingChange, Send, check_name
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import SendConflict, SupportsManagement
     from delayline.external import ExternalConnection, ExternalTransaction
     from delayline.message import Body, Message
-    from delayline.outgoing import Composer, Effect, HeaderMap, Outgoing
+    from delayline.outgoing import Composer, Effect, HeaderMap, MessageOptions, Outgoing
     from delayline.receiving.once import Records
     from delayline.receiving.transactions import (
         ConnectionPool,
@@ -98,10 +99,15 @@ class MessageContext:
         """Records the message in a transaction of the user's; None without an inbox."""
         self._over = False
 
+    @overload
+    def send(self, destination: str, body: Body, **options: Unpack[MessageOptions]) -> Awaitable[str]: ...
+    @overload
+    def send(self, body: Body, /, **options: Unpack[MessageOptions]) -> Awaitable[str]: ...
+
     def send(  # noqa: PLR0913 - as in Endpoint.send
         self,
-        destination: str,
-        body: Body,
+        destination: Any = UNSET,
+        body: Body = UNSET,
         *,
         headers: HeaderMap | None = None,
         message_id: str | None = None,
@@ -116,7 +122,7 @@ class MessageContext:
         """Send a message, now or delayed, when the handler has succeeded.
 
         Args:
-            destination: The queue it goes to, 1 to 200 characters.
+            destination: The queue it goes to, 1 to 200 characters. Leave it out for a body whose type has a route.
             body: Bytes as they are, str as UTF-8, anything else as JSON.
             headers: Further headers, str to str.
             message_id: Its id, 1 to 250 characters; a new UUID when left out.
@@ -135,11 +141,28 @@ class MessageContext:
             InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
             InvalidDueTime: By the call: a delay or instant that cannot be honoured.
         """
+        destination, body = self._composer.routed(destination, body)
         send = Send(
             destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, on_conflict, at_most
         )
         composed = self._composer.compose(send, self.message)
         return Recorded(self._keep(composed._replace(check=check_destination)))
+
+    def send_local(self, body: Body, **options: Unpack[MessageOptions]) -> Awaitable[str]:
+        """Send a message to the queue of this endpoint when the handler has succeeded.
+
+        Args:
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            options: The other arguments of `send`.
+
+        Returns:
+            An awaitable that gives the message's id.
+
+        Raises:
+            InvalidMessage: By the call, as of `send`.
+            InvalidDueTime: By the call, as of `send`.
+        """
+        return self.send(self.queue, body, **options)
 
     def send_many(self, messages: Iterable[Send], *, check_destination: bool = True) -> Awaitable[list[str]]:
         """Send several messages when the handler has succeeded.
