@@ -17,9 +17,9 @@ import psycopg
 import psycopg_pool
 import pymysql
 import pytest
-from sqlalchemy import create_engine, text
-from sqlalchemy.ext.asyncio import async_sessionmaker, create_async_engine
-from sqlalchemy.orm import sessionmaker
+from sqlalchemy import Connection, create_engine, text
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, sessionmaker
 from tests.eventually import eventually_async
 from tests.integration.test_django import django_at
 
@@ -72,6 +72,10 @@ def orders(url: str) -> list[str]:
         found = sorted(connection.execute(text("SELECT id FROM orders")).scalars())
     engine.dispose()
     return found
+
+
+class OwnSession(Session):
+    """A user's class, which SQLModel's is too."""
 
 
 class Shop:
@@ -157,6 +161,22 @@ def of_the_endpoint(shop: Shop) -> None:
     in_a_coroutine(shop)
 
 
+def of_the_class(shop: Shop) -> None:
+    in_a_function(shop, Connection)
+
+
+def of_the_class_of_sessions(shop: Shop) -> None:
+    in_a_function(shop, OwnSession)
+
+
+def of_the_async_class(shop: Shop) -> None:
+    in_a_coroutine(shop, AsyncConnection)
+
+
+def of_the_class_of_async_sessions(shop: Shop) -> None:
+    in_a_coroutine(shop, AsyncSession)
+
+
 def of_drivers(shop: Shop) -> None:
     """Let a function that is no Engine connect."""
     if shop.url.startswith("postgresql"):
@@ -213,6 +233,10 @@ EVERY = [
     of_the_endpoint,
     in_a_function,
     of_sessions,
+    of_the_class,
+    of_the_class_of_sessions,
+    of_the_async_class,
+    of_the_class_of_async_sessions,
     of_async_sessions,
     of_drivers,
     of_pools,
@@ -409,6 +433,10 @@ async def with_another_name(message: Message, received: MessageContext) -> None:
     await connection.execute(text(ROW), {"id": message.id})
 
 
+async def with_class(message: Message, context: MessageContext) -> None:
+    await context.transaction(AsyncSession)
+
+
 async def with_source(message: Message, context: MessageContext) -> None:
     await context.transaction(create_async_engine("sqlite+aiosqlite://"))
 
@@ -422,7 +450,7 @@ async def of_another_object(message: Message, context: MessageContext) -> None:
 
 
 @pytest.mark.parametrize("module", ["aiosqlite", "sqlalchemy.ext.asyncio"])
-@pytest.mark.parametrize("handle", [without_source, with_another_name])
+@pytest.mark.parametrize("handle", [without_source, with_another_name, with_class])
 async def test_a_missing_driver_is_an_error_of_the_start(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

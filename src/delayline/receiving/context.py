@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar, Unpack, overload
 
 from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
@@ -12,7 +12,7 @@ from delayline.message import MAXIMUM_ID_LENGTH, in_utc
 from delayline.outgoing import PendingChange, Send, check_name
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Iterable
+    from collections.abc import Iterable
     from datetime import datetime, timedelta
 
     from sqlalchemy import Connection, Engine
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from sqlalchemy.orm import Session, sessionmaker
 
     from delayline.delayed.store import SendConflict, SupportsManagement
-    from delayline.external import ExternalConnection, ExternalTransaction
+    from delayline.external import DriverConnection, ExternalConnection, ExternalTransaction
     from delayline.message import Body, Message
     from delayline.outgoing import Composer, Effect, HeaderMap, MessageOptions, Outgoing
     from delayline.receiving.once import Records
@@ -32,7 +32,13 @@ if TYPE_CHECKING:
     )
     from delayline.transaction import Transaction
 
+    class ConnectionOrAwaitable(Connection, Awaitable[AsyncConnection]):
+        """What a transaction without a source gives: a connection, and in a coroutine function an awaitable of one."""
+
+
 Result_co = TypeVar("Result_co", covariant=True)
+OwnSession = TypeVar("OwnSession", bound="Session")
+OwnAsyncSession = TypeVar("OwnAsyncSession", bound="AsyncSession")
 ONCE_SENDS: Final = (
     "a handler that records its message with context.once() sends in the same transaction: use "
     "endpoint.send(..., transaction=connection). What it sends through its context would be lost if it failed after "
@@ -276,19 +282,29 @@ class MessageContext:
         return self._keep_change(PendingChange(message_id, in_utc(due)))
 
     @overload
+    def transaction(self, source: type[Connection]) -> Connection: ...
+    @overload
+    def transaction(self, source: type[OwnSession]) -> OwnSession: ...
+    @overload
+    def transaction(self, source: type[AsyncConnection]) -> Awaitable[AsyncConnection]: ...
+    @overload
+    def transaction(self, source: type[OwnAsyncSession]) -> Awaitable[OwnAsyncSession]: ...
+    @overload
     def transaction(self, source: Engine) -> Connection: ...
     @overload
-    def transaction(self, source: sessionmaker[Session]) -> Session: ...
+    def transaction(self, source: sessionmaker[OwnSession]) -> OwnSession: ...
     @overload
     def transaction(self, source: AsyncEngine) -> Awaitable[AsyncConnection]: ...
     @overload
-    def transaction(self, source: async_sessionmaker[AsyncSession]) -> Awaitable[AsyncSession]: ...
+    def transaction(self, source: async_sessionmaker[OwnAsyncSession]) -> Awaitable[OwnAsyncSession]: ...
+    @overload
+    def transaction(self, source: ConnectionPool[Result_co]) -> Result_co: ...
     @overload
     def transaction(self, source: Callable[[], Result_co]) -> Result_co: ...
     @overload
-    def transaction(self, source: ConnectionPool) -> Any: ...  # noqa: ANN401
+    def transaction(self, source: str) -> DriverConnection: ...
     @overload
-    def transaction(self, source: str | None = None) -> Any: ...  # noqa: ANN401
+    def transaction(self, source: None = None) -> ConnectionOrAwaitable: ...
 
     def transaction(self, source: TransactionSource | None = None) -> Any:
         """Open a transaction for your rows, in which this message's end and the handler's sends commit too.
@@ -297,10 +313,13 @@ class MessageContext:
         yourself. Your rows are in the database of the queues.
 
         Args:
-            source: Makes the connection. In a function: an Engine or sessionmaker of SQLAlchemy, a pool or a function
-                that connects, as psycopg's, or an alias of Django's DATABASES. In a coroutine function, which awaits
-                the result: an AsyncEngine, an async_sessionmaker, an AsyncConnectionPool or a coroutine function. By
-                default an Engine on the database of the queues, with `transaction_connections` of the endpoint.
+            source: What the handler wants, on the database of the queues: in a function SQLAlchemy's `Connection`, the
+                default, or `Session`; in a coroutine function, which awaits the result, `AsyncConnection`, the
+                default, or `AsyncSession`; the classes themselves, or a session class of yours. The connections are
+                at most `transaction_connections` of the endpoint. Or what makes your own. In a function: an Engine or
+                sessionmaker of SQLAlchemy, a pool or a function that connects, as psycopg's, or an alias of Django's
+                DATABASES. In a coroutine function: an AsyncEngine, an async_sessionmaker, an AsyncConnectionPool or a
+                coroutine function.
 
         Returns:
             The connection or session; in a coroutine function an awaitable of it.
@@ -313,8 +332,8 @@ class MessageContext:
             ```python
             @endpoint.handles(OrderPlaced)
             async def bill(order: OrderPlaced, context: MessageContext) -> None:
-                connection = await context.transaction(async_engine)
-                await connection.execute(insert(orders).values(id=order.order_id))
+                session = await context.transaction(AsyncSession)
+                session.add(Order(order.order_id))
                 context.send("billing", Bill(order.order_id))
             ```
         """
@@ -327,7 +346,8 @@ class MessageContext:
             begun = own.begin()
             self.own = own
             return begun
-        if source not in (None, self.own.source) or self.own.owner not in (None, threading.get_ident()):
+        wanted = None if source is None else self._transactions.connecting(source)
+        if wanted not in (None, self.own.source) or self.own.owner not in (None, threading.get_ident()):
             raise ConfigurationError(
                 f"message {self.message.id!r} has a transaction of another source or handler already"
             )

@@ -12,7 +12,7 @@ import threading
 from concurrent.futures import Future, InvalidStateError
 from enum import StrEnum
 from inspect import getsource, isawaitable, iscoroutinefunction, signature, unwrap
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, TypeVar, cast, runtime_checkable
 
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.events import Event, emit
@@ -22,31 +22,35 @@ from delayline.transaction import Transaction, TransactionMode
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterable, Iterator
 
-    from sqlalchemy import Engine
-    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker
+    from sqlalchemy import Connection, Engine
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession, async_sessionmaker
     from sqlalchemy.orm import Session, sessionmaker
 
     from delayline.transaction import TransactionParticipant
     from delayline.transport import ReceivedMessage, Transport
 
-    class ConnectionPool(Protocol):
+    Pooled_co = TypeVar("Pooled_co", covariant=True)
+
+    class ConnectionPool(Protocol[Pooled_co]):
         """Common interface of the pools of psycopg and psycopg2."""
 
-        def getconn(self) -> Any:  # noqa: ANN401 - a connection, or an awaitable of it
-            """Return a connection."""
+        def getconn(self) -> Pooled_co:
+            """Return a connection, or an awaitable of it."""
             ...
 
         def putconn(self, conn: Any) -> Any:  # noqa: ANN401
             """Take it back."""
             ...
 
-    #: Makes the connections or sessions of transactions; a str is an alias of Django's DATABASES.
+    #: Makes the connections or sessions of transactions; a str is an alias of Django's DATABASES. A class of
+    #: SQLAlchemy's connections or sessions stands for one on the database of the queues.
     TransactionSource: TypeAlias = (
         Engine
-        | sessionmaker[Session]
+        | sessionmaker[Any]
         | AsyncEngine
-        | async_sessionmaker[AsyncSession]
-        | ConnectionPool
+        | async_sessionmaker[Any]
+        | type[Connection | Session | AsyncConnection | AsyncSession]
+        | ConnectionPool[Any]
         | Callable[[], Any]
         | str
     )
@@ -55,6 +59,13 @@ logger = logging.getLogger(__name__)
 
 SYNC_FACTORIES: Final = (("sqlalchemy", "Engine"), ("sqlalchemy.orm", "sessionmaker"))
 ASYNC_FACTORIES: Final = (("sqlalchemy.ext.asyncio", "AsyncEngine"), ("sqlalchemy.ext.asyncio", "async_sessionmaker"))
+#: Whether a coroutine handler uses them, SQLAlchemy's connections, and its sessions.
+CLASSES: Final = (
+    (False, ("sqlalchemy", "Connection"), ("sqlalchemy.orm", "Session")),
+    (True, ("sqlalchemy.ext.asyncio", "AsyncConnection"), ("sqlalchemy.ext.asyncio", "AsyncSession")),
+)
+CLASS_NAMES: Final = {name for _, *classes in CLASSES for _, name in classes}
+SESSION_MAKERS: Final = {False: "sessionmaker", True: "async_sessionmaker"}
 SOURCES: Final = (
     "an Engine, AsyncEngine, sessionmaker or async_sessionmaker of SQLAlchemy, a pool of psycopg's, a function that "
     "connects, or an alias of Django's"
@@ -179,6 +190,7 @@ class HandlerTransactions:
         self._mode = mode
         self._size = size
         self._engines: dict[bool, Any] = {}
+        self._session_makers: dict[type, Any] = {}
 
     def check_drivers(self, handlers: Iterable[Callable[..., Any]]) -> None:
         """Make the Engines that the handlers will ask for: at the start a missing driver fails no message.
@@ -198,22 +210,37 @@ class HandlerTransactions:
         Raises ConfigurationError if the queues or the source cannot take part.
         """
         self._check()
+        source = None if source is None else self.connecting(source)
         with contextlib.suppress(RuntimeError):
             asyncio.get_running_loop()
             if source is not None and not _connects(source, asynchronous=True):
                 raise ConfigurationError(
                     f"context.transaction() of a coroutine handler takes an AsyncEngine, an async_sessionmaker, an "
-                    f"AsyncConnectionPool or a coroutine function that connects, not {_name(source)}, which would "
-                    "block the event loop: make the handler a `def` function"
+                    f"AsyncConnectionPool or a coroutine function that connects, or AsyncConnection or AsyncSession, "
+                    f"not {_name(source)}, which would block the event loop: make the handler a `def` function"
                 )
             return LoopTransaction(source or self._engine(asynchronous=True))
         if source is not None and not isinstance(source, str) and not _connects(source, asynchronous=False):
             raise ConfigurationError(
-                f"context.transaction() of a function takes an Engine, a sessionmaker, a pool or a function that "
-                f"connects, or an alias of Django's, not {_name(source)}: make the handler a coroutine function to use "
-                f"{SOURCES}"
+                f"context.transaction() of a function takes Connection or Session, an Engine, a sessionmaker, a pool "
+                f"or a function that connects, or an alias of Django's, not {_name(source)}: make the handler a "
+                f"coroutine function to use {SOURCES}"
             )
         return ThreadTransaction(source or self._engine(asynchronous=False))
+
+    def connecting(self, source: TransactionSource) -> TransactionSource:
+        """Return what makes the connections: for a class of SQLAlchemy's, its maker on the database of the queues."""
+        if not isinstance(source, type):
+            return source
+        for asynchronous, connections, sessions in CLASSES:
+            if _is_class(source, *connections):
+                return cast("TransactionSource", self._engine(asynchronous=asynchronous))
+            if _is_class(source, *sessions):
+                if source not in self._session_makers:
+                    maker = getattr(sys.modules[sessions[0]], SESSION_MAKERS[asynchronous])
+                    self._session_makers[source] = maker(self._engine(asynchronous=asynchronous), class_=source)
+                return cast("TransactionSource", self._session_makers[source])
+        return source
 
     def reaches(self, delivery: object, transaction: Transaction) -> bool:
         """Return whether delayed messages are stored in the transaction, and not before it.
@@ -267,6 +294,7 @@ class HandlerTransactions:
     async def close(self) -> None:
         """Close the connections of the Engines that were made here."""
         engines, self._engines = self._engines, {}
+        self._session_makers.clear()
         for asynchronous, engine in engines.items():
             if asynchronous:
                 await engine.dispose()
@@ -516,7 +544,9 @@ class Undone(Exception):
 
 
 def opens_without_source(handle: Callable[..., Any]) -> bool:
-    """Return whether the source code of a handler has `context.transaction()`, by whatever name the context has.
+    """Return whether the source code of a handler asks its context, of whatever name, for the queues' own Engine.
+
+    That is `context.transaction()`, and the same with a class of SQLAlchemy's.
 
     False where the code cannot be read, or where another function calls it.
     """
@@ -527,7 +557,7 @@ def opens_without_source(handle: Callable[..., Any]) -> bool:
         return False
     return any(
         isinstance(node, ast.Call)
-        and not node.args
+        and all(ast.unparse(argument).rpartition(".")[2] in CLASS_NAMES for argument in node.args)
         and not node.keywords
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "transaction"
@@ -540,6 +570,11 @@ def opens_without_source(handle: Callable[..., Any]) -> bool:
 def _is(source: object, module: str, name: str) -> bool:
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(source, getattr(loaded, name))
+
+
+def _is_class(source: type, module: str, name: str) -> bool:
+    loaded = sys.modules.get(module)
+    return loaded is not None and issubclass(source, getattr(loaded, name))
 
 
 def _connects(source: object, *, asynchronous: bool) -> bool:
