@@ -8,8 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Self, Unpack, cast, overload
 
 from delayline.checks import LoopGuard, full_scheme, whole_number
 from delayline.clock import SystemClock
@@ -44,6 +43,7 @@ from delayline.receiving.intake import open_intake
 from delayline.receiving.once import Once
 from delayline.receiving.pipeline import Pipeline, handler_pipeline
 from delayline.receiving.recoverability import Recoverability
+from delayline.receiving.registration import RegistersHandlers
 from delayline.receiving.satellites import open_satellite
 from delayline.receiving.transactions import HandlerRows, HandlerTransactions, handler_rows
 from delayline.routes import Routes
@@ -85,7 +85,6 @@ logger = logging.getLogger(__name__)
 
 #: How long handlers may take at a stop; container platforms kill a process after 30 s.
 GRACE: Final = timedelta(seconds=25)
-HandlerFunction = TypeVar("HandlerFunction", bound=Callable[..., Any])
 CriticalErrorAction = Callable[["Endpoint", str, Exception], Awaitable[None]]
 
 #: Measured with `pg_handled`: twice as many handlers handle 20 % more messages a second, half as many a quarter less.
@@ -98,7 +97,7 @@ async def log_and_stop(endpoint: Endpoint, text: str, error: Exception) -> None:
     await endpoint.stop()
 
 
-class Endpoint:
+class Endpoint(RegistersHandlers):
     """A named sender and receiver with an input queue of the same name and an optional delayed delivery.
 
     Use it as `async with endpoint:`. It belongs to the event loop on which it was started.
@@ -316,91 +315,26 @@ class Endpoint:
             raise ConfigurationError(f"endpoint {self.name!r} is started already: add observers before start()")
         self._observers.add(observer)
 
-    @overload
-    def handler(
+    def _register(
         self,
-        handle: HandlerFunction,
+        handle: Callable[..., Any],
+        kind: Any,  # noqa: ANN401 - a type, or its name
         *,
-        recoverability: Recoverability | None = None,
-        timeout: timedelta | None = None,
-    ) -> HandlerFunction: ...
-
-    @overload
-    def handler(
-        self, *, recoverability: Recoverability | None = None, timeout: timedelta | None = None
-    ) -> Callable[[HandlerFunction], HandlerFunction]: ...
-
-    def handler(
-        self, handle: Any = None, *, recoverability: Recoverability | None = None, timeout: timedelta | None = None
-    ) -> Any:
-        """Register a function for every message that no handler of `handles` takes; usable as a decorator.
-
-        A coroutine function runs in the event loop, any other function in a thread. Several handlers run in order.
-
-        Args:
-            handle: A function of a `Message` and a `MessageContext`.
-            recoverability: Retries when this handler fails; by default the endpoint's.
-            timeout: How long an attempt may take, above zero; then it is cancelled and has failed. A thread runs on.
-
-        Raises:
-            ConfigurationError: `handle` cannot be called so, the endpoint is send-only, or it is started.
-
-        Example:
-            ```python
-            @endpoint.handler
-            async def handle(message: Message, context: MessageContext) -> None:
-                print(message.json())
-            ```
-        """
-        if handle is None:
-            return partial(self.handler, recoverability=recoverability, timeout=timeout)
+        recoverability: Recoverability | None,
+        timeout: timedelta | None,
+        concurrency: int | None,
+    ) -> None:
         self._check_handler(handle)
-        self._handlers.add(handle, recoverability=self._fitted(recoverability), timeout=timeout)
-        return handle
-
-    def handles(
-        self,
-        kind: object,
-        *,
-        recoverability: Recoverability | None = None,
-        timeout: timedelta | None = None,
-        concurrency: int | None = None,
-    ) -> Callable[[HandlerFunction], HandlerFunction]:
-        """Return a decorator that registers the handler for messages of a type.
-
-        Args:
-            kind: A dataclass, TypedDict, pydantic model, msgspec struct or other type that the serializer reads; or the
-                name of a type, whose messages are given as the serializer reads them. See `message_type` for names.
-            recoverability: Retries when this handler fails; by default the endpoint's.
-            timeout: How long an attempt may take, above zero; then it is cancelled and has failed. A thread runs on.
-            concurrency: How many messages of the type are handled at once, by all processes of the endpoint together;
-                1 to 10000, by default no limit but the endpoint's. For queues in a SQL database, where
-                `queues.set_limits(..., handlers=...)` replaces it while endpoints run.
-
-        Raises:
-            ConfigurationError: The type has a handler already, the function cannot be called with a value and a
-                context, the endpoint is send-only, or it is started; or the transport has no such limits.
-
-        Example:
-            ```python
-            @endpoint.handles(OrderPlaced)
-            async def bill(order: OrderPlaced, context: MessageContext) -> None:
-                context.send("billing", Bill(order.order_id), delay=timedelta(days=14))
-            ```
-        """
-
-        def register(handle: HandlerFunction) -> HandlerFunction:
-            self._check_handler(handle)
-            if concurrency is not None and not isinstance(self.transport, SupportsQueueLimits):
-                raise ConfigurationError(
-                    f"concurrency={concurrency!r} of a handler holds over all processes, which needs queues in a SQL "
-                    f"database: not {type(self.transport).__name__}. Leave it out, or limit it in the handler"
-                )
-            fitted = self._fitted(recoverability)
-            self._handlers.add_typed(kind, handle, recoverability=fitted, timeout=timeout, concurrency=concurrency)
-            return handle
-
-        return register
+        fitted = self._fitted(recoverability)
+        if kind is None:
+            self._handlers.add(handle, recoverability=fitted, timeout=timeout)
+            return
+        if concurrency is not None and not isinstance(self.transport, SupportsQueueLimits):
+            raise ConfigurationError(
+                f"concurrency={concurrency!r} of a handler holds over all processes, which needs queues in a SQL "
+                f"database: not {type(self.transport).__name__}. Leave it out, or limit it in the handler"
+            )
+        self._handlers.add_typed(kind, handle, recoverability=fitted, timeout=timeout, concurrency=concurrency)
 
     def _fitted(self, recoverability: Recoverability | None) -> Recoverability | None:
         if recoverability is None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol, TypeVar, runtime_checkable
 
 import msgspec
+import msgspec.inspect
 
 from delayline.errors import ConfigurationError, InvalidMessage, InvalidPayload
 
@@ -20,6 +21,7 @@ _FORMER_NAMES: Final = "__delayline_former_message_types__"
 _MAIN_MODULES: Final = frozenset({"__main__", "__mp_main__"})
 #: Types whose values have no type name on the wire.
 PLAIN_TYPES: Final = frozenset({bytes, str, dict, list, tuple, set, frozenset, int, float, bool, type(None)})
+HOW_TO_WRITE: Final = "make the class a dataclass, a msgspec Struct, a TypedDict or a pydantic model"
 #: How deep the search for a value that cannot be serialized goes.
 _DEPTH: Final = 50
 
@@ -62,6 +64,15 @@ class Serializer(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsKindCheck(Protocol):
+    """Capability of a serializer: tell before the first message whether it reads a type."""
+
+    def check_kind(self, kind: Any) -> None:  # noqa: ANN401 - any type of message
+        """Raise ConfigurationError if values of the type can never be read."""
+        ...
+
+
 class JsonSerializer:
     """JSON, with dataclasses, TypedDicts, pydantic models, msgspec structs and attrs classes.
 
@@ -81,6 +92,17 @@ class JsonSerializer:
                 f"{path}, of type {type(cause).__name__}, cannot be written as JSON: {error}. Give bytes, text, or "
                 "values that JSON has"
             ) from error
+
+    def check_kind(self, kind: Any) -> None:  # noqa: ANN401 - any type of message
+        """Raise ConfigurationError for a class whose values cannot be read from JSON."""
+        try:
+            found = msgspec.inspect.type_info(kind)
+        except Exception:  # names of its fields that are not known yet, for example: the first message shows them
+            return
+        if isinstance(found, msgspec.inspect.CustomType) and not hasattr(found.cls, "model_validate"):
+            raise ConfigurationError(
+                f"messages cannot be read as {found.cls.__qualname__}, which is a plain class: {HOW_TO_WRITE}"
+            )
 
     def loads(self, data: bytes, kind: Any) -> Any:  # noqa: ANN401 - as above
         """Return the JSON as a value of the type. Raises InvalidPayload, naming the key that does not fit."""
@@ -200,7 +222,9 @@ def _default(value: Any) -> Any:  # noqa: ANN401
 def _to_builtins(value: Any) -> Any:  # noqa: ANN401
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
-    raise TypeError(f"objects of type {type(value).__name__} have no form in JSON")
+    kind = type(value)
+    advice = f"; {HOW_TO_WRITE}" if kind.__module__ not in sys.stdlib_module_names else ""
+    raise TypeError(f"objects of type {kind.__name__} have no form in JSON{advice}")
 
 
 def _from_builtins(kind: Any, value: Any) -> Any:  # noqa: ANN401

@@ -11,6 +11,7 @@ from delayline.checks import ForkGuard
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
 from delayline.outgoing import MessageOptions
+from delayline.receiving.registration import RegistersHandlers
 from delayline.transaction import THREAD_WAITS
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body, DelayedMessage
     from delayline.outgoing import HeaderMap, Send
+    from delayline.receiving.recoverability import Recoverability
     from delayline.sending import Sent
 
 Result = TypeVar("Result")
@@ -35,7 +37,7 @@ class SyncSendOptions(MessageOptions, total=False):
     transaction: ExternalConnection | Unset
 
 
-class SyncEndpoint:
+class SyncEndpoint(RegistersHandlers):
     """Runs an Endpoint on a background event loop; its methods block and may be called from any thread.
 
     Handlers stay coroutine functions and run on that loop. Start it after a server has forked its workers: in a process
@@ -56,6 +58,21 @@ class SyncEndpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._process = ForkGuard()
+
+    def _register(
+        self,
+        handle: Callable[..., Any],
+        kind: Any,  # noqa: ANN401 - a type, or its name
+        *,
+        recoverability: Recoverability | None,
+        timeout: timedelta | None,
+        concurrency: int | None,
+    ) -> None:
+        if kind is None:
+            self.endpoint.handler(handle, recoverability=recoverability, timeout=timeout)
+        else:
+            options = partial(self.endpoint.handles, recoverability=recoverability, timeout=timeout)
+            options(kind, concurrency=concurrency)(handle)
 
     def start(self) -> None:
         """Start the loop's thread and the endpoint; raises the errors of `Endpoint.start`."""

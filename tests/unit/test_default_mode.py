@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.unit.conftest import MemoryStore
 
-from delayline import DelayedMessage, Endpoint, Guarantee, MemoryTransport, StoredDelivery, TransactionMode
+from delayline import Endpoint, Guarantee, MemoryTransport, Message, StoredDelivery, TransactionMode
 from delayline.errors import UnsupportedTransactionMode
 from delayline.testing import FaultyStore
 
@@ -80,7 +80,7 @@ async def test_a_message_comes_in_the_weaker_mode() -> None:
     handled: list[str] = []
 
     @endpoint.handler
-    async def handle(message: DelayedMessage, context: object) -> None:
+    async def handle(message: Message, context: object) -> None:
         handled.append(message.id)
         await endpoint.stop()
 

@@ -110,6 +110,9 @@ async def test_a_policy_can_discard_messages(clock: ManualClock, caplog: pytest.
     await scenario.endpoint.stop()
 
 
+async def _ignored(message: Message, context: MessageContext) -> None: ...
+
+
 def _broken(error: Exception, attempt: int) -> Retry:
     raise RuntimeError("the policy is broken")
 
@@ -261,4 +264,4 @@ def test_a_policy_needs_a_mode_that_can_retry() -> None:
         Endpoint("sales", transport=MemoryTransport(), transaction_mode=TransactionMode.NONE, recoverability=policy)
     endpoint = Endpoint("sales", transport=MemoryTransport(), transaction_mode=TransactionMode.NONE)
     with pytest.raises(ConfigurationError, match="tries once"):
-        endpoint.handler(recoverability=policy)(_broken)
+        endpoint.handler(recoverability=policy)(_ignored)

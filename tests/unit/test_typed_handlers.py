@@ -8,7 +8,9 @@ import functools
 import json
 import logging
 import threading
+import typing
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, date, datetime, timedelta
 from decimal import Decimal
@@ -32,6 +34,7 @@ from delayline import (
     MessageContext,
     Recoverability,
     Serializer,
+    SyncEndpoint,
     message_type,
 )
 from delayline.errors import InvalidPayload
@@ -279,6 +282,177 @@ async def test_each_attempt_gets_a_new_value(clock: ManualClock) -> None:
     assert seen == ["17"] * 3
 
 
+class Plain:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+class Service:
+    async def place(self, order: OrderPlaced, context: MessageContext) -> None: ...
+
+    async def __call__(self, order: OrderPlaced, context: MessageContext) -> None: ...
+
+
+async def place(order: OrderPlaced, context: MessageContext, shop: str = "") -> None: ...
+
+
+@functools.wraps(place)
+async def wrapped(*arguments: Any) -> None:  # noqa: ANN401
+    await place(*arguments)
+
+
+def in_a_thread(order: OrderPlaced, context: MessageContext) -> None: ...
+
+
+EVERY_KIND = [place, wrapped, in_a_thread, Service().place, Service(), functools.partial(place, shop="a")]
+
+
+@pytest.mark.parametrize("handle", EVERY_KIND, ids=lambda handle: type(handle).__name__)
+@pytest.mark.parametrize("options", [None, {"timeout": timedelta(seconds=5)}])
+def test_the_type_of_a_handler_is_that_of_its_annotation(handle: Any, options: dict[str, Any] | None) -> None:  # noqa: ANN401
+    """Given a handler of any kind, and `handles` without a type, then it takes the type of its first parameter."""
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    register: Any = endpoint.handles if options is None else endpoint.handles(**options)
+    assert register(handle) is handle
+    assert endpoint.handlers == (handle,)
+    with pytest.raises(ConfigurationError, match=r"'Contoso\.Messages\.OrderPlaced' have the handler"):
+        endpoint.handles(OrderPlaced)(place)
+
+
+async def test_handlers_of_the_synchronous_endpoint_are_those_of_its_endpoint() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    twin = SyncEndpoint(endpoint)
+
+    @twin.handles
+    def placed(order: OrderPlaced, context: MessageContext) -> None: ...
+
+    @twin.handles(Ping, timeout=timedelta(seconds=5))
+    def ping(ping: Ping, context: MessageContext) -> None: ...
+
+    @twin.handler
+    def every(message: Message, context: MessageContext) -> None: ...
+
+    assert endpoint.handlers == (placed, ping, every)
+
+
+def unannotated(order, context) -> None: ...  # type: ignore[no-untyped-def]  # noqa: ANN001
+async def of_anything(order: Any, context: MessageContext) -> None: ...  # noqa: ANN401
+async def of_every_object(order: object, context: MessageContext) -> None: ...
+async def of_messages(message: Message, context: MessageContext) -> None: ...
+async def of_a_dict(order: dict[str, int], context: MessageContext) -> None: ...
+async def of_several(order: OrderPlaced | Ping, context: MessageContext) -> None: ...
+async def of_an_unknown(order: "Unknown", context: MessageContext) -> None: ...  # type: ignore[name-defined]  # noqa: F821, UP037
+async def of_damaged_text(order: "a[", context: MessageContext) -> None: ...  # type: ignore[valid-type]  # noqa: F722
+async def of_a_number(order: "typing.Literal[3]", context: MessageContext) -> None: ...  # noqa: UP037
+async def of_a_plain_class(order: Plain, context: MessageContext) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("handle", "text"),
+    [
+        (unannotated, r"does not say which messages it takes: write `async def .*@endpoint\.handles\(OrderPlaced\)"),
+        (of_anything, r"takes Any, which says nothing"),
+        (of_every_object, r"takes object, which says nothing"),
+        (of_messages, r"every message is: write @endpoint\.handler above it"),
+        (of_a_dict, r"takes dict\[str, int\], which is sent without the name of a type: write @endpoint\.handler"),
+        (of_several, r"several types: write @endpoint\.handles\(OrderPlaced\) and @endpoint\.handles\(Ping\)"),
+        (of_an_unknown, r"'Unknown' .*cannot be looked up .*not under `if TYPE_CHECKING:`.*handles\(Unknown\)"),
+        (of_damaged_text, r"cannot be looked up"),
+        (of_a_number, r"takes Literal\[3\], which is no type"),
+        (of_a_plain_class, r"cannot be read as Plain, which is a plain class: make the class a dataclass"),
+        (len, "cannot be called with a message and a context|does not say which messages"),
+    ],
+)
+def test_a_handler_that_names_no_type_of_messages_is_refused(handle: Any, text: str) -> None:  # noqa: ANN401
+    """Given `@endpoint.handles` over a handler whose annotation is none, then the error says how to write it."""
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    with pytest.raises(ConfigurationError, match=text):
+        endpoint.handles(handle)
+    assert endpoint.handlers == ()
+
+
+async def of_a_ping(ping: Ping, context: MessageContext) -> None: ...
+async def of_its_base(order: OrderPlaced, context: MessageContext) -> None: ...
+async def of_a_mapping(note: Mapping[str, str], context: MessageContext) -> None: ...
+async def of_a_note(note: Note, context: MessageContext) -> None: ...
+async def of_an_optional(order: OrderPlaced | None, context: object) -> None: ...
+async def swapped(context: MessageContext, order: OrderPlaced) -> None: ...
+async def of_an_unknown_context(order: OrderPlaced, context: "Unknown") -> None: ...  # type: ignore[name-defined]  # noqa: F821, UP037
+
+
+@pytest.mark.parametrize(
+    ("kind", "handle", "text"),
+    [
+        (
+            OrderPlaced,
+            of_a_ping,
+            r"of_a_ping is annotated with Ping, and gets OrderPlaced: write @endpoint\.handles\(Ping\)",
+        ),
+        (OrderPlaced, of_messages, r"annotated with Message, and gets OrderPlaced: write @endpoint\.handler,"),
+        (OrderPlaced, of_a_mapping, r"annotated with .*Mapping\[str, str\], and gets OrderPlaced"),
+        (OrderPlaced, of_a_note, "annotated with Note, and gets OrderPlaced"),
+        (OrderPlaced, swapped, "annotated with MessageContext, and gets OrderPlaced"),
+        (GiftOrderPlaced, of_a_ping, "gets GiftOrderPlaced"),
+        (
+            "Contoso.Ping",
+            of_a_ping,
+            r"gets what messages of type 'Contoso.Ping' have .*write @endpoint\.handles\(Ping\)",
+        ),
+        (Note, of_a_ping, "gets Note"),
+        (Plain, of_every_object, "make the class a dataclass"),
+        (dict, of_every_object, "sent without the name of a type"),
+        (OrderPlaced | Ping, of_every_object, "several types"),
+        (17, of_every_object, "takes 17, which is no type"),
+        (None, of_a_ping, None),
+        (GiftOrderPlaced, of_its_base, None),
+        (Note, of_a_mapping, None),
+        (Note, of_a_note, None),
+        ("Contoso.Note", of_a_mapping, None),
+        (OrderPlaced, of_an_optional, None),
+        (OrderPlaced, of_an_unknown, None),
+        (OrderPlaced, of_an_unknown_context, None),
+        (OrderPlaced, unannotated, None),
+    ],
+)
+def test_an_annotation_of_another_type_is_refused(kind: Any, handle: Any, text: str | None) -> None:  # noqa: ANN401
+    """Given a type and a handler that is annotated with another, then it is refused, and where it fits it is not."""
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    if text is None:
+        assert endpoint.handles(kind)(handle) is handle
+        return
+    with pytest.raises(ConfigurationError, match=text):
+        endpoint.handles(kind)(handle)
+    assert endpoint.handlers == ()
+
+
+def test_a_handler_of_every_message_takes_messages() -> None:
+    endpoint = Endpoint("sales", transport=MemoryTransport())
+    with pytest.raises(ConfigurationError, match=r"with Ping, and gets Message: write @endpoint\.handles\(Ping\)"):
+        endpoint.handler(of_a_ping)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match=r"second parameter .*OrderPlaced, and gets a MessageContext"):
+        endpoint.handler(_with_another_context)  # type: ignore[arg-type]
+    assert endpoint.handlers == ()
+
+
+async def _with_another_context(message: Message, context: OrderPlaced) -> None: ...
+
+
+def test_a_serializer_of_the_users_decides_which_types_it_reads() -> None:
+    """Given a serializer that reads plain classes, then a handler of one is taken."""
+    endpoint = Endpoint("sales", transport=MemoryTransport(), serializer=Pickled())
+    assert endpoint.handles(of_a_plain_class) is of_a_plain_class
+
+
+class Pickled:
+    content_type = "application/x-pickled"
+
+    def dumps(self, value: Any) -> bytes:  # noqa: ANN401
+        raise NotImplementedError
+
+    def loads(self, data: bytes, kind: Any) -> Any:  # noqa: ANN401
+        raise NotImplementedError
+
+
 def test_registrations_that_cannot_work_are_refused() -> None:
     endpoint = Endpoint("sales", transport=MemoryTransport())
 
@@ -290,7 +464,7 @@ def test_registrations_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"'Contoso\.Messages\.OrderPlaced' have the handler .*good already"):
         endpoint.handles("Contoso.Messages.OrderPlaced")(good)
     with pytest.raises(ConfigurationError, match=r"bad.*cannot be called with a message and a context"):
-        endpoint.handles(Ping)(bad)
+        endpoint.handles(Ping)(bad)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="send_only"):
         Endpoint("sales", transport=MemoryTransport(), send_only=True).handles(Ping)(good)
     for name in ("", "a,b", "a;b", "a\n", "x" * 201, None):

@@ -12,21 +12,26 @@ from typing import TYPE_CHECKING, Any, Final
 from delayline.checks import time_span, whole_number
 from delayline.errors import ConfigurationError, InvalidPayload, UnknownMessageType
 from delayline.message import Headers, Message
+from delayline.receiving.annotations import (
+    SIGNATURE,
+    TYPED_SIGNATURE,
+    check_annotations,
+    check_kind,
+    signature_of,
+)
+from delayline.receiving.context import MessageContext
 from delayline.receiving.execution import HandlerThreads, Watched, name_of
-from delayline.serialization import JsonSerializer, Serializer, names_in_header, names_taken
+from delayline.serialization import JsonSerializer, Serializer, SupportsKindCheck, names_in_header, names_taken
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from datetime import timedelta
 
-    from delayline.receiving.context import MessageContext
     from delayline.receiving.recoverability import Recoverability
 
 #: A handler of messages: a coroutine function, or a function, which runs in a thread.
-Handler = Callable[[Message, "MessageContext"], Awaitable[None] | None]
+Handler = Callable[[Message, MessageContext], Awaitable[None] | None]
 MOST_SLOTS: Final = 10_000
-SIGNATURE: Final = "`async def handle(message: Message, context: MessageContext) -> None`"
-TYPED_SIGNATURE: Final = "`async def handle(order: OrderPlaced, context: MessageContext) -> None`"
 
 
 class Handlers:
@@ -61,7 +66,7 @@ class Handlers:
         timeout: timedelta | None = None,
     ) -> None:
         """Register a handler for messages that no typed handler takes. Raises ConfigurationError."""
-        self._plain.append(self._registered(function, SIGNATURE, None, recoverability, timeout))
+        self._plain.append(self._registered(function, Message, recoverability, timeout))
 
     def add_typed(
         self,
@@ -75,6 +80,9 @@ class Handlers:
         """Register a handler for messages of a type. Raises ConfigurationError, also for a second."""
         if concurrency is not None and whole_number("concurrency", concurrency, at_least=1) > MOST_SLOTS:
             raise ConfigurationError(f"concurrency must be at most {MOST_SLOTS:,}, not {concurrency:,}")
+        check_kind(kind, f"handler {name_of(function)}")
+        if isinstance(self.serializer, SupportsKindCheck) and not isinstance(kind, str):
+            self.serializer.check_kind(kind)
         names = names_taken(kind)
         for name in names:
             if name in self._typed:
@@ -82,8 +90,7 @@ class Handlers:
                     f"messages of type {name!r} have the handler {name_of(self._typed[name].function)} already: a type "
                     "has one. Call both functions in one handler"
                 )
-        read_as = Any if isinstance(kind, str) else kind
-        registered = self._registered(function, TYPED_SIGNATURE, read_as, recoverability, timeout)
+        registered = self._registered(function, kind, recoverability, timeout)
         registered.type_name = names[0]
         if concurrency is not None:
             self.limits[registered.type_name] = concurrency
@@ -126,18 +133,20 @@ class Handlers:
     def _registered(
         self,
         function: Callable[..., Any],
-        wanted: str,
-        kind: Any,  # noqa: ANN401 - a type
+        kind: Any,  # noqa: ANN401 - a type, or the name of one
         recoverability: Recoverability | None,
         timeout: timedelta | None,
     ) -> _Registered:
+        wanted = SIGNATURE if kind is Message else TYPED_SIGNATURE
         if not callable(function):
             raise ConfigurationError(f"a handler is a function, not {function!r}: write {wanted}")
         _check_signature(function, wanted)
+        check_annotations(function, (kind, MessageContext), wanted)
         called = function if inspect.isroutine(function) else getattr(function, "__call__", function)  # noqa: B004
         coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
         seconds = None if timeout is None else time_span("timeout", timeout).total_seconds()
-        return _Registered(self._threads, function, kind, recoverability, coroutine=coroutine, seconds=seconds)
+        read_as = Any if isinstance(kind, str) else kind
+        return _Registered(self._threads, function, read_as, recoverability, coroutine=coroutine, seconds=seconds)
 
 
 class _Registered:
@@ -231,7 +240,7 @@ def _media_type(content_type: str) -> str:
 
 def _check_signature(function: Callable[..., Any], wanted: str) -> None:
     try:
-        signature = inspect.signature(function)
+        signature = signature_of(function)
     except (ValueError, TypeError):  # not to be seen, as of some extension modules
         return
     try:
