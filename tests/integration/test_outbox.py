@@ -17,7 +17,6 @@ from delayline import (
     BackendUnavailable,
     ConfigurationError,
     Endpoint,
-    Event,
     MemoryDelayedMessageStore,
     MemoryTransport,
     Message,
@@ -80,15 +79,22 @@ class Shop:
             "shop",
             transport=transport,
             outbox=SqlOutbox(url),
+            on_critical_error=self._note_critical,
             **({"delayed_delivery": delivery} | parts),
         )
         self.handled: list[str] = []
+        self.critical: list[str] = []
         if not self.endpoint.send_only:
             self.endpoint.handler(self._handle)
 
     async def _handle(self, message: Message, context: MessageContext) -> None:
         del context
         self.handled.append(message.body.decode())
+
+    async def _note_critical(self, endpoint: Endpoint, text: str, error: Exception) -> None:
+        """Go on: on a busy machine a broker's start takes longer than the breaker of receiving waits."""
+        del endpoint, error
+        self.critical.append(text)
 
     async def handles(self, *bodies: str) -> None:
         await eventually_async(lambda: self.handled == list(bodies), f"{bodies} handled")
@@ -276,9 +282,7 @@ async def test_rows_in_postgresql_and_queues_on_rabbitmq(postgresql_url: str, ra
 
 
 @pytest.mark.slow
-async def test_sends_succeed_while_the_broker_is_away(
-    postgresql_url: str, crashing_rabbitmq: RabbitmqServer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_sends_succeed_while_the_broker_is_away(postgresql_url: str, crashing_rabbitmq: RabbitmqServer) -> None:
     # Given a web process and a worker, and a broker that is killed
     with_orders(postgresql_url)
     url = crashing_rabbitmq.new_vhost()
@@ -298,7 +302,9 @@ async def test_sends_succeed_while_the_broker_is_away(
         await asyncio.to_thread(crashing_rabbitmq.start)
         # Then all arrive when it is back
         await eventually_async(lambda: {"delayed", *map(str, range(10))} <= set(worker.handled), patience=120)
-    assert Event.CRITICAL_ERROR not in {getattr(record, "event", None) for record in caplog.records}
+    # And the outbox's outage was critical for none; only receiving is, after its 30 s
+    assert web.critical == []
+    assert {text.partition(" from ")[0] for text in worker.critical} <= {"Failed to receive"}
 
 
 async def test_queues_in_another_database(postgresql_url: str, tmp_path: Path) -> None:
