@@ -38,7 +38,7 @@ from delayline.masking import masked
 from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
 from delayline.outgoing import DELAYED_DELIVERIES, Composer, HeaderMap, Send, check_endpoint_name
 from delayline.receiving.execution import name_of
-from delayline.receiving.handlers import Handlers
+from delayline.receiving.handlers import Handlers, Surrounding
 from delayline.receiving.intake import open_intake
 from delayline.receiving.once import Once
 from delayline.receiving.pipeline import Pipeline, handler_pipeline
@@ -335,6 +335,28 @@ class Endpoint(RegistersHandlers):
                 f"database: not {type(self.transport).__name__}. Leave it out, or limit it in the handler"
             )
         self._handlers.add_typed(kind, handle, recoverability=fitted, timeout=timeout, concurrency=concurrency)
+
+    def around_handlers(self, surround: Surrounding) -> Surrounding:
+        """Have each handler run inside of a context manager, as a framework needs it; usable as a decorator.
+
+        It is entered for each attempt, on the handler's thread or in its task, and left when the handler has ended. Of
+        several, the first is the outermost.
+
+        Args:
+            surround: A function of the handler's `MessageContext`, which returns a context manager.
+
+        Raises:
+            ConfigurationError: The endpoint is started.
+
+        Example:
+            ```python
+            endpoint.around_handlers(lambda context: flask_app.app_context())
+            ```
+        """
+        if self._stopped is not None:
+            raise ConfigurationError(f"endpoint {self.name!r} is started already: call around_handlers before start()")
+        self._handlers.surroundings.append(surround)
+        return surround
 
     def _fitted(self, recoverability: Recoverability | None) -> Recoverability | None:
         if recoverability is None:

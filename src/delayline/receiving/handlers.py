@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import reprlib
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,9 +31,12 @@ if TYPE_CHECKING:
 
     from delayline.receiving.recoverability import Recoverability
 
+#: Returns the context manager that a handler runs inside of, for a message.
+Surrounding = Callable[[MessageContext], AbstractContextManager[object]]
 #: A handler of messages: a coroutine function, or a function, which runs in a thread.
 Handler = Callable[[Message, MessageContext], Awaitable[None] | None]
 MOST_SLOTS: Final = 10_000
+NOTHING_AROUND: Final = contextlib.nullcontext()
 
 
 class Handlers:
@@ -47,6 +52,8 @@ class Handlers:
         self._threads = HandlerThreads(threads)
         self._plain: list[_Registered] = []
         self._typed: dict[str, _Registered] = {}
+        self.surroundings: list[Surrounding] = []
+        """What each handler runs inside of, the outermost first."""
         self.limits: dict[str, int] = {}
         """How many messages are handled at once over all processes, by type; the limits of the queue come first."""
 
@@ -146,7 +153,9 @@ class Handlers:
         coroutine = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(called)
         seconds = None if timeout is None else time_span("timeout", timeout).total_seconds()
         read_as = Any if isinstance(kind, str) else kind
-        return _Registered(self._threads, function, read_as, recoverability, coroutine=coroutine, seconds=seconds)
+        return _Registered(
+            self._threads, self.surroundings, function, read_as, recoverability, coroutine=coroutine, seconds=seconds
+        )
 
 
 class _Registered:
@@ -155,6 +164,7 @@ class _Registered:
     def __init__(
         self,
         threads: HandlerThreads,
+        surroundings: Sequence[Surrounding],
         function: Callable[..., Any],
         kind: Any,  # noqa: ANN401 - a type
         recoverability: Recoverability | None,
@@ -163,6 +173,7 @@ class _Registered:
         seconds: float | None,
     ) -> None:
         self._threads = threads
+        self._surroundings = surroundings
         self.function = function
         self.kind = kind
         self.recoverability = recoverability
@@ -174,6 +185,20 @@ class _Registered:
     def call(self, argument: Any) -> Call:  # noqa: ANN401 - a message, or a value of the type
         """Return the call with the message, or the typed value, as its first argument."""
         return Call(self, argument)
+
+    def _call(self, argument: Any, context: MessageContext) -> None:  # noqa: ANN401 - as above
+        with self._entered(context):
+            self.function(argument, context)
+
+    def _entered(self, context: MessageContext) -> AbstractContextManager[object]:
+        """Return the context manager of all that the function runs inside of."""
+        if not self._surroundings:
+            return NOTHING_AROUND
+        entered = contextlib.ExitStack()
+        with entered:
+            for surround in self._surroundings:
+                entered.enter_context(surround(context))
+            return entered.pop_all()
 
     async def _run_in_time(self, argument: Any, context: MessageContext) -> None:  # noqa: ANN401 - as above
         """Run the function. Raises TimeoutError if it takes too long; a thread then runs on."""
@@ -195,10 +220,11 @@ class _Registered:
         """
         try:
             if self._coroutine:
-                handling = self.function(argument, context)
-                await (Watched(handling, self.function) if inspect.iscoroutine(handling) else handling)
+                with self._entered(context):
+                    handling = self.function(argument, context)
+                    await (Watched(handling, self.function) if inspect.iscoroutine(handling) else handling)
             else:
-                await self._threads.run(partial(self.function, argument, context), context)
+                await self._threads.run(partial(self._call, argument, context), context)
         except Exception:
             raise
         except BaseException as error:
