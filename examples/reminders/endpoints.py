@@ -7,16 +7,12 @@ delayline run endpoints:customers
 from datetime import UTC, datetime
 
 from delayline import Endpoint, Headers, Message, MessageContext
-from delayline.composition import endpoint_from, transport_of
 from delayline.message import from_wire_time
-from delayline.settings import load_settings
-
-settings = load_settings(flags={"endpoint": "reminders"})
 
 # No handlers: this process only moves what is due to the queue of `customers`. Start as many as you like.
-dispatcher = endpoint_from(settings)
+dispatcher = Endpoint.from_settings("reminders")
 
-customers = Endpoint("customers", transport=transport_of(settings))
+customers = Endpoint.from_settings("customers")
 
 
 @customers.handler

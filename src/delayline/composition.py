@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypedDict, Unpack, cast
+from typing import TYPE_CHECKING, Unpack, cast
 
 from delayline.backends import BackendOptions, BackendUse, backend_of, backend_with_tables
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.host import satellite_queues
-from delayline.endpoint import CriticalErrorAction, Endpoint
+from delayline.endpoint import Endpoint
 from delayline.errors import ConfigurationError
 from delayline.masking import masked
+from delayline.settings import settings_of_process
 from delayline.timeouts.draining import draining_delivery, persister_at
 from delayline.timeouts.manager import TimeoutManagerDelivery
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence
+    from pathlib import Path
 
-    from delayline.clock import Clock
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.delayed.store import DelayedMessageStore
-    from delayline.receiving.recoverability import Recoverability
+    from delayline.endpoint import CodeArguments
     from delayline.settings import Settings
     from delayline.sql import SqlInbox, SqlOutbox, TwoPhaseCommit
     from delayline.sql.schema import TableGroup
@@ -270,17 +271,12 @@ def _stored_delivery(settings: Settings, *, polling: bool, two_phase: TwoPhaseCo
     )
 
 
-class EndpointOverrides(TypedDict, total=False):
-    """Settings that a program may decide itself: arguments of Endpoint."""
-
-    recoverability: Recoverability | None
-    send_only: bool
-    on_critical_error: CriticalErrorAction
-    setup_infrastructure: bool
-    clock: Clock | None
+def endpoint_of_process(name: str | None, config: Path | str | None, **code: Unpack[CodeArguments]) -> Endpoint:
+    """Return the endpoint that the settings of this process describe: see `Endpoint.from_settings`."""
+    return endpoint_from(settings_of_process(name, config), **code)
 
 
-def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpack[EndpointOverrides]) -> Endpoint:
+def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpack[CodeArguments]) -> Endpoint:
     """Return the endpoint that the settings describe, not started yet. Raises ConfigurationError."""
     name, two_phase = settings.named_endpoint, two_phase_of(settings)
     endpoint = Endpoint(
@@ -301,6 +297,7 @@ def endpoint_from(settings: Settings, *, polling: bool = True, **overrides: Unpa
         outbox=outbox_of(settings) if polling else None,
         **overrides,
     )
+    endpoint.made_from = settings
     if settings.history and polling:
         backend_with_tables(settings.resolved_store_url, "store of minute rows (history = true)")
         from delayline.telemetry.history import MinuteHistory

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final, Self, Unpack, cast, overload
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, cast, overload
 
 from delayline.checks import LoopGuard, full_scheme, whole_number
 from delayline.clock import SystemClock
@@ -67,6 +68,7 @@ from delayline.transport import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from datetime import datetime
+    from pathlib import Path
     from types import TracebackType
 
     from delayline.clock import Clock
@@ -95,6 +97,20 @@ async def log_and_stop(endpoint: Endpoint, text: str, error: Exception) -> None:
     """Stop the endpoint: the default for critical errors, which are logged before this runs."""
     del text, error
     await endpoint.stop()
+
+
+class CodeArguments(TypedDict, total=False):
+    """The arguments of Endpoint that are no settings: what only a program can say."""
+
+    recoverability: Recoverability | None
+    transaction_connections: int | None
+    send_only: bool
+    on_critical_error: CriticalErrorAction
+    setup_infrastructure: bool
+    clock: Clock | None
+    serializer: Serializer | None
+    observers: Sequence[Observer]
+    routes: Mapping[type, str] | None
 
 
 class Endpoint(RegistersHandlers):
@@ -166,6 +182,8 @@ class Endpoint(RegistersHandlers):
         routes: Mapping[type, str] | None = None,
     ) -> None:
         self.name = check_endpoint_name(name)
+        self.made_from: object | None = None
+        """The settings that it was made from; None where it was made of arguments."""
         error_queue = _error_queue(error_queue, name)
         transport, delayed_delivery = _parts(
             name, error_queue, url, transport, _delivery("delayed_delivery", delayed_delivery)
@@ -213,6 +231,32 @@ class Endpoint(RegistersHandlers):
         self._once = None if inbox is None or self._outbox is None else Once(inbox, self._outbox, delayed_delivery)
         self._deliveries = self._bind(None if disable_timeout_manager else draining)
         self._reset()
+
+    @classmethod
+    def from_settings(
+        cls, name: str | None = None, *, config: Path | str | None = None, **code: Unpack[CodeArguments]
+    ) -> Endpoint:
+        """Return the endpoint that delayline.toml and the DELAYLINE_* variables describe, not started yet.
+
+        Run by `delayline run MODULE:ENDPOINT` it has the command's flags, too. The last wins.
+
+        Args:
+            name: Its name; by default that of the settings. A name that is given here wins over theirs.
+            config: The settings file; by default ./delayline.toml if it exists.
+            code: What is no setting: `recoverability`, `transaction_connections`, `send_only`, `on_critical_error`,
+                `setup_infrastructure`, `clock`, `serializer`, `observers` and `routes`, as in `Endpoint`.
+
+        Raises:
+            ConfigurationError: A setting is unknown or cannot work; the text has its place and the remedy.
+
+        Example:
+            ```python
+            billing = Endpoint.from_settings("billing", recoverability=Recoverability(delayed_retries=5))
+            ```
+        """
+        compose = import_module("delayline.composition")  # by its name: it is built on this module
+        endpoint: Endpoint = compose.endpoint_of_process(name, config, **code)
+        return endpoint
 
     def _use_mode(self, mode: TransactionMode) -> None:
         self.transaction_mode = mode

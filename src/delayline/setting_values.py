@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -54,18 +54,40 @@ def from_file(config: Path | str | None, known: Mapping[str, object]) -> Sourced
     return {name: (value, Source(str(path), "{name} = {example}")) for name, value in table.items()}
 
 
+#: Variables that are no settings: of single commands, and of the tests and tools of delayline itself.
+OTHER_VARIABLES: Final = re.compile(
+    "DELAYLINE_(DASHBOARD_TOKEN|DASHBOARD_USERS|MIGRATE_(SOURCE|TARGET|JOURNAL)|TRANSFER_(SOURCE|TARGET)"
+    "|REQUIRE_SERVICES|SERVERS_ROOT|TESTS?_[A-Z_]+|SEED|ROUNDS|SCREENSHOTS|DEBIAN_MIRROR)"
+)
+
+
+def unknown_variables(environ: Mapping[str, str], variables: Mapping[str, str]) -> list[str]:
+    """Return a sentence about each variable that begins as settings do and is none."""
+    return [
+        f"the variable {given} is not a setting and has no effect{did_you_mean(given, variables)}"
+        for given in sorted(environ)
+        if given.startswith(VARIABLE_PREFIX) and given not in variables and not OTHER_VARIABLES.fullmatch(given)
+    ]
+
+
 def from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> Sourced:
-    """Return the values of the environment variables for settings. Raises ConfigurationError for a likely typo."""
+    """Return the values of the environment variables for settings.
+
+    Raises ConfigurationError for a likely typo, and for a variable that is empty: a deployment has failed to fill it.
+    """
     for given in environ:
         close = difflib.get_close_matches(given, variables, 1, 0.9) if given.startswith(VARIABLE_PREFIX) else []
         if close and given not in variables:
             raise ConfigurationError(
                 f"the variable {given} is not a setting; did you mean {close[0]}? Rename or unset it"
             )
+    for variable in variables:
+        if environ.get(variable) == "":
+            raise ConfigurationError(f"the variable {variable} is set and empty: give it a value, or unset it")
     return {
         name: (environ[variable], Source(f"the variable {variable}", f"{variable}={{example}}"))
         for variable, name in variables.items()
-        if environ.get(variable)
+        if variable in environ
     }
 
 
@@ -170,7 +192,7 @@ def mode(value: object) -> TransactionMode:
     return TransactionMode[word]
 
 
-def did_you_mean(word: str, known: Mapping[str, object] | tuple[str, ...]) -> str:
+def did_you_mean(word: str, known: Mapping[str, object] | Sequence[str]) -> str:
     """Return a hint where a known word is close."""
     close = difflib.get_close_matches(word[:LONGEST_SHOWN_TEXT], known, 1)
     return f"; did you mean {close[0]!r}?" if close else ""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -10,13 +13,19 @@ from typing import TYPE_CHECKING, Any, Final
 from delayline import setting_values
 from delayline.endpoint import DEFAULT_CONCURRENCY
 from delayline.errors import ConfigurationError
+from delayline.events import Event, emit
 from delayline.masking import masked
 from delayline.setting_values import FILE_NAME, VARIABLE_PREFIX, Source, from_environment, from_file, from_flags
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+#: Where the messages are when no URL is set: a file in the current directory.
+DEFAULT_URL: Final = "sqlite:///delayline.db"
 
 
 def _setting(default: Any, read: setting_values.Read, text: str, example: str) -> Any:  # noqa: ANN401 - typed where it is assigned
@@ -28,9 +37,7 @@ class Settings:
     """Everything that can be set from outside, checked. Passwords in its URLs never show in its repr."""
 
     endpoint: str | None = _setting(None, setting_values.name, "Name of the endpoint; its queue carries it.", "sales")
-    url: str = _setting(
-        "sqlite:///delayline.db", setting_values.url, "Where queues and delayed messages are.", "sqlite:///my.db"
-    )
+    url: str = _setting(DEFAULT_URL, setting_values.url, "Where queues and delayed messages are.", "sqlite:///my.db")
     store_url: str | None = _setting(
         None, setting_values.url, "Where delayed messages are, if not at url.", "sqlite:///my.db"
     )
@@ -210,6 +217,38 @@ def flag_of(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+@dataclass(frozen=True, slots=True)
+class GivenSetting:
+    """A setting that was given, checked, and where."""
+
+    value: object
+    place: str
+    """Such as `the variable DELAYLINE_URL`."""
+    is_flag: bool
+
+    @property
+    def shown(self) -> object:
+        """The value without passwords, for errors."""
+        return _shown(self.value)
+
+
+def given_settings(
+    config: Path | str | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    flags: Mapping[str, object] | None = None,
+) -> Mapping[str, GivenSetting]:
+    """Return the settings that were given, as `load_settings` reads them, by their names."""
+    environ = os.environ if environ is None else environ
+    variables = {variable_of(name): name for name in _KNOWN}
+    flagged = from_flags(flags or {}, flag_of)
+    given = from_file(config, _KNOWN) | from_environment(environ, variables) | flagged
+    return {
+        name: GivenSetting(_checked(name, value, source), source.place, name in flagged)
+        for name, (value, source) in given.items()
+    }
+
+
 def load_settings(
     config: Path | str | None = None,
     *,
@@ -221,13 +260,49 @@ def load_settings(
     Later sources win; a flag that is None was not given. Raises ConfigurationError naming the value, its place and the
     remedy.
     """
-    environ = os.environ if environ is None else environ
-    values: dict[str, Any] = {}
-    variables = {variable_of(name): name for name in _KNOWN}
-    given = from_file(config, _KNOWN) | from_environment(environ, variables) | from_flags(flags or {}, flag_of)
-    for name, (value, source) in given.items():
-        values[name] = _checked(name, value, source)
+    given = given_settings(config, environ=environ, flags=flags)
+    values: dict[str, Any] = {name: setting.value for name, setting in given.items()}
     return Settings(**values)
+
+
+def unknown_variables() -> list[str]:
+    """Return a sentence about each DELAYLINE_* variable of this process that is no setting."""
+    return setting_values.unknown_variables(os.environ, {variable_of(name): name for name in _KNOWN})
+
+
+@dataclass(frozen=True, slots=True)
+class CommandLine:
+    """What `delayline run` was given, for the endpoints of the module that it imports."""
+
+    config: Path | str | None = None
+    flags: Mapping[str, object] = field(default_factory=dict)
+
+
+_COMMAND_LINE: Final[ContextVar[CommandLine]] = ContextVar("delayline command line")
+
+
+@contextlib.contextmanager
+def given_on_command_line(command_line: CommandLine) -> Iterator[None]:
+    """Let endpoints that are made from settings meanwhile read these flags too."""
+    token = _COMMAND_LINE.set(command_line)
+    try:
+        yield
+    finally:
+        _COMMAND_LINE.reset(token)
+
+
+def settings_of_process(name: str | None = None, config: Path | str | None = None) -> Settings:
+    """Return the settings of this process: file, environment, and the flags of `delayline run` if it runs in it.
+
+    Args:
+        name: The endpoint's name, which the program decides; None to read it like the others.
+        config: The file, in place of ./delayline.toml; `--config` of the command replaces it.
+    """
+    command_line = _COMMAND_LINE.get(CommandLine())
+    for text in unknown_variables():
+        emit(logger, logging.WARNING, Event.UNKNOWN_VARIABLE, "%s", text)
+    flags = dict(command_line.flags) | ({} if name is None else {"endpoint": name})
+    return load_settings(config if command_line.config is None else command_line.config, flags=flags)
 
 
 def _checked(name: str, value: object, source: Source) -> object:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 from delayline.checks import ForkGuard
+from delayline.endpoint import Endpoint
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
 from delayline.outgoing import MessageOptions
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
     from concurrent.futures import Future
     from datetime import datetime, timedelta
+    from pathlib import Path
     from types import TracebackType
 
     from delayline.delayed.store import DueCount, Outcome, SendConflict
-    from delayline.endpoint import Endpoint
+    from delayline.endpoint import CodeArguments
     from delayline.external import ExternalConnection, Unset
     from delayline.message import Body, DelayedMessage
     from delayline.outgoing import HeaderMap, Send
@@ -58,6 +60,22 @@ class SyncEndpoint(RegistersHandlers):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._process = ForkGuard()
+
+    @classmethod
+    def from_settings(
+        cls, name: str | None = None, *, config: Path | str | None = None, **code: Unpack[CodeArguments]
+    ) -> Self:
+        """Return a synchronous endpoint of the settings; see `Endpoint.from_settings`.
+
+        Args:
+            name: Its name; by default that of the settings.
+            config: The settings file; by default ./delayline.toml if it exists.
+            code: The arguments of `Endpoint` that are no settings.
+
+        Returns:
+            The endpoint, not started.
+        """
+        return cls(Endpoint.from_settings(name, config=config, **code))
 
     def _register(
         self,

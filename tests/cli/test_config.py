@@ -2,16 +2,29 @@ from __future__ import annotations
 
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from delayline import ConfigurationError, Endpoint, MemoryTransport, SqlTransport, StoredDelivery, TransactionMode
+from delayline import (
+    ConfigurationError,
+    Endpoint,
+    MemoryTransport,
+    SqlTransport,
+    StoredDelivery,
+    SyncEndpoint,
+    TransactionMode,
+)
 from delayline.composition import endpoint_from, store_of, transport_of
 from delayline.masking import masked
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.settings import Settings, load_settings, setting_names
 from delayline.timeouts import SqlTimeoutPersister, TimeoutManagerDelivery
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from tests.cli.conftest import Result
 
 
 def loaded(toml: str = "", *, environ: dict[str, str] | None = None, **flags: Any) -> Settings:  # noqa: ANN401 - wrong ones too
@@ -82,6 +95,42 @@ def test_each_place_is_named() -> None:
 def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown setting 'batchsize'; did you mean 'batch_size'"):
         loaded("batchsize = 5")
+
+
+@pytest.mark.parametrize("name", ["URL", "ENDPOINT", "SCHEMA"])
+def test_an_empty_variable_is_refused(name: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"the variable DELAYLINE_{name} is set and empty: give it a value"):
+        loaded(environ={f"DELAYLINE_{name}": ""})
+
+
+def test_an_unknown_variable_is_warned_of(
+    run: Callable[..., Result], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("DELAYLINE_RETRIES", "DELAYLINE_DASHBOARD_TOKEN", "DELAYLINE_REQUIRE_SERVICES"):
+        monkeypatch.setenv(name, "5")
+    # A command
+    assert run("setup").err == (
+        "warning: the variable DELAYLINE_RETRIES is not a setting and has no effect; "
+        "did you mean 'DELAYLINE_NUMBER_OF_RETRIES'?\n"
+    )
+    # A program
+    Endpoint.from_settings("sales")
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "DELAYLINE_RETRIES is not a setting" in caplog.text
+
+
+def test_a_program_is_made_of_settings_and_what_only_code_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("delayline.toml").write_text('endpoint = "reminders"\nconcurrency = 3\nnumber_of_retries = 5')
+    monkeypatch.setenv("DELAYLINE_CONCURRENCY", "4")
+    monkeypatch.delenv("DELAYLINE_ENDPOINT")
+    assert Endpoint.from_settings().name == "reminders"
+    endpoint = SyncEndpoint.from_settings("sales", send_only=True, transaction_connections=2).endpoint
+    assert (endpoint.name, endpoint.send_only, endpoint.transaction_connections) == ("sales", True, 2)
+    assert isinstance(endpoint.delayed_delivery, StoredDelivery)
+    assert (endpoint.concurrency, endpoint.delayed_delivery.number_of_retries) == (4, 5)
+    Path("other.toml").write_text("concurrency = 9")
+    monkeypatch.delenv("DELAYLINE_CONCURRENCY")
+    assert Endpoint.from_settings("sales", config="other.toml").concurrency == 9
 
 
 def test_a_variable_with_a_typing_error_is_refused_and_a_strange_one_is_not_ours() -> None:

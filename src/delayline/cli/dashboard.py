@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from delayline.cli.options import PLACE_SETTINGS, examples, json_option, settings_options
-from delayline.cli.run import load_endpoint
+from delayline.cli.target import load_endpoint
 from delayline.errors import ConfigurationError, MissingExtra
 from delayline.opening import refuse_memory
 from delayline.settings import load_settings

@@ -11,10 +11,20 @@ import click
 from delayline.cli.screen import Screen
 from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
 from delayline.setting_values import FILE_NAME
-from delayline.settings import describe_setting, flag_of, load_settings, setting_names, variable_of
+from delayline.settings import (
+    CommandLine,
+    describe_setting,
+    flag_of,
+    load_settings,
+    setting_names,
+    unknown_variables,
+    variable_of,
+)
 
 EXIT_FAILED: Final = 1
 WRONG_USAGE: Final = 2
+#: The key of a click context's `meta` that holds the settings file and flags which were given.
+COMMAND_LINE: Final = "delayline.command_line"
 
 #: Settings for the place of messages and their endpoint; `run` and `doctor` take all of them.
 PLACE_SETTINGS: Final = (
@@ -77,7 +87,11 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
         @functools.wraps(command)
         def with_settings(*args: object, config: str | None, **arguments: Any) -> Any:  # noqa: ANN401 - click's
             flags = {name: arguments.pop(name) for name in chosen}
-            return command(*args, settings=load_settings(config, flags=flags), **arguments)
+            settings = load_settings(config, flags=flags)
+            for text in unknown_variables():
+                Screen.warn(text)
+            click.get_current_context().meta[COMMAND_LINE] = CommandLine(config, flags)
+            return command(*args, settings=settings, **arguments)
 
         decorated: Command = with_settings
         for name in reversed(chosen):

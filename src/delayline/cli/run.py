@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import gc
-import importlib
 import importlib.util
 import os
 import signal
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,13 +16,13 @@ import click
 
 from delayline.cli.due import delay_given
 from delayline.cli.log_format import LOG_FORMATS, LOG_LEVELS, log_to_stderr
-from delayline.cli.options import EXIT_FAILED, examples, json_option, settings_options
+from delayline.cli.options import COMMAND_LINE, EXIT_FAILED, examples, json_option, settings_options
 from delayline.cli.screen import Screen
+from delayline.cli.target import load_endpoint, refuse_ignored
 from delayline.composition import endpoint_from
-from delayline.endpoint import GRACE, Endpoint
-from delayline.errors import ConfigurationError
+from delayline.endpoint import GRACE
 from delayline.opening import refuse_memory
-from delayline.sync import SyncEndpoint
+from delayline.settings import DEFAULT_URL, Settings, given_on_command_line
 from delayline.telemetry.http_server import HttpServer
 from delayline.telemetry.measurements import Measurements
 from delayline.telemetry.probes import Probes
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
-    from delayline.settings import Settings
+    from delayline.endpoint import Endpoint
     from delayline.telemetry.http_server import Response
 
 
@@ -115,7 +112,10 @@ def run(  # noqa: PLR0913 - the options of the command
         refuse_memory(settings)
         endpoint = endpoint_from(settings)
     else:
-        endpoint = load_endpoint(target)
+        command_line = click.get_current_context().meta[COMMAND_LINE]
+        with given_on_command_line(command_line):
+            endpoint = load_endpoint(target)
+        refuse_ignored(endpoint, command_line)
     level = "debug" if verbose else log_level
     log_to_stderr(level, log_format, endpoint=endpoint.name, handled=log_handled)
     if opentelemetry:
@@ -154,37 +154,6 @@ def _opentelemetry(endpoint: Endpoint) -> None:
     from delayline.telemetry.opentelemetry import OpenTelemetry  # an extra
 
     OpenTelemetry().watch(endpoint)
-
-
-def load_endpoint(target: str) -> Endpoint:
-    """Import the Endpoint `module:name`. Raises ConfigurationError with the reason."""
-    module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise ConfigurationError(f"{target!r} names no endpoint: write MODULE:ENDPOINT, as in shop.billing:endpoint")
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigurationError(
-            f"there is no module {error.name!r} in {directory} or among the installed packages. "
-            "Run from the directory that holds it"
-        ) from error
-    named = module
-    for part in name.split("."):
-        if not hasattr(named, part):
-            raise ConfigurationError(f"module {module_name!r} has no {name!r}. {_endpoints_of(vars(module), part)}")
-        named = getattr(named, part)
-    if isinstance(named, SyncEndpoint):
-        return named.endpoint
-    if not isinstance(named, Endpoint):
-        raise ConfigurationError(
-            f"{target!r} is a {type(named).__name__}, not an Endpoint. {_endpoints_of(vars(module), name)}"
-        )
-    return named
 
 
 async def _run(endpoint: Endpoint, probes: Probes, screen: Screen, grace: timedelta) -> str | None:
@@ -267,12 +236,8 @@ def _once(loop: asyncio.AbstractEventLoop, descriptor: int, work: Callable[[], N
 
 def _started(endpoint: Endpoint) -> str:
     handlers = f"{len(endpoint.handlers)} handler{'' if len(endpoint.handlers) == 1 else 's'}"
-    return f"{endpoint.name} runs: {endpoint.transaction_mode.name}, {endpoint.guarantee}, {handlers}. Ctrl+C stops it"
-
-
-def _endpoints_of(names: dict[str, object], wanted: str) -> str:
-    endpoints = [name for name, value in names.items() if isinstance(value, Endpoint | SyncEndpoint)]
-    close = difflib.get_close_matches(wanted, endpoints, 1)
-    if close:
-        return f"Did you mean {close[0]!r}?"
-    return f"Its endpoints are: {', '.join(endpoints)}" if endpoints else "It holds no Endpoint object"
+    runs = f"{endpoint.name} runs: {endpoint.transaction_mode.name}, {endpoint.guarantee}, {handlers}."
+    settings = endpoint.made_from
+    if isinstance(settings, Settings) and DEFAULT_URL in (settings.resolved_transport_url, settings.resolved_store_url):
+        runs += f" Its messages are in the local file {DEFAULT_URL.removeprefix('sqlite:///')}."
+    return f"{runs} Ctrl+C stops it"

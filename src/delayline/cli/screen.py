@@ -68,8 +68,16 @@ class Screen:
     @staticmethod
     def complain(text: str) -> None:
         """Print a red line on stderr."""
-        line = Text(" ".join(f"error: {text}".split()), style="bold red")
-        Console(stderr=True, highlight=False).print(line, soft_wrap=True)
+        _print_on_stderr(f"error: {text}", "bold red")
+
+    @staticmethod
+    def warn(text: str) -> None:
+        """Print a yellow line on stderr."""
+        _print_on_stderr(f"warning: {text}", "yellow")
+
+
+def _print_on_stderr(text: str, style: str) -> None:
+    Console(stderr=True, highlight=False).print(Text(" ".join(text.split()), style=style), soft_wrap=True)
 
 
 def _console(*, width: int | None, quiet: bool = False) -> Console:
