@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Final
 from examples.demo import reminders
 from examples.demo.stage import DISPATCHER, RECEIVER, REMINDERS, SENDER, Journal, Stage
 
-from delayline.cli.run import run_until_stopped
 from delayline.clock import SystemClock, to_microseconds
 from delayline.composition import endpoint_from, transport_of
 from delayline.endpoint import Endpoint
 from delayline.message import Headers, from_wire_time
+from delayline.running import run_until_stopped
 
 if TYPE_CHECKING:
     from delayline.message import Message
@@ -48,7 +48,9 @@ async def dispatch(stage: Stage) -> None:
     journal = Journal(stage.journal(DISPATCHER))
     endpoint = endpoint_from(stage.settings(REMINDERS), send_only=True)
     clock = SystemClock()
-    await run_until_stopped(endpoint, lambda: journal.write_now("started", clock.now()), parent_pipe=STANDARD_INPUT)
+    await run_until_stopped(
+        endpoint, started=lambda: journal.write_now("started", clock.now()), parent_pipe=STANDARD_INPUT
+    )
 
 
 async def receive(stage: Stage) -> None:
@@ -64,7 +66,9 @@ async def receive(stage: Stage) -> None:
         due = from_wire_time(message.headers[Headers.DELIVER_AT])
         journal.write([(message.id, to_microseconds(due), to_microseconds(clock.now()))])
 
-    await run_until_stopped(endpoint, lambda: journal.write_now("started", clock.now()), parent_pipe=STANDARD_INPUT)
+    await run_until_stopped(
+        endpoint, started=lambda: journal.write_now("started", clock.now()), parent_pipe=STANDARD_INPUT
+    )
 
 
 PARTIES: Final = {SENDER: send, DISPATCHER: dispatch, RECEIVER: receive}

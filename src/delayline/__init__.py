@@ -28,6 +28,7 @@ from delayline.outgoing import Send
 from delayline.receiving.context import MessageContext
 from delayline.receiving.recoverability import Discard, MoveToErrors, Recoverability, Retry, exponential
 from delayline.receiving.transactions import HandlerRows, handler_rows
+from delayline.running import run_until_stopped
 from delayline.serialization import JsonSerializer, Serializer, message_type
 from delayline.sync import SyncEndpoint, SyncPendingMessages
 from delayline.transaction import Guarantee, TransactionMode, guarantee
@@ -103,4 +104,5 @@ __all__ = [
     "guarantee",
     "handler_rows",
     "message_type",
+    "run_until_stopped",
 ]

@@ -66,6 +66,7 @@ class Event(StrEnum):
     OBSERVER_FAILED = "observer.failed"
     HTTP_REQUEST = "http.request"
     HTTP_REQUEST_FAILED = "http.request_failed"
+    ENDED_AT_ONCE = "endpoint.ended_at_once"
     UNKNOWN_VARIABLE = "settings.unknown_variable"
     HEARTBEAT_FAILED = "probes.heartbeat_failed"
     FOREIGN_ROW = "delayed.foreign_row"

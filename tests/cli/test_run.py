@@ -68,7 +68,7 @@ def test_a_signal_stops_it_after_messages_in_flight(
     process.send_signal(number)
     out, _ = process.communicate(timeout=20)
     assert process.returncode == 0
-    assert json.loads(out) == {"endpoint": "billing", "stopped_by": number.name}
+    assert json.loads(out) == {"endpoints": ["billing"], "stopped_by": number.name}
     assert Path("handled").read_text() == "slow"
     assert messages_in("billing") == []
 
@@ -168,6 +168,51 @@ def test_a_second_signal_ends_it_at_once(shop: Callable[..., Result], processes:
     assert process.returncode == -signal.SIGTERM
     assert "SIGTERM, the second signal: ended at once" in err
     assert [message.text for message in messages_in("billing")] == ["endless"]
+
+
+def test_several_endpoints_run_in_one_process(
+    shop: Callable[..., Result], processes: list[subprocess.Popen[str]]
+) -> None:
+    # Given two endpoints with one port for probes and metrics
+    process = delayline_process("run", "shop:billing", "shop:broken", "--health", "127.0.0.1:0")
+    processes.append(process)
+    assert process.stdout is not None
+    address = process.stdout.readline().split("serves ")[1].split("/live")[0]
+    started = [process.stdout.readline().split(" runs:")[0] for _ in range(2)]
+    assert started == ["billing", "broken"]
+    assert httpx.get(f"{address}/ready").json() == {"ok": True, "reasons": []}
+    scraped = httpx.get(f"{address}/metrics").text
+    assert 'delayline_handlers_running{delayline_endpoint="billing"' in scraped
+    assert 'delayline_handlers_running{delayline_endpoint="broken"' in scraped
+    # When one has a critical error
+    shop("send", "broken", "x")
+    out, err = process.communicate(timeout=60)
+    # Then both stop
+    assert process.returncode == 1
+    assert out.splitlines()[-1] == "billing, broken stopped by itself"
+    assert "one of the endpoints billing, broken stopped after a critical error" in err
+    assert "endpoint billing stopped" in err
+
+
+def test_one_signal_stops_all_endpoints_after_their_messages(
+    shop: Callable[..., Result], processes: list[subprocess.Popen[str]]
+) -> None:
+    shop("send", "billing", "slow")
+    process = delayline_process("run", "shop:broken", "shop:billing", "--json")
+    processes.append(process)
+    eventually(Path("handling").exists)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert json.loads(out) == {"endpoints": ["broken", "billing"], "stopped_by": "SIGTERM"}
+    assert Path("handled").read_text() == "slow"
+    assert messages_in("billing") == []
+
+
+def test_one_process_runs_an_endpoint_once(shop: Callable[..., Result]) -> None:
+    ran = shop("run", "shop:billing", "shop:billing")
+    assert (ran.code, ran.out) == (2, "")
+    assert "two endpoints are named 'billing'" in ran.err
 
 
 def test_metrics_are_served_while_it_runs(shop: Callable[..., Result], processes: list[subprocess.Popen[str]]) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib.util
-import os
-import signal
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -20,15 +16,15 @@ from delayline.cli.options import COMMAND_LINE, EXIT_FAILED, examples, json_opti
 from delayline.cli.screen import Screen
 from delayline.cli.target import load_endpoint, refuse_ignored
 from delayline.composition import endpoint_from
-from delayline.endpoint import GRACE
 from delayline.opening import refuse_memory
+from delayline.running import checked_endpoints, run_until_stopped
 from delayline.settings import DEFAULT_URL, Settings, given_on_command_line
 from delayline.telemetry.http_server import HttpServer
 from delayline.telemetry.measurements import Measurements
 from delayline.telemetry.probes import Probes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
     from delayline.endpoint import Endpoint
@@ -41,10 +37,11 @@ if TYPE_CHECKING:
         "delayline run shop.billing:endpoint --grace 2m --log-format json",
         "delayline run shop.billing:endpoint --metrics 127.0.0.1:9464",
         "delayline run shop.billing:endpoint --health 127.0.0.1:8081",
+        "delayline run shop.billing:endpoint shop.orders:endpoint --health 127.0.0.1:8081",
         "delayline run --endpoint sales   (dispatches due messages, handles none)",
     )
 )
-@click.argument("target", required=False, metavar="[MODULE:ENDPOINT]")
+@click.argument("targets", nargs=-1, metavar="[MODULE:ENDPOINT]...")
 @click.option("--verbose", "-v", is_flag=True, help="Log every step: the same as --log-level debug.")
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="What to log.")
 @click.option(
@@ -89,7 +86,7 @@ if TYPE_CHECKING:
 def run(  # noqa: PLR0913 - the options of the command
     settings: Settings,
     screen: Screen,
-    target: str | None,
+    targets: tuple[str, ...],
     verbose: bool,
     grace: timedelta,
     log_level: str,
@@ -101,40 +98,49 @@ def run(  # noqa: PLR0913 - the options of the command
     health: str | None,
     heartbeat: Path | None,
 ) -> None:
-    """Run the Endpoint object of a module, found from the current directory, until SIGINT or SIGTERM.
+    """Run Endpoint objects of modules, found from the current directory, until SIGINT or SIGTERM.
 
     It then finishes messages in flight within the grace period; the messages of handlers that take longer are handled
     again. A second signal ends it at once. Without a module it runs the endpoint of the settings, which only dispatches
     due messages. Exit code 1 when a critical error stopped it. Under systemd it reports its start, its stop and, with
     WatchdogSec, each turn of its event loop.
     """
-    if target is None:
-        refuse_memory(settings)
-        endpoint = endpoint_from(settings)
-    else:
-        command_line = click.get_current_context().meta[COMMAND_LINE]
-        with given_on_command_line(command_line):
-            endpoint = load_endpoint(target)
-        refuse_ignored(endpoint, command_line)
+    endpoints = _endpoints(settings, targets)
     level = "debug" if verbose else log_level
-    log_to_stderr(level, log_format, endpoint=endpoint.name, handled=log_handled)
+    named = endpoints[0].name if len(endpoints) == 1 else None
+    log_to_stderr(level, log_format, endpoint=named, handled=log_handled)
     if opentelemetry:
-        _opentelemetry(endpoint)
-    probes = Probes(Measurements.of(endpoint), heartbeat=heartbeat)
+        _opentelemetry(endpoints)
+    probes = Probes(*map(Measurements.of, endpoints), heartbeat=heartbeat)
     with contextlib.ExitStack() as serving:
-        for server in _servers(endpoint, probes, health, metrics, nservicebus=nservicebus_metrics):
+        for server in _servers(endpoints, probes, health, metrics, nservicebus=nservicebus_metrics):
             serving.enter_context(server)
             screen.echo(f"serves {', '.join(f'http://{server.address}{path}' for path in server.paths)}")
-        stopped_by = asyncio.run(_run(endpoint, probes, screen, grace))
-    screen.echo(f"{endpoint.name} stopped" if stopped_by else f"{endpoint.name} stopped by itself")
-    screen.document({"endpoint": endpoint.name, "stopped_by": stopped_by})
+        stopped_by = asyncio.run(_run(endpoints, probes, screen, grace))
+    names = [endpoint.name for endpoint in endpoints]
+    screen.echo(f"{', '.join(names)} stopped{'' if stopped_by else ' by itself'}")
+    screen.document({"endpoints": names, "stopped_by": stopped_by})
     if stopped_by is None:
-        Screen.complain(f"endpoint {endpoint.name!r} stopped after a critical error; see the log above")
+        which = f"endpoint {names[0]!r}" if len(names) == 1 else f"one of the endpoints {', '.join(names)}"
+        Screen.complain(f"{which} stopped after a critical error; see the log above")
         click.get_current_context().exit(EXIT_FAILED)
 
 
+def _endpoints(settings: Settings, targets: Sequence[str]) -> list[Endpoint]:
+    """Return the endpoints of the modules, or the one of the settings. Raises ConfigurationError."""
+    if not targets:
+        refuse_memory(settings)
+        return [endpoint_from(settings)]
+    command_line = click.get_current_context().meta[COMMAND_LINE]
+    with given_on_command_line(command_line):
+        endpoints = checked_endpoints([load_endpoint(target) for target in targets])
+    for endpoint in endpoints:
+        refuse_ignored(endpoint, command_line)
+    return endpoints
+
+
 def _servers(
-    endpoint: Endpoint, probes: Probes, health: str | None, metrics: str | None, *, nservicebus: bool
+    endpoints: Sequence[Endpoint], probes: Probes, health: str | None, metrics: str | None, *, nservicebus: bool
 ) -> list[HttpServer]:
     """Return a server for each address that is asked for; the server of the probes serves the metrics too."""
     wanted: dict[str, dict[str, Callable[[str], Response]]] = {}
@@ -144,94 +150,30 @@ def _servers(
         from delayline.telemetry.prometheus import PrometheusMetrics  # an extra
 
         exposed = PrometheusMetrics(nservicebus=nservicebus)
-        exposed.watch(endpoint)
+        for endpoint in endpoints:
+            exposed.watch(endpoint)
         for address in {health, metrics} - {None}:
             wanted.setdefault(str(address), {})["/metrics"] = exposed.respond
     return [HttpServer(address, paths) for address, paths in wanted.items()]
 
 
-def _opentelemetry(endpoint: Endpoint) -> None:
+def _opentelemetry(endpoints: Sequence[Endpoint]) -> None:
     from delayline.telemetry.opentelemetry import OpenTelemetry  # an extra
 
-    OpenTelemetry().watch(endpoint)
+    observed = OpenTelemetry()
+    for endpoint in endpoints:
+        observed.watch(endpoint)
 
 
-async def _run(endpoint: Endpoint, probes: Probes, screen: Screen, grace: timedelta) -> str | None:
+async def _run(endpoints: Sequence[Endpoint], probes: Probes, screen: Screen, grace: timedelta) -> str | None:
     def started() -> None:
-        started = _started(endpoint)
-        screen.echo(started)
-        probes.started(started)
+        lines = [_started(endpoint) for endpoint in endpoints]
+        for line in lines:
+            screen.echo(line)
+        probes.started(" ".join(lines))
 
     async with probes:
-        return await run_until_stopped(endpoint, started, grace=grace, stopping=probes.stopping)
-
-
-async def run_until_stopped(
-    endpoint: Endpoint,
-    started: Callable[[], None],
-    *,
-    grace: timedelta = GRACE,
-    stopping: Callable[[], None] = lambda: None,
-    parent_pipe: int | None = None,
-) -> str | None:
-    """Run the endpoint and return the signal that stopped it, None if it stopped by itself.
-
-    Args:
-        endpoint: The endpoint, not started.
-        started: Called when it has started.
-        grace: How long handlers may take after the signal.
-        stopping: Called when it begins to stop.
-        parent_pipe: A file descriptor; the end of the process at its other side stops the endpoint too.
-    """
-    stopped_by: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    with _stopped_by_signal(stopped_by, parent_pipe):
-        gc.collect()  # before messages are handled, which would wait for it
-        gc.freeze()  # full collections would traverse the modules again and again: see production.md
-        async with endpoint:
-            started()
-            by_itself = asyncio.ensure_future(endpoint.wait_stopped())
-            either: list[asyncio.Future[Any]] = [stopped_by, by_itself]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            by_itself.cancel()
-            stopping()
-            await endpoint.stop(grace)
-    return stopped_by.result() if stopped_by.done() else None
-
-
-@contextlib.contextmanager
-def _stopped_by_signal(stopped_by: asyncio.Future[str], parent_pipe: int | None) -> Iterator[None]:
-    loop = asyncio.get_running_loop()
-
-    def stop(name: str) -> None:
-        if not stopped_by.done():
-            stopped_by.set_result(name)
-            return
-        Screen.complain(f"{name}, the second signal: ended at once. Messages in flight are handled again")
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-        os.kill(os.getpid(), getattr(signal, name, signal.SIGTERM))
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop, number.name)
-    if parent_pipe is not None:
-        loop.add_reader(parent_pipe, _once(loop, parent_pipe, partial(stop, "parent gone")))
-    try:
-        yield
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-        if parent_pipe is not None:
-            loop.remove_reader(parent_pipe)
-
-
-def _once(loop: asyncio.AbstractEventLoop, descriptor: int, work: Callable[[], None]) -> Callable[[], None]:
-    """Return `work` as a reader that is removed before it runs."""
-
-    def run() -> None:
-        loop.remove_reader(descriptor)
-        work()
-
-    return run
+        return await run_until_stopped(*endpoints, started=started, grace=grace, stopping=probes.stopping)
 
 
 def _started(endpoint: Endpoint) -> str:

@@ -53,10 +53,10 @@ class Verdict:
 
 
 class Probes:
-    """Watches an endpoint's event loop and its measurements; use it as `async with probes:` around the endpoint.
+    """Watches endpoints' event loop and their measurements; use it as `async with probes:` around the endpoints.
 
     Args:
-        measurements: The endpoint's, from `Measurements.of(endpoint)` before its start.
+        measurements: Each endpoint's, from `Measurements.of(endpoint)` before its start.
         heartbeat: A file that is touched every 5 seconds while the event loop turns; removed at the end.
 
     Raises:
@@ -71,7 +71,7 @@ class Probes:
         ```
     """
 
-    def __init__(self, measurements: Measurements, *, heartbeat: Path | None = None) -> None:
+    def __init__(self, *measurements: Measurements, heartbeat: Path | None = None) -> None:
         self._measurements = measurements
         self._heartbeat = heartbeat
         self._systemd = Systemd.from_environment()
@@ -139,13 +139,15 @@ class Probes:
         if self._state:
             yield f"the endpoint {self._state}"
         yield from self.live().reasons
-        snapshot = self._measurements.snapshot()
-        yield from _failures("the poller", snapshot.polling)
-        for queue, activity in snapshot.receiving.items():
-            yield from _failures(f"the receiver of {queue!r}", activity)
-        for name, state in snapshot.breakers.items():
-            if state == TRIGGERED:
-                yield f"the circuit breaker {name!r} has triggered"
+        for measurements in self._measurements:
+            snapshot = measurements.snapshot()
+            of = f" of {snapshot.endpoint}" if len(self._measurements) > 1 else ""
+            yield from _failures(f"the poller{of}", snapshot.polling)
+            for queue, activity in snapshot.receiving.items():
+                yield from _failures(f"the receiver of {queue!r}", activity)
+            for name, state in snapshot.breakers.items():
+                if state == TRIGGERED:
+                    yield f"the circuit breaker {name!r}{of} has triggered"
 
     async def _beat(self) -> None:
         touched = notified = 0.0
