@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-PATIENCE: Final = 60.0  # seconds until a condition that never becomes true fails the test
+PATIENCE: Final = 100.0  # seconds until a condition that never becomes true fails the test
 INTERVAL: Final = 0.02
 
 

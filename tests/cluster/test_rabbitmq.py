@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.cluster.harness import new_seed
+from tests.eventually import PATIENCE
 
 from delayline import BackendUnavailable, Endpoint, Event, Message, MessageContext, StoredDelivery
 from delayline.message import Headers, from_wire_time
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from tests.servers.rabbitmq import RabbitmqServer
 
-PATIENCE = 60.0
 WORKER = Path(__file__).parent / "rabbitmq_worker.py"
 MANY = 20_000
 

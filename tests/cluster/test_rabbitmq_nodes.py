@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 #: Seconds in which sends go on. A busy machine takes longer to elect the queues' new leaders.
-GOES_ON = 5.0
+GOES_ON = 25.0
 PATIENCE = 120.0
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
+from tests.eventually import PATIENCE
+
 from delayline import (
     Endpoint,
     Message,
@@ -12,7 +14,6 @@ from delayline import (
 )
 from delayline.azure import AzureAccount, AzureStorageQueueTransport, DelayedTableDelivery
 
-PATIENCE = 20.0
 SECOND = timedelta(seconds=1)
 
 

@@ -16,8 +16,8 @@ import pytest_asyncio
 from azure.data.tables.aio import TableClient
 from azure.storage.blob.aio import BlobLeaseClient, ContainerClient
 from azure.storage.queue.aio import QueueClient
-from tests.eventually import eventually_async
-from tests.integration.azure_parts import PATIENCE, SECOND, HandledMessages, connection, endpoint_at
+from tests.eventually import PATIENCE, eventually_async
+from tests.integration.azure_parts import SECOND, HandledMessages, connection, endpoint_at
 
 from delayline import Endpoint, Event, Headers, InvalidMessage, Message, MessageContext, TransactionMode
 from delayline.azure import AzureAccount, AzureDelayedTable, AzureStorageQueueTransport, DelayedTableDelivery

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
-from tests.integration.azure_parts import PATIENCE, SECOND, HandledMessages, endpoint_at
+from tests.eventually import PATIENCE
+from tests.integration.azure_parts import SECOND, HandledMessages, endpoint_at
 from tests.integration.azure_proxy import Proxy, refusal
 
 from delayline import BackendUnavailable, Endpoint, Event, TransactionMode

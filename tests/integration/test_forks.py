@@ -18,6 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.eventually import PATIENCE
 from tests.servers.postgresql import free_port
 
 from delayline import Endpoint, NotStarted, StoredDelivery, SyncEndpoint
@@ -31,7 +32,6 @@ if TYPE_CHECKING:
 
 HOUR = timedelta(hours=1)
 REFUSED = "before this process was forked.*after the server has forked its workers"
-PATIENCE = 20
 
 
 def on_sql(url: str) -> Endpoint:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import psycopg
 import pytest
 from tests.cluster.harness import mariadb_at
+from tests.eventually import PATIENCE
 
 from delayline import SqlTransport
 from delayline.sql import gone_numbers
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
 
     from delayline.sql.receiver import SqlReceiver
 
-PATIENCE = 60.0
 PUT = "INSERT INTO delayline_messages (queue, id, headers, body) VALUES ('sales', %s, '{}', '')"
 
 

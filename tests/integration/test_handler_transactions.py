@@ -20,7 +20,7 @@ import pytest
 from sqlalchemy import Connection, create_engine, text
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import Session, sessionmaker
-from tests.eventually import eventually_async
+from tests.eventually import PATIENCE, eventually_async
 from tests.integration.test_django import django_at
 
 from delayline import (
@@ -47,7 +47,6 @@ ROW = "INSERT INTO orders VALUES (:id)"
 DAY = timedelta(days=1)
 #: Fixed: a pool that is closed while it grows leaves the new connection open.
 POOL_SIZE = 2
-PATIENCE = 30.0
 
 
 @pytest.fixture(params=["sqlite", "postgresql", "mariadb"])

@@ -7,6 +7,7 @@ from datetime import UTC, datetime, timedelta
 
 import psycopg
 import pyarrow as pa
+from tests.eventually import PATIENCE
 
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.bulk.writer import BulkWriter
@@ -16,7 +17,6 @@ from delayline.testing.conformance.messages import delayed, operation
 
 SCHEMA = "50%s of {it} \"and\" 'more' %% VALUES ("
 TABLE = "%% {0} \"b\" `c` 'd' %s;--"
-PATIENCE = 20.0
 LATER = datetime(2100, 1, 1, tzinfo=UTC)
 
 

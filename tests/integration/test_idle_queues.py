@@ -8,12 +8,12 @@ from contextlib import closing
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from tests.eventually import PATIENCE
+
 from delayline.sql import SqlTransport
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-PATIENCE = 30.0
 
 
 async def test_messages_without_a_notification_are_found_by_one_query_for_all_queues(tmp_path: Path) -> None:

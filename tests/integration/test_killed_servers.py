@@ -11,6 +11,7 @@ import psycopg
 import pytest
 from sqlalchemy import event
 from tests.conftest import running
+from tests.eventually import PATIENCE
 from tests.integration.wire_between import wire_to
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
     from tests.integration.wire_between import Wire
 
-PATIENCE: Final = 30.0
 SOON: Final = timedelta(milliseconds=50)
 DAY: Final = timedelta(days=1)
 MEGABYTE: Final = 1 << 20

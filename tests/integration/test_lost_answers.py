@@ -8,6 +8,7 @@ import threading
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.eventually import PATIENCE
 from tests.integration.wire_between import wire_to
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from tests.integration.wire_between import Wire
 
 WORKERS = workers_of(POOL_SIZE)
-PATIENCE = 20.0
 UNKNOWN = "The commit's outcome is unknown: check whether the data was written before repeating it"
 
 

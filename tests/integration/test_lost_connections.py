@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.eventually import PATIENCE
 from tests.integration.conftest import waiting
 
 from delayline import (
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from delayline.transport import Receiver
 
 TRANSACTIONS = POOL_SIZE - workers_of(POOL_SIZE)
-PATIENCE = 20.0
 
 
 class Server:

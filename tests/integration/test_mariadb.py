@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy.engine import make_url
+from tests.eventually import PATIENCE
 
 from delayline import (
     BackendUnavailable,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
     from delayline.spi import Transaction
 
-PATIENCE = 20.0
 SECONDS = 3.0
 MOST = 2  # statements a second
 PAST = datetime(2026, 1, 1, tzinfo=UTC)

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from tests.eventually import PATIENCE
 
 from delayline.delayed.poller import Poller
 from delayline.events import Event
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
 
     from delayline import Endpoint, Message, MessageContext
 
-PATIENCE = 10.0
 
 LISTEN = """
 import asyncio, pathlib, sys

@@ -8,6 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.eventually import PATIENCE
 from tests.servers.postgresql import PostgresqlServer
 
 from delayline import Endpoint, Event, SqlDelayedMessageStore, SqlTransport, StoredDelivery
@@ -16,7 +17,6 @@ from delayline.testing import Signals
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PATIENCE = 30.0
 OUTAGE = 8.0  # seconds
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.eventually import eventually_async
+from tests.eventually import PATIENCE, eventually_async
 
 from delayline import BackendUnavailable, SqlDatabase, SqlTransport
 from delayline.sql.databases import database_at
@@ -17,8 +17,6 @@ from delayline.sql.session_claims import SessionClaims
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-
-PATIENCE = 30.0
 
 
 @pytest.fixture(params=["postgresql", "mariadb"])

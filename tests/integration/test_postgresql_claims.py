@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
-from tests.eventually import eventually_async
+from tests.eventually import PATIENCE, eventually_async
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.sql.crashes import FIRST_NUMBER
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from delayline.sql.claims_in_statements import Page
     from delayline.transport import ReceivedMessage
 
-PATIENCE = 20.0
 HOUR = 3600.0
 MOST_BYTES = 1 << 20
 FUNCTION = """

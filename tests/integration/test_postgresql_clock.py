@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Self
 import pytest
 from click.testing import CliRunner
 from sqlalchemy.engine import make_url
+from tests.eventually import PATIENCE
 
 from delayline import Endpoint, StoredDelivery
 from delayline.cli import main
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from delayline.spi import DelayedDelivery
 
 HOUR = timedelta(hours=1)
-PATIENCE = 20.0
 DELAY = timedelta(seconds=3)
 NUMBER = 20
 

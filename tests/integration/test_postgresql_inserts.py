@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.eventually import PATIENCE
 
 from delayline import (
     BackendUnavailable,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
 
 WORKERS = workers_of(POOL_SIZE)
-PATIENCE = 20.0
 LATER = datetime(2100, 1, 1, tzinfo=UTC)  # no notification on another connection is needed
 #: The first insert connects, on a worker thread; from then on the loop goes by itself.
 FIRST = ("first", "second")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
+from tests.eventually import PATIENCE
 from tests.integration.conftest import waiting
 
 from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     pass
 
 TRANSACTIONS = POOL_SIZE - workers_of(POOL_SIZE)
-PATIENCE = 20.0
 
 
 async def test_who_waits_for_a_lock_does_not_keep_its_holder_out(store: SqlDelayedMessageStore) -> None:

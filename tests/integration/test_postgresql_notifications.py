@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import psycopg
 import pytest
-from tests.eventually import eventually_async
+from tests.eventually import PATIENCE, eventually_async
 from tests.integration.wire_between import wire_to
 
 from delayline import Endpoint, StoredDelivery
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
     from delayline import Message, MessageContext
 
-PATIENCE = 20.0
 SEND = """
 import asyncio, sys
 from datetime import timedelta

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 from click.testing import CliRunner
 from pamqp import commands
-from tests.eventually import eventually_async
+from tests.eventually import PATIENCE, eventually_async
 
 from delayline import Endpoint, Event, Message, MessageContext, Recoverability
 from delayline.cli import main
@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
     from tests.servers.rabbitmq import RabbitmqServer
 
-PATIENCE: Final = 60.0
 DEFAULT: Final = 20
 MORE_THAN_THAT: Final = DEFAULT + 4
 SECOND: Final = timedelta(seconds=1)

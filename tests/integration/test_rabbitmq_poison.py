@@ -9,7 +9,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.eventually import eventually_async
+from tests.eventually import PATIENCE, eventually_async
 from tests.integration.raw_amqp import RawClient, field, long, nested, properties, short, text
 
 from delayline import Endpoint, Headers, Message, MessageContext, Recoverability
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 NOT_UTF8 = b"\xff\xfe\x80"
-PATIENCE = 20.0
 
 #: Go to the error queue, byte for byte.
 REFUSED = {

@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.eventually import PATIENCE
 from tests.integration.wire_between import wire_to
 
 from delayline import BackendUnavailable, ConfigurationError, Endpoint, Event, Message, MessageContext
@@ -29,7 +30,6 @@ MARGIN = 8.0
 """Seconds, on a busy machine."""
 AT_ONCE = 5.0
 """Seconds, on a busy machine; far from the default limit of 15."""
-PATIENCE = 30.0
 
 
 class RecordingEndpoint:

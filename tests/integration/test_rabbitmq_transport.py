@@ -11,6 +11,7 @@ import aio_pika
 import pytest
 from click.testing import CliRunner
 from pamqp import commands
+from tests.eventually import PATIENCE
 
 from delayline import (
     BackendUnavailable,
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
     from delayline.transport import ReceivedMessage, Receiver
 
-PATIENCE = 20.0
 NOBODY_LISTENS = "amqp://127.0.0.1:1"
 
 

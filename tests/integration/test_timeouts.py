@@ -13,6 +13,7 @@ import psycopg
 import pytest
 from sqlalchemy import Text, create_engine, select, type_coerce
 from tests.cluster.harness import mariadb_at
+from tests.eventually import PATIENCE
 from tests.servers.postgresql import PostgresqlServer
 
 from delayline import (
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-PATIENCE = 30.0
 SECOND = timedelta(seconds=1)
 #: What .NET's installers run, in their own words.
 DDL = {

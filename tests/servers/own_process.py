@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-PATIENCE: Final = 60.0
+PATIENCE: Final = 150.0
 
 
 class OwnProcess:

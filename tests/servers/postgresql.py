@@ -20,7 +20,7 @@ from tests.servers.programs import CONFIGURED, POSTGRESQL, Programs
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-PATIENCE: Final = 30.0
+PATIENCE: Final = 150.0
 #: Debian's folder of the server's programs, which is not on PATH.
 DEBIAN: Final = Path(POSTGRESQL)
 END_OTHERS: Final = """
