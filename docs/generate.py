@@ -286,6 +286,10 @@ def command_reference() -> str:
 
 
 EVENT_MEANING: Final = {
+    Event.SCHEDULE_CHANGED: "A schedule was added, changed, paused, resumed or removed.",
+    Event.SCHEDULE_OLDER: "A process declares a schedule as it was before a newer declaration: it changes nothing.",
+    Event.SCHEDULE_MISSED: "An occurrence of a schedule was due too long ago: with `missed='none'` it does not leave.",
+    Event.SCHEDULE_FAILED: "What follows an occurrence of a schedule cannot be stored; it is tried again every minute.",
     Event.ENDPOINT_STARTED: "The endpoint is connected, delivers and receives.",
     Event.SETTLED: "A transaction that a crash had left prepared is committed or rolled back.",
     Event.SETTLING_FAILED: "Prepared transactions cannot be finished now; it is tried again every second.",
@@ -456,6 +460,7 @@ HEADER_MEANING: Final = {
     "TIME_TO_BE_RECEIVED": "How long it may wait in a queue to be received, as in `00:05:00`; then it is deleted.",
     "CONTENT_TYPE": "`application/json`, `text/plain; charset=utf-8` or `application/octet-stream`.",
     "ATTEMPTS": "How often handling was attempted before this round, counted where there is a retry policy.",
+    "SCHEDULE": "The name of the schedule that a recurring message is an occurrence of.",
     "FIRST_SENT": "when the first message with the id was sent, of a message that was postponed",
     "UNKNOWN_SINCE": "Since when the message waits for a process with a handler of its type.",
     "CRASHES": "how many deliveries have ended without an outcome, as when their process was killed",
@@ -554,6 +559,7 @@ EXTRAS: Final = {
     "spark": "scheduling in bulk, the cold tier, migration and audit on Spark, with a Java for machines without one",
     "telemetry": "metrics and traces for OpenTelemetry and Prometheus",
     "dashboard": "`delayline dashboard`, and `delayline.dashboard.app` to mount",
+    "cron": "cron expressions of recurring messages, with time zones for machines without them",
     "testing": "the conformance suites for a store or transport of your own",
 }
 

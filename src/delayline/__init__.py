@@ -7,6 +7,8 @@ import typing
 
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.pending import PendingMessages
+from delayline.delayed.recurrence import cron, interval
+from delayline.delayed.schedules import Schedule, Schedules
 from delayline.delayed.store import Outcome
 from delayline.endpoint import Endpoint
 from delayline.errors import (
@@ -30,7 +32,7 @@ from delayline.receiving.recoverability import Discard, MoveToErrors, Recoverabi
 from delayline.receiving.transactions import HandlerRows, handler_rows
 from delayline.running import run_until_stopped
 from delayline.serialization import JsonSerializer, Serializer, message_type
-from delayline.sync import SyncEndpoint, SyncPendingMessages
+from delayline.sync import SyncEndpoint, SyncPendingMessages, SyncSchedules
 from delayline.transaction import Guarantee, TransactionMode, guarantee
 
 if typing.TYPE_CHECKING:
@@ -87,6 +89,8 @@ __all__ = [
     "QueueNotFound",
     "Recoverability",
     "Retry",
+    "Schedule",
+    "Schedules",
     "Send",
     "Serializer",
     "SqlDatabase",
@@ -97,12 +101,15 @@ __all__ = [
     "StoredDelivery",
     "SyncEndpoint",
     "SyncPendingMessages",
+    "SyncSchedules",
     "TransactionAborted",
     "TransactionMode",
     "TwoPhaseCommit",
+    "cron",
     "exponential",
     "guarantee",
     "handler_rows",
+    "interval",
     "message_type",
     "run_until_stopped",
 ]

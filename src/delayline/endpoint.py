@@ -47,6 +47,7 @@ from delayline.receiving.recoverability import Recoverability
 from delayline.receiving.registration import RegistersHandlers
 from delayline.receiving.satellites import open_satellite
 from delayline.receiving.transactions import HandlerRows, HandlerTransactions, handler_rows
+from delayline.recurring import RecurringMessages
 from delayline.routes import Routes
 from delayline.sending import Sender
 from delayline.transaction import (
@@ -73,6 +74,8 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
     from delayline.delayed.outbox import Outbox
+    from delayline.delayed.recurrence import Recurrence
+    from delayline.delayed.schedules import Missed, Schedules
     from delayline.delayed.store import DelayedMessageStore, SendConflict
     from delayline.external import ExternalConnection, Unset
     from delayline.inbox import Inbox
@@ -215,6 +218,7 @@ class Endpoint(RegistersHandlers):
             serializer=self._handlers.serializer,
             routes=Routes(routes),
         )
+        self._recurring = RecurringMessages(name, self._composer, delayed_delivery, self._clock)
         self._observers = Observers(observers)
         self._host = DeliveryHost(
             name,
@@ -300,6 +304,14 @@ class Endpoint(RegistersHandlers):
         if self.delayed_delivery is None:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery, and so no pending messages")
         return PendingMessages(management_of(self.delayed_delivery), self._clock)
+
+    @property
+    def schedules(self) -> Schedules:
+        """The recurring messages: list, pause, resume, trigger, change, remove.
+
+        Raises ConfigurationError if the endpoint's store keeps none.
+        """
+        return self._recurring.schedules
 
     @property
     def queues(self) -> SupportsQueueLimits:
@@ -415,6 +427,47 @@ class Endpoint(RegistersHandlers):
                 f"endpoint {self.name!r} is started already: handler {name_of(handle)} would get no messages. "
                 "Register handlers before start()"
             )
+
+    def every(
+        self,
+        name: str,
+        recurrence: Recurrence,
+        destination: str,
+        body: Body,
+        *,
+        headers: HeaderMap | None = None,
+        missed: Missed = "one",
+        check_destination: bool = True,
+    ) -> None:
+        """Declare a recurring message: it is added when the endpoint starts, or changed if it was declared otherwise.
+
+        A declaration that was never made before is the newer one. A process of an older version that starts, or
+        restarts, changes nothing. What is declared no more stays until `schedules.remove`.
+
+        Args:
+            name: Name of the schedule, 1 to 200 characters, its own in the endpoint.
+            recurrence: When it is due: `cron("0 9 * * MON-FRI", tz="Europe/Berlin")`, or `interval(hours=6)`.
+            destination: Name of the queue.
+            body: The body of each occurrence, as of `send`; the same in each start of the program.
+            headers: Further headers, str to str.
+            missed: What happens to occurrences that no process was there to dispatch: `"none"` of them leaves, `"one"`
+                does, or `"all"` of them do.
+            check_destination: Whether the start is refused where the destination does not exist.
+
+        Raises:
+            ConfigurationError: The endpoint is started, its store keeps no schedules, or an argument is invalid.
+            InvalidMessage: The name or the message is invalid.
+
+        Example:
+            ```python
+            endpoint.every("nightly-report", cron("0 9 * * MON-FRI", tz="Europe/Berlin"), "reports", {"kind": "sales"})
+            ```
+        """
+        if self._stopped is not None:
+            raise ConfigurationError(f"endpoint {self.name!r} is started already: declare {name!r} before start()")
+        self._recurring.declare(
+            name, recurrence, destination, body, headers=headers, missed=missed, check_destination=check_destination
+        )
 
     async def start(self) -> None:
         """Connect, set up, and start delivering and receiving; receives only if handlers are registered.
@@ -657,6 +710,8 @@ class Endpoint(RegistersHandlers):
         for delivery in self._deliveries:
             self._running.push_async_callback(delivery.stop)
             await self._start_delivery(delivery)
+        await self._recurring.start(self._sender.destinations)
+        self._running.push_async_callback(self._recurring.stop)
         if self.inbox is not None:
             await self.inbox.start(self.name)
             self._running.push_async_callback(self.inbox.stop)

@@ -79,6 +79,8 @@ class Headers:
     UNKNOWN_SINCE: Final = "Delayline.UnknownSince"
     #: When the first message with the id was sent, where later ones have postponed it.
     FIRST_SENT: Final = "Delayline.FirstSent"
+    #: The name of the schedule that a recurring message is an occurrence of.
+    SCHEDULE: Final = "Delayline.Schedule"
     #: How many deliveries have ended without an outcome, as when the process was killed.
     CRASHES: Final = "Delayline.Crashes"
     RETRIES_TIMESTAMP: Final = "NServiceBus.Retries.Timestamp"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from delayline.delayed.recurrence import Recurrence
+    from delayline.delayed.schedules import Missed, Schedule
     from delayline.delayed.store import DueCount, Outcome, SendConflict
     from delayline.endpoint import CodeArguments
     from delayline.external import ExternalConnection, Unset
@@ -224,6 +226,11 @@ class SyncEndpoint(RegistersHandlers):
         """The pending messages; raises ConfigurationError where `Endpoint.delayed` does."""
         return SyncPendingMessages(self)
 
+    @property
+    def schedules(self) -> SyncSchedules:
+        """The recurring messages; raises ConfigurationError where `Endpoint.schedules` does."""
+        return SyncSchedules(self)
+
     def run_in(
         self, transaction: ExternalConnection | Unset, work: Callable[..., Coroutine[Any, Any, Result]]
     ) -> Result:
@@ -362,3 +369,88 @@ class SyncPendingMessages:
             The counts that are not zero.
         """
         return self._sync.run(self._pending.count_by_due(bucket))
+
+
+class SyncSchedules:
+    """The recurring messages of a SyncEndpoint; its methods block and may be called from any thread.
+
+    Args:
+        sync: The endpoint.
+    """
+
+    def __init__(self, sync: SyncEndpoint) -> None:
+        self._sync = sync
+        self._schedules = sync.endpoint.schedules
+
+    def list(self) -> Sequence[Schedule]:
+        """Return the schedules by name; see `Schedules.list`.
+
+        Returns:
+            The schedules.
+        """
+        return self._sync.run(self._schedules.list())
+
+    def pause(self, name: str) -> Schedule:
+        """Pause a schedule; see `Schedules.pause`.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The schedule as it is now.
+        """
+        return self._sync.run(self._schedules.pause(name))
+
+    def resume(self, name: str) -> Schedule:
+        """Resume a schedule; see `Schedules.resume`.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The schedule as it is now.
+        """
+        return self._sync.run(self._schedules.resume(name))
+
+    def trigger(self, name: str) -> str:
+        """Send an occurrence now; see `Schedules.trigger`.
+
+        Args:
+            name: The schedule's name.
+
+        Returns:
+            The message's id.
+        """
+        return self._sync.run(self._schedules.trigger(name))
+
+    def change(
+        self,
+        name: str,
+        *,
+        recurrence: Recurrence | None = None,
+        destination: str | None = None,
+        body: Body | None = None,
+        missed: Missed | None = None,
+    ) -> Schedule:
+        """Change a schedule; see `Schedules.change`.
+
+        Args:
+            name: Its name.
+            recurrence: When it is due, `cron(...)` or `interval(...)`.
+            destination: The queue that it goes to.
+            body: The body of each occurrence.
+            missed: What happens to occurrences that no process was there to dispatch.
+
+        Returns:
+            The schedule as it is now.
+        """
+        change = self._schedules.change(name, recurrence=recurrence, destination=destination, body=body, missed=missed)
+        return self._sync.run(change)
+
+    def remove(self, name: str) -> None:
+        """Remove a schedule; see `Schedules.remove`.
+
+        Args:
+            name: Its name.
+        """
+        self._sync.run(self._schedules.remove(name))

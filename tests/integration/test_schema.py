@@ -26,6 +26,7 @@ from delayline.migration import journal as migrations
 from delayline.sql.databases import database_at
 from delayline.sql.inbox import INBOX
 from delayline.sql.journal import JOURNAL
+from delayline.sql.schedules import SCHEDULES
 from delayline.sql.schema import CRASHES, DECISIONS, QUEUES, registered_groups
 from delayline.sql.setup import RequiredTables
 from delayline.telemetry.history import MINUTES
@@ -246,9 +247,10 @@ COLUMNS = {
     migrations.MIGRATIONS: "delayline_migration_parts.endpoint",
     MINUTES: "delayline_minutes.content",
     INBOX: "delayline_inbox.expires",
+    SCHEDULES: "delayline_schedules.missed",
 }
 #: The features whose tables revision 2 had.
-OF_REVISION_2 = [group for group in COLUMNS if group not in (MINUTES, CRASHES, INBOX)]
+OF_REVISION_2 = [group for group in COLUMNS if group not in (MINUTES, CRASHES, INBOX, SCHEDULES)]
 
 
 def test_every_feature_is_listed() -> None:

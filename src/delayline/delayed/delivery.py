@@ -19,6 +19,7 @@ from delayline.delayed.mover import Mover, scope_between
 from delayline.delayed.one_at_a_time import batches_of
 from delayline.delayed.poller import Poller
 from delayline.delayed.recovery import Recovery
+from delayline.delayed.schedules import Schedules, SupportsSchedules, scheduled
 from delayline.delayed.set_aside import SetAside
 from delayline.delayed.store import (
     StoreResult,
@@ -433,6 +434,7 @@ class StoredDelivery:
                 lookup=store if isinstance(store, SupportsLookup) else None,
                 aside=aside,
                 prefetches=isinstance(store, SupportsBatches),
+                schedules=Schedules(scheduled(store), host.clock) if isinstance(store, SupportsSchedules) else None,
             ),
             forwarding=self._forwarding(scope),
             fetch_breaker=self._breaker("DelayedMessageFetch", "Failed to fetch due delayed messages from the storage"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 
 from delayline.delayed.blame import FOLLOWS_WITHIN
 from delayline.delayed.one_at_a_time import OneAtATime
+from delayline.delayed.schedules import due_occurrence
 from delayline.delayed.set_aside import Reason, SetAside
 from delayline.delayed.store import SupportsTransactions
 from delayline.errors import BackendUnavailable, BackendUnusable, CorruptHeaders, DispatchFailed
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from delayline.delayed.blame import Blame
     from delayline.delayed.one_at_a_time import PolledStore
     from delayline.delayed.recovery import Failures, Recovery
+    from delayline.delayed.schedules import DueOccurrence, Schedules
     from delayline.delayed.set_aside import AsideMessage
     from delayline.delayed.store import SupportsLookup
     from delayline.message import DelayedMessage, Message
@@ -153,9 +155,10 @@ class Mover:
         lookup: The store, if it can be asked for messages without locking them.
         prefetches: Fetch the next batch while a full batch is sent and removed. Used only where the two share no
             transaction: a batch is then confirmed before it is removed, and before the next batch is sent.
+        schedules: The schedules that messages may be occurrences of; None for a store that keeps none.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - its parts, all keyword-only but two
         self,
         store: PolledStore,
         transport: Transport,
@@ -167,8 +170,12 @@ class Mover:
         lookup: SupportsLookup | None = None,
         aside: SetAside | None = None,
         prefetches: bool = False,
+        schedules: Schedules | None = None,
     ) -> None:
         self.blame = blame
+        self._schedules = schedules
+        #: Which of the messages that are being moved are occurrences of schedules, by id.
+        self._occurrences: dict[str, DueOccurrence] = {}
         self._lookup = lookup
         self._store = store
         self._transport = transport
@@ -324,6 +331,9 @@ class Mover:
         self._removed(batch.sent, now)
 
     def _removed(self, messages: Sequence[DelayedMessage], now: datetime) -> None:
+        if self._occurrences:
+            for message in messages:
+                self._occurrences.pop(message.id, None)
         for aside in self._aside.removed(messages, now):
             log_text = "Delayed message %s was sent and cannot be removed, though others can: it is left alone until %s"
             message, until = aside.message, aside.until
@@ -433,7 +443,11 @@ class Mover:
         before = [message for message in batch.messages if (aside := self._aside.find(message)) and aside.sent]
         sent_before = {message.id for message in before}
         fresh = [message for message in batch.messages if message.id not in sent_before]
-        operations = [TransportOperation(_as_sent(message.message), message.destination) for message in fresh]
+        operations = [TransportOperation(self._as_sent(message.message), message.destination) for message in fresh]
+        missed: list[DelayedMessage] = []
+        if self._occurrences and (missed := self._missed(fresh)):
+            kept = [position for position, message in enumerate(fresh) if message not in missed]
+            fresh, operations = [fresh[position] for position in kept], [operations[position] for position in kept]
         unsent = await self._dispatch(operations, self._scope.of_dispatch(transaction)) if operations else {}
         failures = [(fresh[position], error) for position, error in unsent.items()]
         batch.sent += [message for position, message in enumerate(fresh) if position not in unsent]
@@ -443,7 +457,7 @@ class Mover:
             emit(logger, logging.DEBUG, Event.DISPATCHED, log_text, len(sent), messages=sent, count=len(sent))
         self.blame.sent(batch.sent)
         failures = await self._own(batch, failures, others_left=others_left)
-        batch.sent += before
+        batch.sent += before + missed
         if self._scope.begin is None and len(failures) + len(self._failures) <= MOST_FAILURES:
             self._failures += failures[self._at_once :]
             failures = failures[: self._at_once]
@@ -508,6 +522,9 @@ class Mover:
     async def _remove(self, sent: Sequence[DelayedMessage], transaction: Transaction | None) -> None:
         if not sent:
             return
+        if self._occurrences and self._schedules is not None:
+            occurrences = [self._occurrences[message.id] for message in sent if message.id in self._occurrences]
+            await self._schedules.advance(occurrences, transaction)
         removed = await self._store.remove_many(sent, transaction)
         gone = len(sent) - removed
         if gone and self._scope.of_dispatch(transaction) is not None:
@@ -517,11 +534,23 @@ class Mover:
             emit(logger, logging.WARNING, Event.ALREADY_REMOVED, log_text, gone, len(sent), messages=tuple(sent))
         emit(logger, logging.DEBUG, Event.REMOVED, "removed %d messages", removed, messages=tuple(sent))
 
+    def _as_sent(self, message: Message) -> Message:
+        if Headers.DISPATCH_PROPERTIES.encode() not in message.encoded_headers:
+            return message  # nearly always: the headers need not be decoded
+        try:
+            if self._schedules is not None and (occurrence := due_occurrence(message.headers)) is not None:
+                self._occurrences[message.id] = occurrence
+            return message.with_headers({}, without=(Headers.DISPATCH_PROPERTIES,))
+        except CorruptHeaders:
+            return message
 
-def _as_sent(message: Message) -> Message:
-    if Headers.DISPATCH_PROPERTIES.encode() not in message.encoded_headers:
-        return message  # nearly always: the headers need not be decoded
-    try:
-        return message.with_headers({}, without=(Headers.DISPATCH_PROPERTIES,))
-    except CorruptHeaders:
-        return message
+    def _missed(self, messages: Sequence[DelayedMessage]) -> list[DelayedMessage]:
+        """Return the occurrences that are too late to be dispatched."""
+        now, missed = self._recovery.now, []
+        for message in messages:
+            occurrence = self._occurrences.get(message.id)
+            if occurrence is not None and occurrence.is_missed(now):
+                log_text = "The occurrence of schedule %s at %s was missed, and does not leave"
+                emit(logger, logging.WARNING, Event.SCHEDULE_MISSED, log_text, occurrence.name, occurrence.at)
+                missed.append(message)
+        return missed

@@ -23,6 +23,7 @@ from delayline.delayed.store import (
     postponed,
     spans_of,
 )
+from delayline.memory.schedules import MemoryScheduleRows
 from delayline.memory.transaction import InMemory, in_memory
 from delayline.message import in_utc
 
@@ -50,12 +51,18 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
         self._fair_by: FairBy | None = None
         #: The order of each group's messages, where groups are served in turn; the group served last is at the end.
         self._groups: dict[str, list[Key]] = {}
+        self._schedules = MemoryScheduleRows()
 
     def be_fair(self, fair_by: FairBy) -> None:
         """Serve groups of due messages in turn."""
         self._fair_by, self._groups = fair_by, {}
         for key in self._order:
             self._groups.setdefault(fair_by.group_of(self._messages[key[2]]), []).append(key)
+
+    @property
+    def schedules(self) -> MemoryScheduleRows:
+        """The schedules."""
+        return self._schedules
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
         """Do nothing: every mode works."""

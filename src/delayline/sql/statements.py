@@ -109,6 +109,13 @@ class StoreStatements:
         kept = [body.label(name) if name == "body" else columns[name] for name in StoredRow._fields]
         return select(*kept, size.label("size"))
 
+    def find(self, connection: Connection, message_id: str, body_limit: int) -> FoundMessage | None:
+        """Return the pending message with that id, with the first bytes of its body."""
+        query = self.found(body_limit).where(self._dialect.words.one_of(self.table.c.id, "keys"))
+        rows = Prepared(query, self._dialect.sql, ["keys"]).rows(connection, [message_id])
+        alike = map(self.found_of, rows)  # for the column's collation
+        return next((waiting for waiting in alike if waiting.message.id == message_id), None)
+
     def earliest(self, seconds: int) -> Prepared:
         """Return the query for the earliest due time of all, and for the earliest of the last `seconds`.
 

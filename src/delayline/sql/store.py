@@ -31,6 +31,7 @@ from delayline.sql.notifications import ChangePoller
 from delayline.sql.on_database import StoreOnDatabase
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import row_claims
+from delayline.sql.schedules import SCHEDULES, SqlScheduleRows
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, TO_WRITE, in_order
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, store_channel, store_statements
@@ -66,14 +67,24 @@ class StoreSetup:
         schema: Schema of the tables; None for the connection's own.
         table: The store's table.
         keeps_journal: Whether a journal is kept from now on; None to leave that as it is.
+        keeps_schedules: Whether the table of schedules is needed.
     """
 
-    def __init__(self, dialect: Dialect, schema: str | None, table: Table, *, keeps_journal: bool | None) -> None:
+    def __init__(
+        self,
+        dialect: Dialect,
+        schema: str | None,
+        table: Table,
+        *,
+        keeps_journal: bool | None,
+        keeps_schedules: bool = False,
+    ) -> None:
         self._catalog = dialect.catalog
         self._keeps_journal = keeps_journal
-        self._checked = RequiredTables(dialect, schema, QUEUES, others=[table])
+        groups = [QUEUES, SCHEDULES] if keeps_schedules else [QUEUES]
+        self._checked = RequiredTables(dialect, schema, *groups, others=[table])
         self.required = (
-            RequiredTables(dialect, schema, QUEUES, JOURNAL, others=[table]) if keeps_journal else self._checked
+            RequiredTables(dialect, schema, *groups, JOURNAL, others=[table]) if keeps_journal else self._checked
         )
         self.journal = Journal(table, dialect)
 
@@ -134,6 +145,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
                 "own tables: choose another name"
             )
         self._table_name = table_name
+        self.schedules = SqlScheduleRows(self._database, self._schema, lambda: self._statements.table.name)
+        """The schedules, in a table that all stores of the schema share."""
         self._open: StoreStatements | None = None
         self._channel = ""
         self._rows: RowClaims | None = None
@@ -172,6 +185,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         table, dialect = self.table_of(endpoint_name), self._database.dialect
         needed: dict[Table, Sequence[str]] = {table: EVERY_RIGHT if takes else dialect.catalog.rights_to_store}
+        if self.schedules.required:
+            needed[self.schedules.table] = EVERY_RIGHT
         journal = Journal(table, dialect)
         await self._database.look(journal.look)
         if journal.kept and dialect.catalog.journal is not None and dialect.catalog.journal.needs_rights:
@@ -242,7 +257,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
                 return
             new = row
             if at_most is not None:
-                pending = self._found(connection, message.id, body_limit=0)
+                pending = statements.find(connection, message.id, body_limit=0)
                 if pending is not None:
                     changed = postponed(message, pending.message, at_most)
                     stored_due, new = changed.due, statements.row_of(changed)
@@ -431,14 +446,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
 
     async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
         """Return the pending message with that id, or None."""
-        return await self._database.read(partial(self._found, message_id=message_id, body_limit=body_limit))
-
-    def _found(self, connection: Connection, message_id: str, body_limit: int) -> FoundMessage | None:
-        statements, dialect = self._statements, self._database.dialect
-        query = statements.found(body_limit).where(dialect.words.one_of(statements.table.c.id, "keys"))
-        rows = Prepared(query, dialect.sql, ["keys"]).rows(connection, [message_id])
-        alike = map(statements.found_of, rows)  # for the column's collation
-        return next((waiting for waiting in alike if waiting.message.id == message_id), None)
+        statements = self._statements
+        return await self._database.read(lambda connection: statements.find(connection, message_id, body_limit))
 
     async def due_between(
         self, start: datetime | None, end: datetime | None, *, limit: int, offset: int = 0
@@ -486,7 +495,13 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         return self._journal
 
     def _setup_of(self, table: Table) -> StoreSetup:
-        return StoreSetup(self._database.dialect, self._schema, table, keeps_journal=self._keeps_journal)
+        return StoreSetup(
+            self._database.dialect,
+            self._schema,
+            table,
+            keeps_journal=self._keeps_journal,
+            keeps_schedules=self.schedules.required,
+        )
 
     def table_of(self, endpoint_name: str) -> Table:
         """Return the table of the endpoint."""
