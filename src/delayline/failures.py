@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import socket
 import traceback
@@ -69,6 +70,14 @@ def back_off(attempts: int) -> timedelta:
     return min(FIRST_RETRY_DELAY * (1 << min(attempts - 1, 6)), LONGEST_RETRY_DELAY)
 
 
+def as_shown(message: Message) -> Message:
+    """Return the message under the id that it has in the error queue, and that the commands and the dashboard show."""
+    try:
+        return message.logical
+    except CorruptHeaders:
+        return message.under(usable_id(message.id))
+
+
 def error_operations(
     message: Message, error: Exception, *, failed_queue: str, error_queue: str, endpoint_name: str, now: datetime
 ) -> Iterator[TransportOperation]:
@@ -77,16 +86,13 @@ def error_operations(
     The first has headers with the whole story, the last has the message alone, as it was received. `failed_queue` is
     the queue to send the message to when it is retried. Headers that cannot be read stay as they are.
     """
-    try:
-        named = message.logical
-    except CorruptHeaders:
-        named = message
-    else:
+    named = as_shown(message)
+    with contextlib.suppress(CorruptHeaders):
         for size in EXCEPTION_TEXT_LIMITS:
             headers = failure_headers(error, failed_queue, endpoint_name, now, size=size)
             own = {name: value for name, value in named.headers.items() if name != Headers.RETRIES}
             yield TransportOperation(Message(named.id, own | headers, named.body), error_queue)
-    yield TransportOperation(named.under(usable_id(named.id)), error_queue)
+    yield TransportOperation(named, error_queue)
 
 
 def is_outage(error: Exception) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from delayline.delayed.set_aside import Reason, SetAside
 from delayline.delayed.store import SupportsJournal
 from delayline.errors import BackendUnavailable, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
-from delayline.failures import back_off, brief, error_operations, may_fit_smaller
+from delayline.failures import as_shown, back_off, brief, error_operations, may_fit_smaller
 from delayline.observer import Action
 from delayline.transaction import is_unusable, savepoint
 
@@ -192,6 +193,7 @@ class Recovery:
         emit(logger, logging.INFO, Event.BACKED_OFF, log_text, message.id, until, message=message, until=until)
 
     def _log_moved(self, message: DelayedMessage, error: Exception) -> None:
+        message = replace(message, message=as_shown(message.message))
         emit(
             logger,
             logging.WARNING,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from delayline.errors import UnknownMessageType
 from delayline.events import Event, emit
-from delayline.failures import brief
+from delayline.failures import as_shown, brief
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers
 from delayline.observer import Action
 from delayline.outgoing import Outgoing, report_sent
@@ -56,11 +56,12 @@ class Reports:
     def poison(self, message: Message, error: Exception) -> None:
         """No handler can take the message."""
         log_text = "Message %r is classified as a poison message: %s"
+        message = as_shown(message)
         self._log(logging.ERROR, Event.POISON_MESSAGE, log_text, message.id, brief(error), message=message)
 
     def lost(self, message: Message, error: Exception) -> None:
         """Another receiver has handled the message meanwhile."""
-        self._log(logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=message)
+        self._log(logging.WARNING, Event.RECEIVE_LOST, "%s", error, message=as_shown(message))
 
     def duplicate(self, message: Message) -> None:
         """The inbox has a record of the message."""
@@ -70,8 +71,8 @@ class Reports:
     def alone(self, received: ReceivedMessage) -> None:
         """The message is handled beside no others."""
         log_text = "Message %s is handled alone: %d deliveries of it have ended without an outcome"
-        number = received.earlier_deliveries
-        emit(logger, logging.WARNING, Event.HANDLED_ALONE, log_text, received.message.id, number, queue=self.queue)
+        shown, number = as_shown(received.message), received.earlier_deliveries
+        emit(logger, logging.WARNING, Event.HANDLED_ALONE, log_text, shown.id, number, queue=self.queue)
 
     def repeated(self, message: Message, error: Exception) -> None:
         """The handlers run again at once: their own transaction has ended in favour of another."""
@@ -121,6 +122,7 @@ class Reports:
     def moved(self, message: Message, error_queue: str, error: Exception) -> None:
         """The message is in the error queue."""
         log_text = "Moved message %s to error queue %r: %s"
+        message = as_shown(message)
         self._log(
             logging.ERROR,
             Event.MOVED_TO_ERROR,

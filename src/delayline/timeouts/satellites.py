@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 from delayline.circuit_breaker import first_of
 from delayline.errors import BackendUnavailable, CorruptHeaders, DispatchFailed, InvalidMessage, QueueNotFound
 from delayline.events import Event, emit
-from delayline.failures import error_operations
+from delayline.failures import as_shown, error_operations
 from delayline.message import DelayedMessage, Headers, TimeoutHeaders, from_wire_time, id_from, to_wire_time
 from delayline.observer import Action
 from delayline.timeouts.persister import NO_SAGA, SupportsTake, Timeout
@@ -83,16 +83,16 @@ class Forwarder:
                 if smaller is None:
                     raise
                 operation = smaller
-        log_text = "Moved delayed message %s to error queue %r: %s"
+        log_text, shown = "Moved delayed message %s to error queue %r: %s", as_shown(message)
         emit(
             logger,
             logging.WARNING,
             Event.MOVED_TO_ERROR,
             log_text,
-            message.id,
+            shown.id,
             host.error_queue,
             error,
-            message=DelayedMessage(message, destination or "", host.clock.now()),
+            message=DelayedMessage(shown, destination or "", host.clock.now()),
         )
         if (observer := host.observers.all) is not None:
             observer.recovered(Action.MOVED, destination or host.endpoint_name, message, error)
