@@ -21,9 +21,12 @@ Result = TypeVar("Result")
 class Uncancelled(asyncio.Future[Any]):
     """A future that goes on when the task that waits for it is cancelled; the task is cancelled at its end."""
 
+    grouping: Grouping[Any, Any]
+
     def cancel(self, msg: object = None) -> bool:
         """Return False: the task keeps the cancellation until the future has ended."""
         del msg
+        self.grouping.watch()
         return False
 
 
@@ -66,7 +69,14 @@ class Grouping(Generic[Item, Result]):
 
     def run_to_end(self, item: Item) -> asyncio.Future[Result]:
         """Like `run`; if cancelled, it raises CancelledError once the work on the item has ended."""
-        return self._add(item, Uncancelled())
+        done = Uncancelled()
+        done.grouping = self
+        return self._add(item, done)
+
+    def watch(self) -> None:
+        """End the waiting for tasks that are cancelled before their first step, as at the end of an event loop."""
+        for task in self._tasks:
+            task.add_done_callback(self._forget)
 
     def _add(self, item: Item, done: asyncio.Future[Result]) -> asyncio.Future[Result]:
         self._waiting.append((item, done))
@@ -79,7 +89,18 @@ class Grouping(Generic[Item, Result]):
     async def stop(self) -> None:
         """Wait until the work on every item has ended."""
         while self._tasks:
-            await asyncio.wait(self._tasks)
+            ended, _ = await asyncio.wait(self._tasks)
+            for task in ended:
+                self._forget(task)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        """Cancel what waits for a task that has ended without having begun: one that has begun does so itself."""
+        if task in self._tasks:
+            self._tasks.discard(task)
+            if not self._tasks:
+                waiting, self._waiting = self._waiting, []
+                for _, done in waiting:
+                    asyncio.Future.cancel(done)
 
     async def _run(self, caller: asyncio.Task[Any] | None) -> None:
         WAITING_TASK.set(caller)

@@ -13,6 +13,7 @@ from delayline import BackendUnavailable, InvalidMessage
 from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime
 from delayline.delayed.delivery import MAXIMUM_STORED_GROUP, StoreGroup
 from delayline.errors import BackendUnusable
+from delayline.grouping import Grouping
 from delayline.testing import Fault, FaultyStore
 from delayline.testing.clock import settle
 from delayline.testing.faults import STORE
@@ -205,3 +206,25 @@ async def test_callers_do_not_hang_when_the_writer_is_cancelled(
     memory.gate.set()
     await group.store(delayed("next"))
     assert [message.id for message in await memory.pending()] == ["next"]
+
+
+@pytest.mark.parametrize("to_the_end", [True, False])
+async def test_a_group_that_is_cancelled_before_it_begins_keeps_nobody_waiting(*, to_the_end: bool) -> None:
+    """Given an event loop that ends, which cancels all tasks, then those that wait for a group end too."""
+
+    async def work(items: Sequence[int]) -> Sequence[int]:
+        raise NotImplementedError
+
+    grouping: Grouping[int, int] = Grouping(work, maximum=10)
+
+    async def caller() -> int:
+        return await (grouping.run_to_end if to_the_end else grouping.run)(1)
+
+    waiting = asyncio.create_task(caller())
+    await asyncio.sleep(0)
+    (group,) = (task for task in asyncio.all_tasks() if task.get_name() == "delayline group")
+    group.cancel()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    await grouping.stop()
