@@ -6,8 +6,12 @@ import asyncio
 import os
 import re
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from delayline.errors import ConfigurationError, NotStarted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 def whole_number(name: str, value: int, *, at_least: int) -> int:
@@ -29,6 +33,29 @@ def positive_seconds(name: str, value: float) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= 1e9:
         raise ConfigurationError(f"{name} must be a number of seconds above 0, not {value!r}")
     return value
+
+
+def check_part(argument: str, given: object, methods: Iterable[str], example: str) -> None:
+    """Raise ConfigurationError for a text, a class or another object where a part of an endpoint is wanted.
+
+    Args:
+        argument: The name of the argument.
+        given: What was given.
+        methods: What the part has.
+        example: How one is made, for the error.
+    """
+    if isinstance(given, str):  # which may be a URL with a password
+        raise ConfigurationError(f"{argument}= is a text: pass what is made of it, as {example}")
+    if isinstance(given, type):
+        name = given.__name__
+        raise ConfigurationError(f"{argument}= is the class {name}, not an instance of it: write {name}(...)")
+    if not all(hasattr(given, method) for method in methods):
+        raise ConfigurationError(f"{argument}= is {_a(given)}: pass for example {example}")
+
+
+def _a(given: object) -> str:
+    name = type(given).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 class ForkGuard:

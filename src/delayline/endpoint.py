@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, Self, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypedDict, Unpack, cast, overload
 
-from delayline.checks import LoopGuard, full_scheme, whole_number
+from delayline.checks import LoopGuard, check_part, full_scheme, whole_number
 from delayline.clock import SystemClock
 from delayline.delayed.delivery import (
     VERBS,
@@ -59,6 +59,7 @@ from delayline.transaction import (
     weaker_mode,
 )
 from delayline.transport import (
+    VERBS_OF_TRANSPORTS,
     SupportsQueueAddresses,
     SupportsQueueLimits,
     SupportsQueueManagement,
@@ -276,6 +277,7 @@ class Endpoint(RegistersHandlers):
         self._started = False
         self._stopped: asyncio.Event | None = None
         self._stopping: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._actions: set[asyncio.Task[None]] = set()
         self._process = LoopGuard()
 
@@ -477,7 +479,9 @@ class Endpoint(RegistersHandlers):
         """
         if self._stopped is not None:
             self._process.check(f"endpoint {self.name!r}")
-            raise NotStarted(f"endpoint {self.name!r} is started already")
+            raise ConfigurationError(
+                f"endpoint {self.name!r} is started already: start it once, `async with endpoint:` starts it too"
+            )
         self._process = LoopGuard()
         self._stopped, self._stopping = asyncio.Event(), None
         self._starting = asyncio.create_task(self._start_parts(), name=f"delayline start {self.name}")
@@ -673,6 +677,16 @@ class Endpoint(RegistersHandlers):
     ) -> None:
         await self.stop()
 
+    if not TYPE_CHECKING:  # to type checkers it is not there
+
+        def __enter__(self) -> NoReturn:
+            raise ConfigurationError(
+                f"endpoint {self.name!r} is used with `async with`; in synchronous code write "
+                "`with SyncEndpoint(endpoint) as sync:`"
+            )
+
+        def __exit__(self, *_: object) -> None: ...
+
     def _bind(self, draining: DelayedDelivery | None) -> list[DelayedDelivery]:
         """Bind the delayed deliveries of this endpoint, and return them."""
         if self.draining is not None and self.draining is self.delayed_delivery:
@@ -735,7 +749,7 @@ class Endpoint(RegistersHandlers):
             self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)
         elif not self.send_only:
-            await self._look_for_unhandled()
+            await self._warn_of_no_handlers()
         emit(
             logger,
             logging.INFO,
@@ -746,6 +760,21 @@ class Endpoint(RegistersHandlers):
             self.guarantee,
         )
         self._started = True
+        self._watching = asyncio.create_task(self._watch_loop(), name=f"delayline watch {self.name}")
+
+    async def _watch_loop(self) -> None:
+        """Say that the event loop ends before the endpoint has been stopped, as when an `asyncio.run` returns."""
+        stopped = self._stopped
+        try:
+            await self.wait_stopped()
+        except asyncio.CancelledError:
+            if self._stopping is None and self._stopped is stopped:
+                log_text = (
+                    "endpoint %s was not stopped before its event loop ended: what it was doing is cancelled, and its "
+                    "messages come again. Use `async with endpoint:`, or await endpoint.stop()"
+                )
+                emit(logger, logging.WARNING, Event.ENDPOINT_NOT_STOPPED, log_text, self.name)
+            raise
 
     async def _start_delivery(self, delivery: DelayedDelivery) -> None:
         """Start it; in a weaker mode if its store refuses the default mode, which the store alone knows."""
@@ -778,20 +807,18 @@ class Endpoint(RegistersHandlers):
                 f"endpoint {self.name!r} lacks rights in its database. Run this as the owner of the tables:\n{grants}"
             )
 
-    async def _look_for_unhandled(self) -> None:
-        """Log a warning where messages are in the queue that no handler takes."""
-        if not isinstance(self.transport, SupportsQueueManagement):
-            return
-        try:
-            number = await self.transport.count(self.name)
-        except DelaylineError:  # a queue that is not there has none, and whatever is wrong shows where it matters
-            return
-        if number:
-            log_text = (
-                "endpoint %s has no handlers, and there are %d messages in its queue: they stay there. "
-                "Register handlers with @endpoint.handler before start(), or pass send_only=True"
-            )
-            emit(logger, logging.WARNING, Event.NO_HANDLERS, log_text, self.name, number, count=number)
+    async def _warn_of_no_handlers(self) -> None:
+        """Log a warning, with the number of messages in the queue where it can be told: no handler takes them."""
+        number: int | None = None
+        if isinstance(self.transport, SupportsQueueManagement):
+            with contextlib.suppress(DelaylineError):  # whatever is wrong shows where it matters
+                number = await self.transport.count(self.name)
+        log_text = (
+            "endpoint %s has no handlers, and receives nothing%s. Register handlers with @endpoint.handles or "
+            "@endpoint.handler before start(), or pass send_only=True"
+        )
+        there = f": {number} messages stay in its queue" if number else ""
+        emit(logger, logging.WARNING, Event.NO_HANDLERS, log_text, self.name, there, count=number)
 
     async def _setup_queues(self) -> None:
         queues = [self.error_queue] if self.send_only else [self.name, self.error_queue]
@@ -846,7 +873,10 @@ async def _set_up(delivery: DelayedDelivery) -> None:
 
 def _delivery(setting: str, given: DelayedDelivery | DelayedMessageStore | None) -> DelayedDelivery | None:
     """Return a delayed delivery: the given one, or a StoredDelivery over a given store."""
-    if given is None or hasattr(given, "bind"):
+    if given is None:
+        return None
+    check_part(setting, given, (), f"{setting}=SqlDelayedMessageStore(url)")
+    if hasattr(given, "bind"):
         return cast("DelayedDelivery | None", given)
     if all(hasattr(given, verb) for verb in VERBS):
         return StoredDelivery(given)
@@ -865,6 +895,7 @@ def _parts(
             raise ConfigurationError(
                 f"endpoint {name!r} has no queues: pass url=, such as sqlite:///delayline.db, or a transport="
             )
+        check_part("transport", transport, VERBS_OF_TRANSPORTS, "transport=SqlTransport(url), or url= in its place")
         return transport, delivery
     if transport is not None:
         raise ConfigurationError(

@@ -573,6 +573,17 @@ class Destinations:
         """Return whether `check` asks the transport."""
         return queue not in self._found and isinstance(self._transport, SupportsQueueLookup)
 
+    async def similar(self, queue: str) -> Sequence[str]:
+        """Return the queues with names like that of a queue that does not exist, the most similar first."""
+        if not isinstance(self._transport, SupportsQueueLookup):
+            return ()
+        now = self._clock.now()
+        until, similar = self._missing.get(queue, (now, ()))
+        if until <= now:
+            until, similar = now + MISSING_FOR, await _similar(self._transport, queue)
+            self._keep_missing(queue, until, similar)
+        return similar
+
     async def check(self, queue: str) -> None:
         """Raise QueueNotFound for a queue that does not exist; pass where the transport cannot look it up now."""
         if queue in self._found or not isinstance(self._transport, SupportsQueueLookup):
@@ -597,10 +608,13 @@ class Destinations:
                 self._found.add(queue)
                 return
             until, similar = self._clock.now() + MISSING_FOR, await _similar(transport, queue)
-        if len(self._missing) < MOST_MISSING:
-            self._missing[queue] = until, similar
+        self._keep_missing(queue, until, similar)
         unless = ", or pass check_destination=False where it will exist in time"
         raise QueueNotFound(queue, similar=similar, unless=unless)
+
+    def _keep_missing(self, queue: str, until: datetime, similar: Sequence[str]) -> None:
+        if queue in self._missing or len(self._missing) < MOST_MISSING:
+            self._missing[queue] = until, similar
 
 
 async def _similar(transport: SupportsQueueLookup, queue: str) -> list[str]:

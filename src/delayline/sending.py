@@ -13,7 +13,7 @@ import time
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.delayed.delivery import StoredDelivery, SupportsCancelledDefer, SupportsDestinationCheck
-from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed
+from delayline.errors import BackendUnavailable, ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.external import UNSET, checked_transaction, enlisted
 from delayline.grouping import ABANDONED
@@ -88,7 +88,8 @@ class Sender:
             delivery if isinstance(delivery, SupportsCancelledDefer) else None
         )
         looks = not isinstance(delivery, SupportsDestinationCheck)
-        self.destinations = Destinations(transport, clock) if looks else None
+        self._queues = Destinations(transport, clock)
+        self.destinations = self._queues if looks else None
         """Where destinations of delayed messages are looked for; None where the delivery does that."""
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -223,7 +224,10 @@ class Sender:
         try:
             await hand_over(self._transport, self._delivery, sends, transaction)
         except DispatchFailed as failed:
-            raise failed.failures[min(failed.failures)] from failed
+            first = failed.failures[min(failed.failures)]
+            if isinstance(first, QueueNotFound) and transaction is None:
+                first = QueueNotFound(first.queue, similar=await self._queues.similar(first.queue))
+            raise first from failed
 
     @contextlib.contextmanager
     def _reported(self, sends: Sequence[Outgoing]) -> Iterator[None]:

@@ -51,7 +51,7 @@ def from_file(config: Path | str | None, known: Mapping[str, object]) -> Sourced
             raise ConfigurationError(
                 f"{path} has an unknown setting {name[:LONGEST_SHOWN_TEXT]!r}{did_you_mean(name, known)}. {names}"
             )
-    return {name: (value, Source(str(path), "{name} = {example}")) for name, value in table.items()}
+    return {name: (value, Source(str(path), "{name} = {toml}")) for name, value in table.items()}
 
 
 #: Variables that are no settings: of single commands, and of the tests and tools of delayline itself.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tomllib
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -310,10 +311,19 @@ def _checked(name: str, value: object, source: Source) -> object:
     try:
         return metadata["read"](value)
     except ValueError as error:
-        example = source.form.format(name=name, example=metadata["example"])
+        example = metadata["example"]
+        example = source.form.format(name=name, example=example, toml=_in_toml(example))
         raise ConfigurationError(
             f"{name} = {_shown(value)!r} (from {source.place}) {error}. Write for example: {example}"
         ) from None
+
+
+def _in_toml(example: str) -> str:
+    try:
+        tomllib.loads(f"example = {example}")
+    except tomllib.TOMLDecodeError:
+        return f'"{example}"'
+    return example
 
 
 def _shown(value: object) -> object:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from functools import partial
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, overload
 
 from delayline.checks import ForkGuard
 from delayline.endpoint import Endpoint
@@ -98,7 +98,9 @@ class SyncEndpoint(RegistersHandlers):
         """Start the loop's thread and the endpoint; raises the errors of `Endpoint.start`."""
         if self._loop is not None:
             self._process.check(f"endpoint {self.endpoint.name!r}")
-            raise NotStarted(f"endpoint {self.endpoint.name!r} is started already")
+            raise ConfigurationError(
+                f"endpoint {self.endpoint.name!r} is started already: `with SyncEndpoint(endpoint):` starts it too"
+            )
         self._process = ForkGuard()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
@@ -107,7 +109,7 @@ class SyncEndpoint(RegistersHandlers):
         self._thread.start()
         waits = THREAD_WAITS.set(True)  # the task has a copy of this context
         try:
-            self.run(self.endpoint.start())
+            self._start(self.endpoint.start()).result()
         except BaseException:
             self._end()
             raise
@@ -118,7 +120,7 @@ class SyncEndpoint(RegistersHandlers):
         """Finish messages in flight and end the thread. Idempotent."""
         if self._loop is not None and not self._process.forked:
             try:
-                self.run(self.endpoint.stop())
+                self._start(self.endpoint.stop()).result()
             finally:
                 self._end()
 
@@ -243,6 +245,7 @@ class SyncEndpoint(RegistersHandlers):
         Returns:
             The coroutine's result.
         """
+        self._refuse_on_loop()
         external, thread = checked_transaction(transaction), WaitingThread()
         given = UNSET if external is None else ExternalTransaction(external, thread)
         return thread.wait_for(self._start(work(transaction=given)))
@@ -256,7 +259,22 @@ class SyncEndpoint(RegistersHandlers):
         Returns:
             The coroutine's result.
         """
+        try:
+            self._refuse_on_loop()
+        except ConfigurationError:
+            work.close()
+            raise
         return self._start(work).result()
+
+    def _refuse_on_loop(self) -> None:
+        """Raise ConfigurationError on an event loop, which nothing else would run on meanwhile."""
+        if asyncio._get_running_loop() is None or threading.current_thread() is self._thread:
+            return
+        raise ConfigurationError(
+            f"a call of SyncEndpoint blocks the event loop that it is made on: await the calls of endpoint "
+            f"{self.endpoint.name!r} itself, started there with `async with endpoint:`, or call this in a thread, as "
+            "with asyncio.to_thread"
+        )
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:
         loop = self._loop
@@ -279,6 +297,13 @@ class SyncEndpoint(RegistersHandlers):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.stop()
+
+    if not TYPE_CHECKING:  # to type checkers it is not there
+
+        async def __aenter__(self) -> NoReturn:
+            raise ConfigurationError("a SyncEndpoint is used with `with`; in coroutines write `async with endpoint:`")
+
+        async def __aexit__(self, *_: object) -> None: ...
 
     def _end(self) -> None:
         loop, self._loop = self._loop, None

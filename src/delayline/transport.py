@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction, TransactionMode
 
 
+#: What every transport has.
+VERBS_OF_TRANSPORTS: Final = ("highest_transaction_mode", "setup_infrastructure", "start", "stop", "dispatch")
 SUSPECT_FROM: Final = 2
 """From so many deliveries on that have ended without an outcome a message is handled beside no others."""
 

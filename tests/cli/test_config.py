@@ -92,6 +92,11 @@ def test_each_place_is_named() -> None:
         loaded(environ={"DELAYLINE_BATCH_SIZE": "x"})
 
 
+def test_an_example_for_the_file_is_toml() -> None:
+    with pytest.raises(ConfigurationError, match=r'Write for example: endpoint = "sales"$'):
+        loaded("endpoint = 5")
+
+
 def test_an_unknown_key_is_refused_with_a_suggestion() -> None:
     with pytest.raises(ConfigurationError, match=r"unknown setting 'batchsize'; did you mean 'batch_size'"):
         loaded("batchsize = 5")

@@ -63,6 +63,12 @@ def test_pending_messages_are_counted_by_due_time_and_destination(three: Callabl
     assert three("pending", "--count", "--bucket", "0s").code == 2
 
 
+def test_a_bucket_is_for_counts(ready: Callable[..., Result]) -> None:
+    ran = ready("pending", "--bucket", "1d")
+    assert ran.code == 2
+    assert "--bucket is the width of what --count counts" in " ".join(ran.err.split())
+
+
 def test_cancel_prints_each_outcome(three: Callable[..., Result]) -> None:
     ran = three("cancel", "a", "nobody", "--json")
     assert ran.code == 1

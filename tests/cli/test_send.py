@@ -71,6 +71,8 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Result]) -> No
         (["billing"], 2, "DESTINATION and BODY"),
         ([], 2, "DESTINATION and BODY"),
         (["nowhere", "x"], 1, "queue 'nowhere' does not exist"),
+        (["biling", "x"], 1, "Did you mean 'billing'? Start its endpoint once, or run: delayline setup --queue NAME\n"),
+        (["nowhere", "x", "--delay", "1h"], 1, ", or pass --no-check-destination where it will exist in time\n"),
         (["biling", "x", "--delay", "14d"], 1, "Did you mean 'billing'?"),
         (["billing", "x", "--id", "a" * 251], 1, "251 characters, 250 at most"),
         (["billing", "x", "--from", "delayline.db"], 2, "leave the other arguments out"),

@@ -22,6 +22,7 @@ from delayline import (
     QueueNotFound,
     Recoverability,
     StoredDelivery,
+    SyncEndpoint,
     TransactionMode,
 )
 from delayline.errors import UnsupportedTransactionMode
@@ -45,7 +46,7 @@ async def nothing(message: Message, context: MessageContext) -> None:
 async def test_it_starts_once_and_can_start_again_after_a_stop() -> None:
     endpoint = Endpoint("sales", transport=MemoryTransport())
     await endpoint.start()
-    with pytest.raises(NotStarted, match="'sales' is started already"):
+    with pytest.raises(ConfigurationError, match="'sales' is started already: start it once"):
         await endpoint.start()
     await asyncio.gather(endpoint.stop(), endpoint.stop())
     await endpoint.stop()
@@ -215,15 +216,94 @@ def test_a_handler_that_takes_a_message_and_a_context_is_registered(handle: Any)
 
 
 @pytest.mark.parametrize("number", [0, 3])
-async def test_messages_without_handlers_are_warned_of(caplog: pytest.LogCaptureFixture, number: int) -> None:
+async def test_an_endpoint_without_handlers_is_warned_of(caplog: pytest.LogCaptureFixture, number: int) -> None:
     transport = MemoryTransport()
     await transport.setup_infrastructure(["sales"])
     await transport.dispatch([TransportOperation(Message(str(one), {}, b""), "sales") for one in range(number)])
     async with Endpoint("sales", transport=transport):
         pass
     warned = [one.getMessage() for one in caplog.records if getattr(one, "event", "") == Event.NO_HANDLERS]
-    assert len(warned) == bool(number)
-    assert all("sales has no handlers, and there are 3 messages in its queue" in text for text in warned)
+    there = ": 3 messages stay in its queue" if number else ""
+    assert warned == [
+        f"endpoint sales has no handlers, and receives nothing{there}. Register handlers with @endpoint.handles or "
+        "@endpoint.handler before start(), or pass send_only=True"
+    ]
+
+
+async def test_a_send_only_endpoint_needs_no_handlers(caplog: pytest.LogCaptureFixture) -> None:
+    async with Endpoint("sales", transport=MemoryTransport(), send_only=True):
+        pass
+    assert not [one for one in caplog.records if getattr(one, "event", "") == Event.NO_HANDLERS]
+
+
+@pytest.mark.parametrize(
+    ("argument", "given", "text"),
+    [
+        ("transport", "sqlite:///shop.db", r"transport= is a text: pass .*transport=SqlTransport\(url\), or url="),
+        ("transport", "postgresql://shop:secret@db/shop", r"transport= is a text: pass"),
+        ("transport", MemoryTransport, r"transport= is the class MemoryTransport, not an instance of it: write Mem"),
+        ("transport", 17, r"transport= is an int: pass for example transport=SqlTransport\(url\)"),
+        (
+            "delayed_delivery",
+            "sqlite:///shop.db",
+            r"delayed_delivery= is a text: pass .*=SqlDelayedMessageStore\(url\)",
+        ),
+        (
+            "delayed_delivery",
+            MemoryDelayedMessageStore,
+            r"delayed_delivery= is the class MemoryDelayedMessageStore, not",
+        ),
+        ("draining", StoredDelivery, r"draining= is the class StoredDelivery, not an instance of it"),
+    ],
+)
+def test_a_part_that_is_none_is_refused(argument: str, given: Any, text: str) -> None:  # noqa: ANN401
+    """Given a text, a class or another value for a part, then the error says what to pass, and no password."""
+    parts: dict[str, Any] = {"transport": MemoryTransport(), argument: given}
+    with pytest.raises(ConfigurationError, match=text) as found:
+        Endpoint("sales", **parts)
+    assert "secret" not in str(found.value)
+
+
+async def test_an_endpoint_is_no_synchronous_context_manager() -> None:
+    endpoint: Any = Endpoint("sales", transport=MemoryTransport())
+    text = r"'sales' is used with `async with`.*with SyncEndpoint\(endpoint\)"
+    with pytest.raises(ConfigurationError, match=text), endpoint:
+        pass
+    assert not endpoint.started
+    twin: Any = SyncEndpoint(endpoint)
+    with pytest.raises(ConfigurationError, match="in coroutines write `async with endpoint:`"):
+        async with twin:
+            pass
+    assert not endpoint.started
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_an_endpoint_that_was_not_stopped_is_warned_of(caplog: pytest.LogCaptureFixture, *, stops: bool) -> None:
+    """Given a program that starts an endpoint and ends, then the log says that it was not stopped."""
+
+    async def program() -> None:
+        endpoint = Endpoint("sales", transport=MemoryTransport())
+        endpoint.handler(nothing)
+        await endpoint.start()
+        await endpoint.send("sales", b"")
+        if stops:
+            await endpoint.stop()
+
+    asyncio.run(program())
+    warned = [one.getMessage() for one in caplog.records if getattr(one, "event", "") == Event.ENDPOINT_NOT_STOPPED]
+    assert len(warned) == (not stops)
+    assert all("sales was not stopped before its event loop ended" in text for text in warned)
+
+
+@pytest.mark.parametrize("delay", [None, timedelta(hours=1)])
+async def test_a_destination_that_does_not_exist_is_answered_with_similar_ones(delay: timedelta | None) -> None:
+    endpoint = Endpoint("billing", transport=MemoryTransport(), delayed_delivery=MemoryDelayedMessageStore())
+    async with endpoint:
+        for _ in range(2):
+            with pytest.raises(QueueNotFound, match=r"'biling' does not exist\. Did you mean 'billing'\?"):
+                await endpoint.send("biling", b"", delay=delay)
+        with pytest.raises(QueueNotFound, match=r"'other' does not exist\. Start"):
+            await endpoint.send("other", b"", delay=delay)
 
 
 async def test_a_store_stands_for_a_stored_delivery(clock: ManualClock) -> None:
@@ -237,8 +317,8 @@ async def test_a_store_stands_for_a_stored_delivery(clock: ManualClock) -> None:
 
 
 @pytest.mark.parametrize("setting", ["delayed_delivery", "draining"])
-@pytest.mark.parametrize("wrong", ["sqlite:///file.db", object()])
-def test_objects_that_are_neither_delivery_nor_store_are_refused(setting: str, wrong: Any) -> None:  # noqa: ANN401
+def test_objects_that_are_neither_delivery_nor_store_are_refused(setting: str) -> None:
+    wrong: Any = object()
     with pytest.raises(ConfigurationError, match=rf"{setting}= is a \w+, neither .*StoredDelivery\(store\)"):
         Endpoint("sales", transport=MemoryTransport(), **{setting: wrong})
 

@@ -54,6 +54,39 @@ def test_every_public_member_is_listed() -> None:
     assert public == {*delayline.__all__, *WITH_AN_EXTRA}
 
 
+@pytest.mark.parametrize(
+    ("statement", "text"),
+    [
+        ("from delayline import UnknownMessageType", "write `from delayline.errors import UnknownMessageType`"),
+        ("from delayline import DelayedDelivery", "write `from delayline.spi import DelayedDelivery`"),
+        ("from delayline import ManualClock", "write `from delayline.testing import ManualClock`"),
+        ("from delayline.timeouts import Endpoint", "write `from delayline import Endpoint`"),
+        ("from delayline import SQLTransport", "did you mean SqlTransport"),
+        ("from delayline import RabbitMqTransport", "did you mean RabbitMQTransport"),
+    ],
+)
+def test_a_name_that_is_elsewhere_is_said_to_be_there(statement: str, text: str) -> None:
+    """Given a name of another module, or a misspelt one, then the error has the right one."""
+    with pytest.raises(ImportError, match=text):
+        exec(statement, {})  # noqa: S102 - as a user's module does
+    name = statement.rpartition(" ")[2]
+    if statement.startswith("from delayline import"):
+        with pytest.raises(AttributeError, match=text):
+            getattr(delayline, name)
+        assert not hasattr(delayline, name)
+
+
+def test_a_name_that_nobody_has_is_an_ordinary_error() -> None:
+    with pytest.raises(ImportError, match=r"has no attribute 'Zwölf'$"):
+        exec("from delayline import Zwölf", {})  # noqa: S102
+    with pytest.raises(ImportError, match="cannot import name 'zwölf'"):
+        exec("from delayline import zwölf", {})  # noqa: S102
+    assert not hasattr(delayline, "__wrapped__")
+    from delayline import telemetry  # a module, which is not yet imported when it is asked for
+
+    assert telemetry is delayline.telemetry
+
+
 def test_the_version_is_that_of_the_installed_package() -> None:
     assert delayline.__version__ == version("delayline")
     assert "__version__" in dir(delayline)

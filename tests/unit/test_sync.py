@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -48,7 +49,7 @@ def test_it_starts_once_and_stops_as_often_as_you_like(endpoint: Endpoint) -> No
     sync = SyncEndpoint(endpoint)
     sync.stop()
     sync.start()
-    with pytest.raises(NotStarted, match="'sales' is started already"):
+    with pytest.raises(ConfigurationError, match="'sales' is started already"):
         sync.start()
     sync.stop()
     sync.stop()
@@ -121,3 +122,14 @@ def test_stopping_leaves_no_other_thread_waiting_for_ever() -> None:
         sync.stop()
         with pytest.raises(CancelledError):
             waiting.result(10)
+
+
+async def test_calls_on_an_event_loop_are_refused(endpoint: Endpoint) -> None:
+    """Given a coroutine, when it calls a SyncEndpoint, then the error says to await instead; in a thread it may."""
+    with SyncEndpoint(endpoint) as sync:
+        for call in (partial(sync.send, "sales", b""), partial(sync.send_many, []), lambda: sync.run(endpoint.setup())):
+            with pytest.raises(
+                ConfigurationError, match=r"blocks the event loop that it is made on: await .*to_thread"
+            ):
+                call()
+        assert await asyncio.to_thread(sync.send, "sales", b"")

@@ -32,6 +32,7 @@ timeouts_option = click.option(
 MOST = 2**31 - 1
 """Rows that every database takes as a limit."""
 WIDEST = timedelta(days=365_000)
+ONE_HOUR = timedelta(hours=1)
 MOST_WITHOUT_TIME = 1000
 
 
@@ -44,7 +45,7 @@ MOST_WITHOUT_TIME = 1000
 @click.option("--destination", metavar="QUEUE", help="Only messages to this queue.")
 @click.option("--limit", type=click.IntRange(1, MOST), default=50, show_default=True, help="How many to list at most.")
 @click.option("--count", "counting", is_flag=True, help="Count by due time and destination instead.")
-@click.option("--bucket", callback=delay_given, default="1h", show_default=True, help="Width of a due time bucket.")
+@click.option("--bucket", callback=delay_given, help="With --count, the width of a due time bucket, by default 1h.")
 @timeouts_option
 @settings_options(*PLACE_SETTINGS)
 @json_option
@@ -54,11 +55,14 @@ def pending(
     destination: str | None,
     limit: int,
     counting: bool,
-    bucket: timedelta,
+    bucket: timedelta | None,
     timeouts: bool,
 ) -> None:
     """List the messages that wait, earliest due first."""
+    if bucket is not None and not counting:
+        raise click.UsageError("--bucket is the width of what --count counts: add --count, or leave it out")
     if counting:
+        bucket = ONE_HOUR if bucket is None else bucket
         if not timedelta(0) < bucket <= WIDEST:
             raise click.BadParameter("must be longer than zero, and 1000 years at most", param_hint="--bucket")
         counts, without_time = asyncio.run(_counts(settings, bucket, timeouts=timeouts))

@@ -111,14 +111,18 @@ async def _send(
     """Send the message; return its id and when it is due, by the clock that decides."""
     async with sending_endpoint(settings) as endpoint:
         due = _start(endpoint) + when if isinstance(when, timedelta) else when
-        sent = await endpoint.send(
-            destination,
-            body,
-            headers=headers,
-            message_id=message_id,
-            deliver_at=due,
-            check_destination=check_destination,
-        )
+        try:
+            sent = await endpoint.send(
+                destination,
+                body,
+                headers=headers,
+                message_id=message_id,
+                deliver_at=due,
+                check_destination=check_destination,
+            )
+        except QueueNotFound as error:
+            unless = "" if due is None else ", or pass --no-check-destination where it will exist in time"
+            raise QueueNotFound(error.queue, similar=error.similar, unless=unless) from error
         return sent, due
 
 

@@ -109,7 +109,7 @@ def checked_until(due: datetime, now: datetime) -> int:
     if seconds > MAXIMUM_DELAY:
         raise InvalidDueTime(
             f"a message due at {due.isoformat()!r}, in {to_time_span(due - now)!r}, cannot wait in delay levels, which "
-            f"hold at most '3106.21:24:15'. {_LONGER}"
+            f"hold at most '3106.21:24:15', which is 8.5 years. {_LONGER}"
         )
     return seconds
 
