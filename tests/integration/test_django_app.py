@@ -190,7 +190,7 @@ def test_orders_are_reminded_of_in_djangos_transactions(project: Project) -> Non
 
 def test_commands_know_the_settings_of_the_project(project: Project) -> None:
     """Also through `call_command`; errors have delayline's exit codes."""
-    assert "Run the Endpoint" in project.manage("delayline", "run", "--help")
+    assert "Run Endpoint objects" in project.manage("delayline", "run", "--help")
     assert "dashboard" in project.manage("help", "delayline")
     assert json.loads(project.manage("delayline", "pending", "--json"))["pending"] == []
     assert "no pending message has this id" in project.manage("delayline", "cancel", "nothing", code=1)
