@@ -10,8 +10,10 @@ import click
 from delayline.cli.dashboard import dashboard
 from delayline.cli.doctor import doctor
 from delayline.cli.errors import errors
+from delayline.cli.examples import examples
 from delayline.cli.migrate import migrate
-from delayline.cli.options import Commands, examples
+from delayline.cli.options import Commands
+from delayline.cli.options import examples as example_lines
 from delayline.cli.pending import cancel, pending, reschedule
 from delayline.cli.queues import limit, pause, peek, purge, queues, resume
 from delayline.cli.rabbitmq import rabbitmq
@@ -30,7 +32,7 @@ QUIET: Final = logging.NullHandler()
 @click.group(
     cls=Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120},
-    epilog=examples("delayline setup --endpoint sales", "delayline send --help"),
+    epilog=example_lines("delayline setup --endpoint sales", "delayline send --help"),
 )
 @click.version_option(__version__, prog_name="delayline")
 def main() -> None:
@@ -44,5 +46,6 @@ def main() -> None:
 
 PENDING: Final = (pending, cancel, reschedule)
 QUEUE_COMMANDS: Final = (queues, peek, pause, resume, limit, purge)
-for command in (setup, run, send, *PENDING, *QUEUE_COMMANDS, errors, doctor, dashboard, rabbitmq, spark, migrate):
+OTHER_COMMANDS: Final = (errors, doctor, dashboard, rabbitmq, spark, migrate, examples)
+for command in (setup, run, send, *PENDING, *QUEUE_COMMANDS, *OTHER_COMMANDS):
     main.add_command(command)
