@@ -29,7 +29,7 @@ from delayline.readable import duration, local, relative
 from delayline.timeouts.draining import remaining_timeouts
 from delayline.timeouts.persister import TO_GIVE_A_TIME
 from delayline.transaction import TransactionMode
-from delayline.transport import SupportsQueueComparison
+from delayline.transport import SupportsQueueComparison, SupportsReceiverLookup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -157,10 +157,30 @@ async def _queues(settings: Settings, limits: Thresholds) -> AsyncIterator[Findi
             limit = {settings.error_queue: limits.errors, endpoint: limits.queue}.get(name)
             many = limit is not None and number > limit
             finding = f"{number} messages" + (f", more than {limit}" if many else "")
+            ok: bool | None = not many
+            if name != settings.error_queue:
+                receiving, well = await _receiving(transport, name, number)
+                finding, ok = f"{finding}; {receiving}", False if many else well
             finding += ": see them with delayline errors list" if number and name == settings.error_queue else ""
             differs = await transport.difference(name) if isinstance(transport, SupportsQueueComparison) else ""
             finding += differs and f"; {differs}"
-            yield Finding(f"queue {name}", ok=not many, text=finding, numbers={"messages": number})
+            yield Finding(f"queue {name}", ok=ok, text=finding, numbers={"messages": number})
+
+
+async def _receiving(transport: object, queue: str, number: int) -> tuple[str, bool | None]:
+    """Return whether a process receives from a queue with so many messages, and whether that is as it should be."""
+    why = ""
+    if isinstance(transport, SupportsReceiverLookup):
+        try:
+            if await transport.is_received(queue):
+                return "a process receives from it", True
+        except DelaylineError as error:
+            why = f" ({error})"
+        else:
+            if not number:
+                return "no process receives from it", True
+            return "no process receives from it: start the endpoint of this name, with handlers", False
+    return f"whether a process receives from it is unknown{why}", None if number else True
 
 
 async def _delayed_messages(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:

@@ -298,6 +298,23 @@ class SupportsTransportTransactions(Protocol):
 
 
 @runtime_checkable
+class SupportsReceiverLookup(Protocol):
+    """Capability of a transport: tell whether a process receives from a queue, which `delayline doctor` asks."""
+
+    async def is_received(self, queue: str) -> bool:
+        """Return whether any process receives from the queue now.
+
+        Args:
+            queue: The queue.
+
+        Raises:
+            QueueNotFound: The queue does not exist.
+            DelaylineError: It cannot be told.
+        """
+        ...
+
+
+@runtime_checkable
 class SupportsQueueManagement(Protocol):
     """Capability: look into queues and take single messages out, for people and for `delayline errors`."""
 

@@ -4,26 +4,60 @@ import asyncio
 import contextlib
 import json
 import sqlite3
+import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cli.conftest import Result
+from tests.cli.conftest import Result, delayline_process
+from tests.eventually import eventually
 
-from delayline import Message, SqlTransport
+from delayline import BackendUnavailable, MemoryTransport, Message, SqlTransport
 from delayline.clock import to_microseconds
 from delayline.composition import endpoint_from
+from delayline.doctor import _receiving
 from delayline.settings import load_settings
 from delayline.timeouts import SqlTimeoutPersister, Timeout, TimeoutManagerDelivery
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import subprocess
+    from collections.abc import Callable, Iterator
+
+
+NOBODY = "no process receives from it: start the endpoint of this name, with handlers"
 
 
 def findings(ran: Result) -> dict[str, tuple[bool, str]]:
     return {one["what"]: (one["ok"], one["text"]) for one in ran.document["findings"]}
+
+
+@contextlib.contextmanager
+def receiving(queue: str) -> Iterator[None]:
+    """Hold the messages of a queue, as a process does that handles them."""
+    holding, ending = threading.Event(), threading.Event()
+
+    async def hold() -> None:
+        transport = SqlTransport("sqlite:///delayline.db")
+        await transport.start()
+        receiver = await transport.receiver(queue)
+        held = await receiver.receive(10)
+        holding.set()
+        await asyncio.to_thread(ending.wait)
+        await receiver.release_many(held)
+        await receiver.stop()
+        await transport.stop()
+
+    with ThreadPoolExecutor(1) as pool:
+        end = pool.submit(asyncio.run, hold())
+        try:
+            assert holding.wait(60)
+            yield
+        finally:
+            ending.set()
+        end.result(60)
 
 
 def overdue_by(age: timedelta) -> None:
@@ -42,7 +76,7 @@ def test_everything_is_well(ready: Callable[..., Result]) -> None:
     assert found["guarantee"][1].startswith("exactly once: SqlTransport")
     assert found["schema version"][1].startswith("5 ")
     assert (found["journal mode"], found["synchronous"]) == ((True, "wal"), (True, "FULL"))
-    assert found["queue billing"] == (True, "0 messages")
+    assert found["queue billing"] == (True, "0 messages; no process receives from it")
     assert found["pending"] == (True, "1 messages")
     assert found["overdue"][1].startswith("none; the next is due")
     lines = ready("doctor").out.splitlines()
@@ -101,17 +135,65 @@ def test_thresholds_decide_about_the_exit_code(ready: Callable[..., Result]) -> 
     at_limits = ("--max-errors", "1", "--max-overdue", "5m", "--max-queue", "2")
     # When
     assert ready("doctor").code == 1
-    assert ready("doctor", *at_limits).code == 0
-    # Then
-    for option, value, what in (
-        ("--max-errors", "0", "queue error"),
-        ("--max-queue", "1", "queue sales"),
-        ("--max-overdue", "20s", "overdue"),
-    ):
-        ran = ready("doctor", *at_limits, option, value, "--json")
-        assert ran.code == 1
-        assert [one["what"] for one in ran.document["findings"] if not one["ok"]] == [what]
+    with receiving("sales"):
+        assert ready("doctor", *at_limits).code == 0
+        # Then
+        for option, value, what in (
+            ("--max-errors", "0", "queue error"),
+            ("--max-queue", "1", "queue sales"),
+            ("--max-overdue", "20s", "overdue"),
+        ):
+            ran = ready("doctor", *at_limits, option, value, "--json")
+            assert ran.code == 1
+            assert [one["what"] for one in ran.document["findings"] if not one["ok"]] == [what]
     assert "1 messages, more than 0: see them" in ready("doctor", "--max-errors", "0").out
+
+
+def test_messages_that_nobody_receives_are_reported(
+    ready: Callable[..., Result], processes: list[subprocess.Popen[str]]
+) -> None:
+    """Given messages in a queue, then it is well while a process receives, and no longer once that was killed."""
+    Path("shop.py").write_text(SHOP)
+    assert findings(ready("doctor", "--json"))["queue sales"] == (True, "0 messages; no process receives from it")
+    ready("send", "sales", "x")
+    ready("send", "error", "x")
+    unreceived = ready("doctor", "--json")
+    assert unreceived.code == 1
+    assert findings(unreceived)["queue sales"] == (False, f"1 messages; {NOBODY}")
+    assert findings(unreceived)["queue error"][0]
+    process = delayline_process("run", "shop:sales")
+    processes.append(process)
+    eventually(Path("handling").exists)
+    ran = ready("doctor", "--json")
+    assert (ran.code, findings(ran)["queue sales"]) == (0, (True, "1 messages; a process receives from it"))
+    process.kill()
+    process.wait(60)
+    assert findings(ready("doctor", "--json"))["queue sales"] == (False, f"1 messages; {NOBODY}")
+
+
+async def test_what_cannot_be_told_is_unknown() -> None:
+    """Given a transport that cannot tell who receives, as Azure's, or fails to, then the answer is unknown."""
+
+    class Failing(MemoryTransport):
+        async def is_received(self, queue: str) -> bool:
+            raise BackendUnavailable(f"no answer of {queue}")
+
+    unknown = "whether a process receives from it is unknown"
+    assert await _receiving(MemoryTransport(), "sales", 0) == (unknown, True)
+    assert await _receiving(MemoryTransport(), "sales", 3) == (unknown, None)
+    assert await _receiving(Failing(), "sales", 3) == (f"{unknown} (no answer of sales)", None)
+
+
+SHOP = """
+import asyncio, pathlib
+from delayline import Endpoint, SqlDelayedMessageStore, SqlTransport
+URL = "sqlite:///delayline.db"
+sales = Endpoint("sales", transport=SqlTransport(URL), delayed_delivery=SqlDelayedMessageStore(URL))
+@sales.handler
+async def handle(message, context):
+    pathlib.Path("handling").touch()
+    await asyncio.sleep(600)
+"""
 
 
 def test_numbers_are_fields(ready: Callable[..., Result]) -> None:
@@ -305,12 +387,12 @@ def test_a_timeout_manager_is_set_up_examined_and_looked_into(
     found = findings(ran)
     assert ran.code == 0, found
     assert "a timeout manager" in found["guarantee"][1]
-    assert found["queue sales.Timeouts"] == (True, "0 messages")
-    assert found["queue sales.TimeoutsDispatcher"] == (True, "0 messages")
+    assert found["queue sales.Timeouts"] == (True, "0 messages; no process receives from it")
+    assert found["queue sales.TimeoutsDispatcher"] == (True, "0 messages; no process receives from it")
     assert found["pending"] == (True, "0 messages")
     # And pending messages can be listed, cancelled and moved, as in a store
     assert run("send", "sales", "x", "--delay", "1h", "--id", "a").code == 0
-    assert findings(run("doctor", "--json"))["queue sales.Timeouts"] == (True, "1 messages")
+    assert findings(run("doctor", "--json"))["queue sales.Timeouts"] == (False, f"1 messages; {NOBODY}")
     assert run("pending", "--json").document["pending"] == []
 
 

@@ -44,6 +44,12 @@ async def must_exist(channel: Channel, queue: str) -> int:
     return answer.message_count if isinstance(answer, commands.Queue.DeclareOk) and answer.message_count else 0
 
 
+async def has_consumer(channel: Channel, queue: str) -> bool:
+    """Return whether anything consumes from the queue. Raises NotFound for none."""
+    answer = await channel.call(QueueDeclare(queue=queue, passive=True))
+    return isinstance(answer, commands.Queue.DeclareOk) and bool(answer.consumer_count)
+
+
 async def count(channel: Channel, queue: str) -> int:
     """Return the number of messages that no consumer has.
 

@@ -253,6 +253,10 @@ class RabbitMQTransport:
         """Return how many messages are in the queue, without messages that a receiver holds."""
         return await self._look(queue, browsing.count)
 
+    async def is_received(self, queue: str) -> bool:
+        """Return whether the queue has a consumer."""
+        return await self._look(queue, browsing.has_consumer)
+
     @contextlib.asynccontextmanager
     async def passing(self, queue: str) -> AsyncIterator[QueuePass]:
         """Look through the queue once: each message is taken, and given back at the end unless it was removed.

@@ -267,6 +267,19 @@ class SqlTransport(OnDatabase):
 
         return await self._database.read(counted)
 
+    async def is_received(self, queue: str) -> bool:
+        """Return whether a receiver is noted for the queue whose process runs."""
+        crashes = crash_statements(self._tables, self._database.dialect)
+
+        def looked(connection: Connection) -> bool:
+            self._statements.must_exist(connection, queue)
+            noted = [number for number, _ in crashes.others.rows(connection, queue, 0)]
+            crashed = self._claims.take(noted, len(noted))
+            self._claims.release(crashed)
+            return len(crashed) < len(noted)
+
+        return await self._database.read(looked)
+
     @long_work
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
         """Return messages, oldest first, hidden messages included."""

@@ -28,6 +28,7 @@ from delayline.transport import (
     SupportsPrefetch,
     SupportsQueueManagement,
     SupportsQueuePass,
+    SupportsReceiverLookup,
     SupportsTransportTransactions,
     Transport,
     TransportOperation,
@@ -455,6 +456,25 @@ class TransportManagement(TransportFixtures):
         await receiver.release(second)
         await receiver.acknowledge(first)
         assert [message.id for message in await managed.browse("billing", 9)] == ["m1", "m2", "m3"]
+
+    async def test_it_tells_whether_a_process_receives(self, managed: ManagedTransport) -> None:
+        """From the first `receive` on, while nothing comes too, until the receiver stops."""
+        if not isinstance(managed, SupportsReceiverLookup):
+            pytest.skip("not claimed: SupportsReceiverLookup")
+        assert not await managed.is_received("billing")
+        await managed.dispatch([operation("billing", "m")])
+        assert not await managed.is_received("billing")
+        receiver = await managed.receiver("billing")
+        (message,) = await received(receiver)
+        assert await managed.is_received("billing")
+        await receiver.acknowledge(message)
+        assert await managed.is_received("billing")
+        await receiver.stop()
+        async with asyncio.timeout(PATIENCE):
+            while await managed.is_received("billing"):
+                pass
+        with pytest.raises(QueueNotFound):
+            await managed.is_received("nosuch")
 
     async def test_a_pass_removes_what_it_is_told_to(self, managed: ManagedTransport) -> None:
         """Each message once, oldest first; removed messages are gone at once, and all others stay."""
