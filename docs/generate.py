@@ -298,6 +298,8 @@ EVENT_MEANING: Final = {
     Event.NO_HANDLERS: "The endpoint started without handlers and is not send-only: messages stay in its queue.",
     Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",
     Event.CRITICAL_ERROR_ACTION_FAILED: "The critical error action raised an error itself.",
+    Event.UNHEARD: "An event was published that nobody subscribes to.",
+    Event.SUBSCRIBER_GONE: "A queue subscribes to an event that was published, and does not exist.",
     Event.SEND_ABANDONED: "A send went on after its caller was cancelled, and has failed.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",
     Event.HANDLED_BEFORE: "The inbox has a record of the message: it is acknowledged, and not handled again.",

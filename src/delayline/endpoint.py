@@ -50,6 +50,7 @@ from delayline.receiving.transactions import HandlerRows, HandlerTransactions, h
 from delayline.recurring import RecurringMessages
 from delayline.routes import Routes
 from delayline.sending import Sender
+from delayline.subscriptions import Subscriptions
 from delayline.transaction import (
     Guarantee,
     Transaction,
@@ -60,6 +61,7 @@ from delayline.transaction import (
 )
 from delayline.transport import (
     VERBS_OF_TRANSPORTS,
+    SupportsPublishing,
     SupportsQueueAddresses,
     SupportsQueueLimits,
     SupportsQueueManagement,
@@ -82,7 +84,7 @@ if TYPE_CHECKING:
     from delayline.inbox import Inbox
     from delayline.message import Body
     from delayline.observer import Observer
-    from delayline.outgoing import SendOptions
+    from delayline.outgoing import PublishOptions, SendOptions
     from delayline.sending import Sent
     from delayline.serialization import Serializer
     from delayline.transport import Transport
@@ -208,7 +210,7 @@ class Endpoint(RegistersHandlers):
             else whole_number("transaction_connections", transaction_connections, at_least=1)
         )
         self._handlers = Handlers(serializer, threads=self.concurrency)
-        self._on_critical_error = on_critical_error
+        self._critical_error = CriticalErrors(self, on_critical_error).raised
         self._setup = setup_infrastructure
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
         self._queue = transport.address_of(name) if isinstance(transport, SupportsQueueAddresses) else name
@@ -218,8 +220,10 @@ class Endpoint(RegistersHandlers):
             reply_to=None if send_only else self._queue,
             serializer=self._handlers.serializer,
             routes=Routes(routes),
+            publishes=isinstance(transport, SupportsPublishing),
         )
         self._recurring = RecurringMessages(name, self._composer, delayed_delivery, self._clock)
+        self._subscriptions = Subscriptions(transport, name)
         self._observers = Observers(observers)
         self._host = DeliveryHost(
             name,
@@ -278,7 +282,6 @@ class Endpoint(RegistersHandlers):
         self._stopped: asyncio.Event | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
-        self._actions: set[asyncio.Task[None]] = set()
         self._process = LoopGuard()
 
     @property
@@ -415,6 +418,26 @@ class Endpoint(RegistersHandlers):
             raise ConfigurationError(f"endpoint {self.name!r} is started already: call around_handlers before start()")
         self._handlers.surroundings.append(surround)
         return surround
+
+    def _subscribe_to(self, kind: object) -> None:
+        self._subscriptions.add(kind)
+
+    async def unsubscribe(self, kind: object) -> None:
+        """End the subscription of this endpoint to events of a type. Events that are in its queue stay there.
+
+        Of delayed events that wait this endpoint gets no copies. A later start of a program that still has the handler
+        in `subscribes` subscribes again.
+
+        Args:
+            kind: The type of the events, or its name.
+
+        Raises:
+            ConfigurationError: The transport has no subscriptions.
+            NotStarted: The endpoint is not started.
+            BackendUnavailable: The back end did not answer.
+        """
+        self._started_sender()
+        await self._subscriptions.end(kind)
 
     def _fitted(self, recoverability: Recoverability | None) -> Recoverability | None:
         if recoverability is None:
@@ -636,6 +659,40 @@ class Endpoint(RegistersHandlers):
             raise ConfigurationError(f"endpoint {self.name!r} is send_only: it has no queue for send_local")
         return await self.send(self.name, body, **options)
 
+    async def publish(
+        self,
+        event: Body,
+        *,
+        transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET,
+        **options: Unpack[PublishOptions],
+    ) -> Sent:
+        """Publish an event: each endpoint that subscribes to its type, or to a base of it, gets a copy.
+
+        Subscribers are looked up when the event is dispatched: of a delayed event when it is due.
+
+        Args:
+            event: A value of a class with a name, such as a dataclass; see `message_type` for names.
+            transaction: An external transaction; see `send`.
+            options: `headers`, `message_id`, `delay`, `deliver_at`, `expires`, `correlation_id`, `on_conflict` and
+                `at_most`, as of `send`.
+
+        Returns:
+            The event's id, which all copies have, as `send` returns it.
+
+        Raises:
+            InvalidMessage: The event has no type with a name, or cannot be sent on this transport.
+            ConfigurationError: The transport has no subscriptions, or the event cannot be part of the transaction.
+            DelaylineError: Other errors, as of `send`.
+
+        Example:
+            ```python
+            await endpoint.publish(OrderPlaced("17"))
+            await endpoint.publish(OrderOverdue("17"), delay=timedelta(days=14))
+            ```
+        """
+        sender = self._started_sender()
+        return await sender.send(self._composer.publication(event, **options), transaction, check_destination=False)
+
     async def send_many(
         self,
         messages: Iterable[Send],
@@ -720,7 +777,7 @@ class Endpoint(RegistersHandlers):
                 await _set_up(delivery)
             if self.inbox is not None:
                 await self.inbox.setup_infrastructure()
-        await self._check_rights()
+        await _check_rights(self.name, self.transport, self._deliveries, self.inbox, takes=bool(self._handlers))
         for delivery in self._deliveries:
             self._running.push_async_callback(delivery.stop)
             await self._start_delivery(delivery)
@@ -735,6 +792,7 @@ class Endpoint(RegistersHandlers):
             )
             self._running.push_async_callback(transactions.close)
             transactions.check_drivers(self._handlers.functions)
+            await self._subscriptions.begin()
             self._running.callback(self._handlers.close)
             self._pipeline = handler_pipeline(
                 await open_intake(self._host, self._queue, self.concurrency),
@@ -789,24 +847,6 @@ class Endpoint(RegistersHandlers):
                 self._host = replace(self._host, mode=weaker)
                 delivery.bind(self._host)
 
-    async def _check_rights(self) -> None:
-        """Raise BackendUnusable with every right that is missing, before its first use."""
-        missing: dict[str, None] = {}
-        if isinstance(self.transport, SupportsRightsCheck):
-            takes = bool(self._handlers)
-            missing |= dict.fromkeys(await self.transport.missing_rights(self.name, takes=takes))
-        for delivery in self._deliveries:
-            if isinstance(delivery, SupportsRightsCheck):
-                with contextlib.suppress(BackendUnavailable):  # some deliveries start without their database
-                    missing |= dict.fromkeys(await delivery.missing_rights(self.name, takes=True))
-        if self.inbox is not None:
-            missing |= dict.fromkeys(await self.inbox.missing_rights(self.name, takes=True))
-        if missing:
-            grants = "\n".join(missing)
-            raise BackendUnusable(
-                f"endpoint {self.name!r} lacks rights in its database. Run this as the owner of the tables:\n{grants}"
-            )
-
     async def _warn_of_no_handlers(self) -> None:
         """Log a warning, with the number of messages in the queue where it can be told: no handler takes them."""
         number: int | None = None
@@ -843,23 +883,54 @@ class Endpoint(RegistersHandlers):
             if stopped is not None:
                 stopped.set()
 
-    def _critical_error(self, text: str, error: Exception) -> None:
-        emit(logger, logging.CRITICAL, Event.CRITICAL_ERROR, "%s: %s: %s", self.name, text, error, exception=error)
-        action = asyncio.ensure_future(self._on_critical_error(self, text, error))
-        self._actions.add(action)
-        action.add_done_callback(self._action_done)
 
-    def _action_done(self, action: asyncio.Task[None]) -> None:
-        self._actions.discard(action)
+class CriticalErrors:
+    """Logs the critical errors of an endpoint, and runs its action for them."""
+
+    def __init__(self, endpoint: Endpoint, action: CriticalErrorAction) -> None:
+        self._endpoint = endpoint
+        self._action = action
+        self._running: set[asyncio.Task[None]] = set()
+
+    def raised(self, text: str, error: Exception) -> None:
+        """Log the error and start the action."""
+        name = self._endpoint.name
+        emit(logger, logging.CRITICAL, Event.CRITICAL_ERROR, "%s: %s: %s", name, text, error, exception=error)
+        action = asyncio.ensure_future(self._action(self._endpoint, text, error))
+        self._running.add(action)
+        action.add_done_callback(self._ended)
+
+    def _ended(self, action: asyncio.Task[None]) -> None:
+        self._running.discard(action)
         if not action.cancelled() and (error := action.exception()) is not None:
             emit(
                 logger,
                 logging.CRITICAL,
                 Event.CRITICAL_ERROR_ACTION_FAILED,
                 "the critical error action of endpoint %s failed",
-                self.name,
+                self._endpoint.name,
                 exception=error,
             )
+
+
+async def _check_rights(
+    name: str, transport: Transport, deliveries: Sequence[DelayedDelivery], inbox: Inbox | None, *, takes: bool
+) -> None:
+    """Raise BackendUnusable with every right that an endpoint lacks, before its first use."""
+    missing: dict[str, None] = {}
+    if isinstance(transport, SupportsRightsCheck):
+        missing |= dict.fromkeys(await transport.missing_rights(name, takes=takes))
+    for delivery in deliveries:
+        if isinstance(delivery, SupportsRightsCheck):
+            with contextlib.suppress(BackendUnavailable):  # some deliveries start without their database
+                missing |= dict.fromkeys(await delivery.missing_rights(name, takes=True))
+    if inbox is not None:
+        missing |= dict.fromkeys(await inbox.missing_rights(name, takes=True))
+    if missing:
+        grants = "\n".join(missing)
+        raise BackendUnusable(
+            f"endpoint {name!r} lacks rights in its database. Run this as the owner of the tables:\n{grants}"
+        )
 
 
 async def _set_up(delivery: DelayedDelivery) -> None:

@@ -40,6 +40,8 @@ class Event(StrEnum):
     STORED = "delayed.stored"
     STORE_FAILED = "delayed.store_failed"
     SEND_ABANDONED = "send.abandoned"
+    UNHEARD = "publish.unheard"
+    SUBSCRIBER_GONE = "publish.subscriber_gone"
     WOKE = "delayed.woke"
     SLEEPS = "delayed.sleeps"
     FETCHED = "delayed.fetched"

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, get_args
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, Unpack, get_args
 
 from delayline.clock import latest_of
 from delayline.delayed.delivery import StoredDelivery, SupportsDeferMany
@@ -45,7 +45,8 @@ from delayline.message import (
     to_wire_time,
 )
 from delayline.routes import Routes
-from delayline.serialization import PLAIN_TYPES, names_of_value
+from delayline.serialization import PLAIN_TYPES, names_in_header, names_of_value
+from delayline.topics import MAXIMUM_TOPIC_LENGTH, is_topic, topic_address
 from delayline.transport import SupportsQueueLookup, TransportOperation
 
 if TYPE_CHECKING:
@@ -223,6 +224,19 @@ class SendOptions(MessageOptions, total=False):
     transaction: ExternalConnection | ExternalTransaction | Transaction | Unset
 
 
+class PublishOptions(TypedDict, total=False):
+    """What can be said of an event that is published; see `Endpoint.send`."""
+
+    headers: HeaderMap | None
+    message_id: str | None
+    delay: timedelta | None
+    deliver_at: datetime | None
+    expires: timedelta | None
+    correlation_id: str | None
+    on_conflict: SendConflict | None
+    at_most: timedelta | None
+
+
 class Send(NamedTuple):
     """A message of `send_many`; its arguments are the arguments of `Endpoint.send`.
 
@@ -264,8 +278,10 @@ class Composer:
         reply_to: str | None,
         serializer: Serializer = JSON_SERIALIZER,
         routes: Routes | None = None,
+        publishes: bool = False,
     ) -> None:
         self.routes = Routes() if routes is None else routes
+        self._publishes = publishes
         self._latest, self._earliest = latest_of(clock), clock.now
         self._serializer = serializer
         self._fixed = fixed_headers(endpoint_name, reply_to)
@@ -284,6 +300,24 @@ class Composer:
                 raise InvalidMessage("send has neither destination nor body: give send(destination, body)")
             return self.routes.queue_for(destination), destination
         return (self.routes.queue_for(body) if destination is UNSET else destination), body
+
+    def publication(self, event: Body, **options: Unpack[PublishOptions]) -> Send:
+        """Return what sends an event to its topic. Raises InvalidMessage, or ConfigurationError without topics."""
+        if not self._publishes:
+            raise ConfigurationError(
+                "the queues of this endpoint have no subscriptions: publish needs queues in a SQL database or in memory"
+            )
+        headers = {Headers.INTENT: "Publish", **check_headers(options.get("headers") or {})}
+        types = headers.get(Headers.ENCLOSED_MESSAGE_TYPES) or names_of_value(event)
+        names = names_in_header(types or "")
+        if not names or len(names[0]) > MAXIMUM_TOPIC_LENGTH:
+            raise InvalidMessage(
+                f"an event needs a type with a name of 1 to {MAXIMUM_TOPIC_LENGTH} characters, by which endpoints "
+                f"subscribe, and this {type(event).__name__} has {names[0] if names else 'none'!r}: publish a value of "
+                "a dataclass or of a class with @message_type"
+            )
+        options["headers"] = headers
+        return Send(topic_address(names[0]), event, **options)
 
     def compose(self, send: Send, related_to: Message | None = None) -> Outgoing:
         """Return the checked operation, which waits if it is not due; with the only reading of the clock for it.
@@ -469,6 +503,8 @@ def check_endpoint_name(name: str) -> str:
         check_name("endpoint name", name, MAXIMUM_DESTINATION_LENGTH)
     except InvalidMessage as error:
         raise ConfigurationError(str(error)) from error
+    if is_topic(name):
+        raise ConfigurationError(f"an endpoint cannot be named {name!r}, like the topic of an event: name it otherwise")
     return name
 
 
@@ -571,7 +607,8 @@ class Destinations:
 
     def needs_check(self, queue: str) -> bool:
         """Return whether `check` asks the transport."""
-        return queue not in self._found and isinstance(self._transport, SupportsQueueLookup)
+        known = queue in self._found or is_topic(queue)
+        return not known and isinstance(self._transport, SupportsQueueLookup)
 
     async def similar(self, queue: str) -> Sequence[str]:
         """Return the queues with names like that of a queue that does not exist, the most similar first."""
@@ -586,7 +623,7 @@ class Destinations:
 
     async def check(self, queue: str) -> None:
         """Raise QueueNotFound for a queue that does not exist; pass where the transport cannot look it up now."""
-        if queue in self._found or not isinstance(self._transport, SupportsQueueLookup):
+        if not self.needs_check(queue) or not isinstance(self._transport, SupportsQueueLookup):
             return
         async with self._asking:  # many simultaneous sends to a queue ask once
             if queue not in self._found:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Callable, Collection, Mapping
@@ -22,6 +23,8 @@ _MAIN_MODULES: Final = frozenset({"__main__", "__mp_main__"})
 #: Types whose values have no type name on the wire.
 PLAIN_TYPES: Final = frozenset({bytes, str, dict, list, tuple, set, frozenset, int, float, bool, type(None)})
 HOW_TO_WRITE: Final = "make the class a dataclass, a msgspec Struct, a TypedDict or a pydantic model"
+#: Their classes, such as pydantic.BaseModel, are bases of messages and no messages.
+_LIBRARIES: Final = frozenset({"builtins", "typing", "msgspec", "pydantic", "pydantic_settings", "sqlmodel"})
 #: How deep the search for a value that cannot be serialized goes.
 _DEPTH: Final = 50
 
@@ -193,7 +196,12 @@ def names_of_value(value: object) -> str | None:
 
     Raises InvalidMessage if no other process could know the type by its name.
     """
-    kind = type(value)
+    kind: object = type(value)
+    return _names_of_values(kind)
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_of_values(kind: Any) -> str | None:  # noqa: ANN401 - a type
     if not is_message_kind(kind):
         return None
     if (name := name_of_kind(kind)).partition(".")[0] in _MAIN_MODULES:
@@ -201,8 +209,13 @@ def names_of_value(value: object) -> str | None:
             f"type {kind.__qualname__} is of an interactive session: no other process knows it as {name!r}. Name it "
             f'with @message_type("shop.{kind.__qualname__}"), or import it from a module'
         )
-    bases = [name_of_kind(base) for base in kind.__mro__[1:] if _NAME in vars(base)]
+    bases = [name_of_kind(base) for base in kind.__mro__[1:] if is_message_kind(base) and not _is_of_library(base)]
     return ";".join([name, *bases])
+
+
+def _is_of_library(kind: type) -> bool:
+    """Return whether the class is no message, but what messages are derived from."""
+    return kind.__module__.partition(".")[0] in _LIBRARIES and _NAME not in vars(kind)
 
 
 def names_in_header(value: str) -> list[str]:

@@ -11,7 +11,7 @@ from delayline.checks import ForkGuard
 from delayline.endpoint import Endpoint
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
-from delayline.outgoing import MessageOptions
+from delayline.outgoing import MessageOptions, PublishOptions
 from delayline.receiving.registration import RegistersHandlers
 from delayline.transaction import THREAD_WAITS
 
@@ -93,6 +93,20 @@ class SyncEndpoint(RegistersHandlers):
         else:
             options = partial(self.endpoint.handles, recoverability=recoverability, timeout=timeout)
             options(kind, concurrency=concurrency)(handle)
+
+    def _subscribe_to(self, kind: object) -> None:
+        self.endpoint._subscribe_to(kind)
+
+    def unsubscribe(self, kind: object) -> None:
+        """End the subscription to events of a type; see `Endpoint.unsubscribe`.
+
+        Args:
+            kind: The type of the events, or its name.
+
+        Raises:
+            DelaylineError: The errors of `Endpoint.unsubscribe`.
+        """
+        self.run(self.endpoint.unsubscribe(kind))
 
     def start(self) -> None:
         """Start the loop's thread and the endpoint; raises the errors of `Endpoint.start`."""
@@ -199,6 +213,24 @@ class SyncEndpoint(RegistersHandlers):
         """
         transaction = options.pop("transaction", UNSET)
         return self.run_in(transaction, partial(self.endpoint.send_local, body, **options))
+
+    def publish(
+        self, event: Body, *, transaction: ExternalConnection | Unset = UNSET, **options: Unpack[PublishOptions]
+    ) -> Sent:
+        """Publish an event, and return its id once it is durable; see `Endpoint.publish`.
+
+        Args:
+            event: A value of a class with a name, such as a dataclass.
+            transaction: An external transaction, whose connection is used on the calling thread; see `send`.
+            options: The other arguments of `Endpoint.publish`.
+
+        Returns:
+            The event's id, as of `send`.
+
+        Raises:
+            DelaylineError: The errors of `Endpoint.publish`.
+        """
+        return self.run_in(transaction, partial(self.endpoint.publish, event, **options))
 
     def send_many(
         self,

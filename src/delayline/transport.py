@@ -529,3 +529,30 @@ class SupportsQueueLookup(Protocol):
     async def queues(self) -> Sequence[str]:
         """Return the names of queues that exist, as far as they can be listed; for suggestions."""
         ...
+
+
+@runtime_checkable
+class SupportsPublishing(Protocol):
+    """Capability: `dispatch` to the address of a topic sends a copy to each queue that subscribes to it.
+
+    The address is `topic:` and the name of the event's type; the header with the names of its base types has further
+    topics. A queue gets one copy. An event without subscribers is dispatched all the same, to nobody.
+    """
+
+    async def subscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have copies of events from now on, durably on return. Idempotent.
+
+        Args:
+            queue: The queue.
+            topics: Names of types.
+        """
+        ...
+
+    async def unsubscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have no more copies of events, durably on return. Idempotent.
+
+        Args:
+            queue: The queue.
+            topics: Names of types.
+        """
+        ...

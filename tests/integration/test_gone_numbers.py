@@ -17,7 +17,7 @@ from delayline import SqlTransport
 from delayline.sql import gone_numbers
 from delayline.sql.databases import database_at
 from delayline.testing.conformance.messages import operation
-from delayline.testing.conformance.transport import ids, received
+from delayline.testing.conformance.transport_fixtures import ids, received
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

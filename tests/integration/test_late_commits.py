@@ -20,7 +20,7 @@ from delayline.sql.receiver import OUT_OF_ORDER, RecentNumbers
 from delayline.sql.statements import queue_channel
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
-from delayline.testing.conformance.transport import ids, received
+from delayline.testing.conformance.transport_fixtures import ids, received
 
 if TYPE_CHECKING:
     from collections.abc import Callable

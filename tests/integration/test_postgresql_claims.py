@@ -20,7 +20,7 @@ from delayline.sql.server_database import ServerDatabase
 from delayline.sql.statements import queue_channel
 from delayline.testing.clock import settle
 from delayline.testing.conformance.messages import AT, delayed, operation
-from delayline.testing.conformance.transport import ids, received
+from delayline.testing.conformance.transport_fixtures import ids, received
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -32,7 +32,7 @@ from delayline.rabbitmq.levels import MAXIMUM_DELAY
 from delayline.spi import TransportOperation
 from delayline.testing import NativeDeliveryConformance, Signals
 from delayline.testing.conformance.native_delivery import Arrivals
-from delayline.testing.conformance.transport import received
+from delayline.testing.conformance.transport_fixtures import received
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -31,7 +31,7 @@ from delayline.rabbitmq.forwarding import sent_on
 from delayline.settings import load_settings
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
-from delayline.testing.conformance.transport import ids, received
+from delayline.testing.conformance.transport_fixtures import ids, received
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence

@@ -15,7 +15,7 @@ from tests.servers.rabbitmq import RabbitmqServer
 from delayline import Endpoint
 from delayline.rabbitmq import RabbitMQTransport
 from delayline.testing.conformance.messages import operation
-from delayline.testing.conformance.transport import received
+from delayline.testing.conformance.transport_fixtures import received
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -17,7 +17,7 @@ from delayline.rabbitmq import RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.publisher import Publisher
 from delayline.testing.conformance.messages import operation
-from delayline.testing.conformance.transport import received
+from delayline.testing.conformance.transport_fixtures import received
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

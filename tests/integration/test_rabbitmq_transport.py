@@ -36,7 +36,7 @@ from delayline.rabbitmq.receiver import RabbitMQReceiver
 from delayline.testing import Signals
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.native_delivery import Arrivals
-from delayline.testing.conformance.transport import ids, received
+from delayline.testing.conformance.transport_fixtures import ids, received
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

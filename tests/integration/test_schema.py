@@ -27,7 +27,7 @@ from delayline.sql.databases import database_at
 from delayline.sql.inbox import INBOX
 from delayline.sql.journal import JOURNAL
 from delayline.sql.schedules import SCHEDULES
-from delayline.sql.schema import CRASHES, DECISIONS, QUEUES, registered_groups
+from delayline.sql.schema import CRASHES, DECISIONS, QUEUES, SUBSCRIPTIONS, registered_groups
 from delayline.sql.setup import RequiredTables
 from delayline.telemetry.history import MINUTES
 from delayline.testing.conformance.messages import AT, delayed, operation
@@ -93,7 +93,11 @@ def test_a_file_of_version_1_is_upgraded_in_place(old: Path) -> None:
     run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}")
     run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}")
     # Then its messages are there, and version 1 can still use it
-    assert rows(old, "SELECT * FROM delayline_schema") == [("queues", 1, QUEUES.revision), ("crashes", 1, 1)]
+    assert rows(old, "SELECT * FROM delayline_schema") == [
+        ("queues", 1, QUEUES.revision),
+        ("crashes", 1, 1),
+        ("subscriptions", 1, 1),
+    ]
     assert rows(old, "SELECT id, body, expires FROM delayline_messages") == [("in queue", b"\x01", None)]
     assert rows(old, 'SELECT id, due, retry_count FROM "sales.timeouts"') == [("waits", 1700000000000000, 3)]
 
@@ -238,6 +242,7 @@ COLUMNS = {
     QUEUES: "delayline_messages.body",
     DECISIONS: "delayline_decisions.value",
     CRASHES: "delayline_suspects.crashes",
+    SUBSCRIPTIONS: "delayline_subscriptions.queue",
     JOURNAL: "delayline_journal.destination",
     cold_catalog.COLD_TIER: "delayline_cold_files.messages",
     dispatchers.DISPATCHERS: "delayline_dispatchers.owner",
@@ -250,7 +255,7 @@ COLUMNS = {
     SCHEDULES: "delayline_schedules.missed",
 }
 #: The features whose tables revision 2 had.
-OF_REVISION_2 = [group for group in COLUMNS if group not in (MINUTES, CRASHES, INBOX, SCHEDULES)]
+OF_REVISION_2 = [group for group in COLUMNS if group not in (MINUTES, CRASHES, SUBSCRIPTIONS, INBOX, SCHEDULES)]
 
 
 def test_every_feature_is_listed() -> None:
@@ -283,7 +288,7 @@ async def test_tables_of_revision_2_are_upgraded_in_place(revision_2: str) -> No
     with dialect.connections.look() as connection:
         rows = connection.exec_driver_sql("SELECT feature, version, revision FROM delayline_schema").fetchall()
         assert sorted(map(tuple, rows)) == sorted(
-            (one.feature, one.usable_from, one.revision) for one in [*OF_REVISION_2, CRASHES]
+            (one.feature, one.usable_from, one.revision) for one in [*OF_REVISION_2, CRASHES, SUBSCRIPTIONS]
         )
         assert tuple(connection.exec_driver_sql("SELECT run, stored FROM delayline_spark_runs").one()) == ("nightly", 7)
         assert connection.exec_driver_sql("SELECT value FROM delayline_decisions").scalar_one() == "commit"
@@ -349,7 +354,7 @@ async def test_an_upgrade_that_was_killed_after_dropping_the_versions_is_complet
     await asyncio.to_thread(run, "setup", "--endpoint", "sales", "--url", revision_2)
     with database_at(revision_2).dialect.connections.look() as connection:
         assert len(connection.exec_driver_sql("SELECT feature FROM delayline_schema").fetchall()) == len(
-            [*OF_REVISION_2, CRASHES]
+            [*OF_REVISION_2, CRASHES, SUBSCRIPTIONS]
         )
 
 
@@ -419,7 +424,12 @@ def test_a_dry_run_of_an_upgrade(old: Path) -> None:
     shown = run("setup", "--endpoint", "sales", "--url", f"sqlite:///{old}", "--dry-run")
     assert "ALTER TABLE delayline_messages ADD expires BIGINT" in shown
     assert "UPDATE delayline_schema SET version=1, revision=5" in shown
-    assert re.findall(r"CREATE TABLE (\w+)", shown) == ["delayline_schema", "delayline_receivers", "delayline_suspects"]
+    assert re.findall(r"CREATE TABLE (\w+)", shown) == [
+        "delayline_schema",
+        "delayline_receivers",
+        "delayline_suspects",
+        "delayline_subscriptions",
+    ]
     assert old.read_bytes() == before
 
 

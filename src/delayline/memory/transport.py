@@ -15,6 +15,7 @@ from delayline.clock import SystemClock
 from delayline.errors import DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
 from delayline.memory.transaction import DOMAIN, MemoryTransaction, in_memory
+from delayline.topics import copied, is_topic, log_gone
 from delayline.transaction import TransactionMode
 from delayline.transport import ReceivedMessage
 
@@ -41,6 +42,7 @@ class MemoryTransport:
     def __init__(self, clock: Clock | None = None) -> None:
         self._clock = clock or SystemClock()
         self._queues: dict[str, MemoryQueue] = {}
+        self._subscribers: dict[str, set[str]] = {}
 
     @property
     def transaction_domain(self) -> Hashable:
@@ -68,18 +70,41 @@ class MemoryTransport:
         """Do nothing: queues keep their messages."""
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
-        """Put each message into its queue, now or at the commit."""
+        """Put each message into its queue, now or at the commit; a copy of an event into that of each subscriber."""
         failures: dict[int, Exception] = {}
         for position, operation in enumerate(operations):
-            queue = self._queues.get(operation.destination)
-            if queue is None:
-                failures[position] = QueueNotFound(operation.destination)
-            elif transaction is None:
-                queue.put(operation.message)
+            if is_topic(operation.destination):
+                self._publish(operation, transaction)
+            elif operation.destination in self._queues:
+                self._put(operation, transaction)
             else:
-                in_memory(transaction).on_commit(partial(queue.put, operation.message))
+                failures[position] = QueueNotFound(operation.destination)
         if failures:
             raise DispatchFailed(failures)
+
+    def _publish(self, event: TransportOperation, transaction: Transaction | None) -> None:
+        copies = copied([event], self._subscribers).operations
+        for copy in copies:
+            if copy.destination in self._queues:
+                self._put(copy, transaction)
+        log_gone(copy.destination for copy in copies if copy.destination not in self._queues)
+
+    def _put(self, operation: TransportOperation, transaction: Transaction | None) -> None:
+        queue = self._queues[operation.destination]
+        if transaction is None:
+            queue.put(operation.message)
+        else:
+            in_memory(transaction).on_commit(partial(queue.put, operation.message))
+
+    async def subscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have copies of events from now on."""
+        for topic in topics:
+            self._subscribers.setdefault(topic, set()).add(queue)
+
+    async def unsubscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have no more copies of events."""
+        for topic in topics:
+            self._subscribers.get(topic, set()).discard(queue)
 
     async def receiver(self, queue: str) -> MemoryReceiver:
         """Return a receiver on the queue."""

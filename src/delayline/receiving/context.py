@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import SendConflict, SupportsManagement
     from delayline.external import DriverConnection, ExternalConnection, ExternalTransaction
     from delayline.message import Body, Message
-    from delayline.outgoing import Composer, Effect, HeaderMap, MessageOptions, Outgoing
+    from delayline.outgoing import Composer, Effect, HeaderMap, MessageOptions, Outgoing, PublishOptions
     from delayline.receiving.once import Records
     from delayline.receiving.transactions import (
         ConnectionPool,
@@ -185,6 +185,24 @@ class MessageContext:
         """
         composed = self._composer.compose_many(messages, self.message)
         return Recorded([self._keep(outgoing._replace(check=check_destination)) for outgoing in composed])
+
+    def publish(self, event: Body, **options: Unpack[PublishOptions]) -> Awaitable[str]:
+        """Publish an event, now or delayed, when the handler has succeeded; see `Endpoint.publish`.
+
+        Args:
+            event: A value of a class with a name, such as a dataclass.
+            options: `headers`, `message_id`, `delay` and the others, as of `Endpoint.publish`.
+
+        Returns:
+            An awaitable that gives the event's id.
+
+        Raises:
+            InvalidMessage: By the call: the event cannot be published, or the handler has ended.
+            InvalidDueTime: By the call: a delay or instant that cannot be honoured.
+            ConfigurationError: By the call: the transport has no subscriptions.
+        """
+        composed = self._composer.compose(self._composer.publication(event, **options), self.message)
+        return Recorded(self._keep(composed._replace(check=False)))
 
     def forward(
         self, destination: str, *, delay: timedelta | None = None, deliver_at: datetime | None = None

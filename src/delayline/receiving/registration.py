@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar, Unpack, overload
 
 from delayline.message import Message
 from delayline.receiving.annotations import is_handler, kind_of
@@ -41,6 +41,14 @@ class AnnotatedRegistration(Protocol):
         ...
 
 
+class HandlerOptions(TypedDict, total=False):
+    """What can be said of a handler of a type; see `Endpoint.handles`."""
+
+    recoverability: Recoverability | None
+    timeout: timedelta | None
+    concurrency: int | None
+
+
 class RegistersHandlers(ABC):
     """Takes handlers, as functions and as decorators."""
 
@@ -55,6 +63,10 @@ class RegistersHandlers(ABC):
         concurrency: int | None,
     ) -> None:
         """Register a handler for a type; for every message if `kind` is None."""
+
+    @abstractmethod
+    def _subscribe_to(self, kind: object) -> None:
+        """Subscribe to events of a type at start. Raises ConfigurationError."""
 
     @overload
     def handler(
@@ -171,3 +183,83 @@ class RegistersHandlers(ABC):
             return handle
 
         return register(kind) if bare else register
+
+    @overload  # as of `handles`
+    def subscribes(  # type: ignore[overload-overlap]
+        self, kind: type[Payload], **options: Unpack[HandlerOptions]
+    ) -> TypedRegistration[Payload]: ...
+    @overload
+    def subscribes(self, kind: str, **options: Unpack[HandlerOptions]) -> TypedRegistration[Any]: ...
+    @overload
+    def subscribes(
+        self, kind: Callable[[Payload, MessageContext], Handling], /
+    ) -> Callable[[Payload, MessageContext], Handling]: ...
+    @overload
+    def subscribes(self, **options: Unpack[HandlerOptions]) -> AnnotatedRegistration: ...
+
+    def subscribes(self, kind: Any = None, **options: Any) -> Any:
+        """Register the handler below it for events of a type, and subscribe to them at start; see `handles`.
+
+        A subscription outlives the endpoint: events wait in its queue while it does not run, until `unsubscribe`.
+
+        Args:
+            kind: The type of the events, or its name; left out, that of the handler's annotation. Events of types that
+                derive from it come too.
+            options: `recoverability`, `timeout` and `concurrency`, as of `handles`.
+
+        Raises:
+            ConfigurationError: As of `handles`; or the transport has no subscriptions.
+
+        Example:
+            ```python
+            @endpoint.subscribes
+            async def bill(order: OrderPlaced, context: MessageContext) -> None:
+                context.send("billing", Bill(order.order_id))
+            ```
+        """
+        bare = is_handler(kind)
+
+        def register(handle: Any) -> Any:  # noqa: ANN401 - a handler
+            self.subscribe(kind_of(handle) if bare or kind is None else kind, handle, **options)
+            return handle
+
+        return register(kind) if bare else register
+
+    @overload
+    def subscribe(
+        self,
+        kind: type[Payload],
+        handle: Callable[[Payload, MessageContext], Awaitable[None] | None],
+        **options: Unpack[HandlerOptions],
+    ) -> None: ...
+    @overload
+    def subscribe(
+        self,
+        kind: str,
+        handle: Callable[[Any, MessageContext], Awaitable[None] | None],
+        **options: Unpack[HandlerOptions],
+    ) -> None: ...
+
+    def subscribe(
+        self,
+        kind: Any,
+        handle: Callable[..., Any],
+        *,
+        recoverability: Recoverability | None = None,
+        timeout: timedelta | None = None,
+        concurrency: int | None = None,
+    ) -> None:
+        """Register a handler for events of a type, and subscribe to them at start; see `subscribes`.
+
+        Args:
+            kind: The type of the events, or its name.
+            handle: The handler.
+            recoverability: As of `handles`.
+            timeout: As of `handles`.
+            concurrency: As of `handles`.
+
+        Raises:
+            ConfigurationError: As of `handles`; or the transport has no subscriptions.
+        """
+        self._subscribe_to(kind)
+        self._register(handle, kind, recoverability=recoverability, timeout=timeout, concurrency=concurrency)

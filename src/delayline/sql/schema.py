@@ -211,6 +211,13 @@ class QueueTables:
             Column("crashes", Integer, nullable=False),
             Column("receiver", BigInteger, nullable=False),
         )
+        #: Which queues get copies of events, by the name of the event's type.
+        self.subscriptions = Table(
+            "delayline_subscriptions",
+            metadata,
+            Column("topic", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
+            Column("queue", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
+        )
         self.leases = Table(
             "delayline_leases",
             metadata,
@@ -257,6 +264,7 @@ QUEUES: Final = register(TableGroup("queues", _shared_tables, revision=5))
 CRASHES: Final = register(
     TableGroup("crashes", lambda _, schema: [queue_tables(schema).receivers, queue_tables(schema).suspects])
 )
+SUBSCRIPTIONS: Final = register(TableGroup("subscriptions", lambda _, schema: [queue_tables(schema).subscriptions]))
 DECISIONS: Final = register(TableGroup("two_phase", lambda _, schema: [queue_tables(schema).decisions]))
 
 

@@ -174,6 +174,14 @@ class QueueStatements:
         by_numbers = dialect.words.by_key(columns.seq, "numbers", of_queue)
         kept = select(columns.seq, columns.id, columns.headers, columns.body)
         page = kept.where(all_of_queue).order_by(*in_order).limit(bindparam("number")).offset(bindparam("skip"))
+        subscriptions = tables.subscriptions
+        topics = select(subscriptions.c.topic, subscriptions.c.queue)
+        self._subscribers = Prepared(
+            topics.where(dialect.words.one_of(subscriptions.c.topic, "topics")), sql, ["topics"]
+        )
+        self.subscribe = Prepared(dialect.words.insert_new(subscriptions, "queue"), sql, ["topic", "queue"])
+        of_both = subscriptions.c.topic == bindparam("of_topic"), subscriptions.c.queue == bindparam("of_queue")
+        self.unsubscribe = Prepared(delete(subscriptions).where(*of_both), sql, ["of_topic", "of_queue"])
         self.known = Prepared(select(queues.c.name).where(dialect.words.one_of(queues.c.name, "names")), sql, ["names"])
         filled = exists().where(columns.queue == queues.c.name)
         self.filled = Prepared(
@@ -257,6 +265,13 @@ class QueueStatements:
         """Return the names that are not queues."""
         asked = set(names)
         return asked - {name for (name,) in self.known.rows(connection, list(asked))} if asked else asked
+
+    def subscribers(self, connection: Connection, topics: Iterable[str]) -> dict[str, set[str]]:
+        """Return the queues that subscribe to each of the topics."""
+        queues: dict[str, set[str]] = {}
+        for topic, queue in self._subscribers.rows(connection, list(topics)):
+            queues.setdefault(topic, set()).add(queue)
+        return queues
 
     def must_exist(self, connection: Connection, queue: str) -> None:
         """Raise QueueNotFound unless the queue is registered."""

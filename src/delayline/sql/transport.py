@@ -34,10 +34,21 @@ from delayline.sql.queue_limits import (
     merged,
 )
 from delayline.sql.receiver import OUT_OF_ORDER, IdleQueues, SqlReceiver
-from delayline.sql.schema import CRASHES, DECISIONS, EVERY_RIGHT, QUEUES, TO_PUT, TO_READ, TO_TAKE, queue_tables
+from delayline.sql.schema import (
+    CRASHES,
+    DECISIONS,
+    EVERY_RIGHT,
+    QUEUES,
+    SUBSCRIPTIONS,
+    TO_PUT,
+    TO_READ,
+    TO_TAKE,
+    queue_tables,
+)
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.sql.transactions import EnlistedTransaction
+from delayline.topics import copied, is_topic, log_gone, topics_among
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -189,16 +200,50 @@ class SqlTransport(OnDatabase):
 
     async def _dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None) -> set[str]:
         """Insert the messages whose queues exist, notify receivers, and return the queues that do not exist."""
-        if len(operations) == 1 and operations[0].message.time_to_be_received is None:
-            missing = await self._put_one(operations[0], transaction)
+        if any(is_topic(operation.destination) for operation in operations):
+            reached, missing = await self._publish(operations, transaction)
         else:
-            missing = await self._put(operations, transaction)
-        reached = {operation.destination for operation in operations} - missing
+            if len(operations) == 1 and operations[0].message.time_to_be_received is None:
+                missing = await self._put_one(operations[0], transaction)
+            else:
+                missing = await self._put(operations, transaction)
+            reached = {operation.destination for operation in operations} - missing
         # A user's transaction may go on for long with its number; a handler's ends at once.
         late = isinstance(transaction, EnlistedTransaction) and not transaction.of_handler
         at = OUT_OF_ORDER if late else 0
         await self._database.notify_on_commit({queue_channel(name): at for name in reached}, transaction)
         return missing
+
+    async def _publish(
+        self, operations: Sequence[TransportOperation], transaction: Transaction | None
+    ) -> tuple[set[str], set[str]]:
+        """Insert the messages, with a copy for each subscriber; return the queues reached, and those that are missing.
+
+        A subscriber without a queue is logged, and not among the missing.
+        """
+        topics = topics_among(operations)
+        queues = await self._database.write(partial(self._statements.subscribers, topics=topics), transaction)
+        copies = copied(operations, queues)
+        if not copies.operations:
+            return set(), set()
+        missing = await self._put(copies.operations, transaction)
+        log_gone(missing & {*copies.subscribers})
+        reached = {operation.destination for operation in copies.operations} - missing
+        return reached, missing - {*copies.subscribers}
+
+    async def subscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have copies of events from now on."""
+        await self._check_tables()
+        known = await self._database.read(partial(self._statements.subscribers, topics=topics))
+        rows = [(topic, queue) for topic in sorted({*topics}) if queue not in known.get(topic, ())]
+        if rows:  # at most starts there is nothing to write, and no lock to wait for
+            await self._database.write(partial(self._statements.subscribe.change_many, rows=rows))
+
+    async def unsubscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have no more copies of events."""
+        await self._check_tables()
+        rows = [(topic, queue) for topic in sorted(topics)]
+        await self._database.write(partial(self._statements.unsubscribe.change_many, rows=rows))
 
     async def receiver(self, queue: str) -> SqlReceiver:
         """Return a receiver on the queue. Raises BackendUnusable for tables of an older delayline."""
@@ -337,7 +382,9 @@ class SqlTransport(OnDatabase):
 
     @property
     def _required(self) -> RequiredTables:
-        groups = [QUEUES, CRASHES] if self._two_phase is None else [QUEUES, CRASHES, DECISIONS]
+        groups = [QUEUES, CRASHES, SUBSCRIPTIONS]
+        if self._two_phase is not None:
+            groups.append(DECISIONS)
         with_groups = [] if self._fair_by is None else [self._tables.queued]
         return RequiredTables(self._database.dialect, self._schema, *groups, others=with_groups)
 

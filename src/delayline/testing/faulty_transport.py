@@ -11,6 +11,7 @@ from delayline.transport import (
     Receiver,
     SupportsFlush,
     SupportsPrefetch,
+    SupportsPublishing,
     SupportsQualifiedQueues,
     SupportsQueueLookup,
     SupportsQueueManagement,
@@ -32,7 +33,7 @@ class _PrefetchReceiver(Receiver, SupportsPrefetch, Protocol): ...
 #: What a faulty transport has if the wrapped transport has it.
 TRANSPORT_CAPABILITIES: Final = (
     SupportsTransportTransactions, SupportsQueueManagement, SupportsQueuePass, SupportsQualifiedQueues,
-    SupportsQueueLookup,
+    SupportsQueueLookup, SupportsPublishing,
 )  # fmt: skip
 
 

@@ -33,10 +33,20 @@ from delayline.events import Event
 from delayline.message import DelayedMessage, Headers, Message, from_wire_time
 from delayline.receiving.recoverability import Recoverability
 from delayline.testing.clock import ManualClock, settle
-from delayline.testing.conformance.messages import AT, AWKWARD_HEADERS, ENDPOINT, PATIENCE, PLENTY, TICK, delayed
+from delayline.testing.conformance.messages import (
+    AT,
+    AWKWARD_HEADERS,
+    ENDPOINT,
+    OTHER_QUEUE,
+    PATIENCE,
+    PLENTY,
+    TICK,
+    delayed,
+)
 from delayline.testing.conformance.processes import DeliveryBetweenProcesses
+from delayline.testing.conformance.publishing import DeliveryPublishing
 from delayline.testing.conformance.store import closed, opened
-from delayline.testing.conformance.transport import nothing_left, received
+from delayline.testing.conformance.transport_fixtures import nothing_left, received
 from delayline.testing.faults import FETCH, REMOVE, STORE, Fault
 from delayline.testing.faulty_store import FaultyStore
 from delayline.testing.faulty_transport import FaultyTransport
@@ -62,7 +72,6 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 EVERY_MODE = list(TransactionMode)
-OTHER_QUEUE = "elsewhere"
 
 
 def facts(record: logging.LogRecord) -> dict[str, Any]:
@@ -1224,7 +1233,13 @@ class DeliveryForwarding(DeliveryFixtures):
 
 
 class DeliveryConformance(
-    DeliveryTiming, DeliveryFailures, DeliveryFaults, DeliveryBreakers, DeliveryForwarding, DeliveryBetweenProcesses
+    DeliveryTiming,
+    DeliveryFailures,
+    DeliveryFaults,
+    DeliveryBreakers,
+    DeliveryForwarding,
+    DeliveryPublishing,
+    DeliveryBetweenProcesses,
 ):
     """The delivery suite of an endpoint on a transport and a store: subclass it, override `make_backends`, run pytest.
 

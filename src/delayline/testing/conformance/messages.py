@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 ENDPOINT: Final = "conformance"
+OTHER_QUEUE: Final = "elsewhere"
 AT: Final = datetime(2026, 1, 1, tzinfo=UTC)
 TICK: Final = timedelta(microseconds=1)
 #: Real seconds after which a call that should have answered is given up.
