@@ -200,6 +200,7 @@ class Endpoint(RegistersHandlers):
         self.inbox = inbox
         self.error_queue = error_queue
         self.send_only = send_only
+        self._queues = [self.error_queue] if send_only else [name, self.error_queue]
         self._chooses_mode = transaction_mode is None
         self._use_mode(_mode(transaction_mode, transport, delayed_delivery, inbox))
         self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
@@ -386,7 +387,11 @@ class Endpoint(RegistersHandlers):
         concurrency: int | None,
     ) -> None:
         self._check_handler(handle)
-        fitted = self._fitted(recoverability)
+        fitted = (
+            None
+            if recoverability is None
+            else _recoverability(recoverability, self.transaction_mode, self.delayed_delivery)
+        )
         if kind is None:
             self._handlers.add(handle, recoverability=fitted, timeout=timeout)
             return
@@ -438,11 +443,6 @@ class Endpoint(RegistersHandlers):
         """
         self._started_sender()
         await self._subscriptions.end(kind)
-
-    def _fitted(self, recoverability: Recoverability | None) -> Recoverability | None:
-        if recoverability is None:
-            return None
-        return _recoverability(recoverability, self.transaction_mode, self.delayed_delivery)
 
     def _check_handler(self, handle: object) -> None:
         if self.send_only:
@@ -521,7 +521,7 @@ class Endpoint(RegistersHandlers):
         """Create the input queue, the error queue and the tables of delayed delivery. Idempotent; needs no `start`."""
         await self.transport.start()
         try:
-            await self._setup_queues()
+            await self.transport.setup_infrastructure(self._queues)
             for delivery in self._deliveries:
                 await delivery.setup_infrastructure()
             if self.inbox is not None:
@@ -771,7 +771,7 @@ class Endpoint(RegistersHandlers):
         self._observers.start()
         self._running.push_async_callback(self._observers.stop)
         if self._setup:
-            await self._setup_queues()
+            await self.transport.setup_infrastructure(self._queues)
         if self._setup:
             for delivery in self._deliveries:
                 await _set_up(delivery)
@@ -807,7 +807,7 @@ class Endpoint(RegistersHandlers):
             self._pipeline.start()
             self._running.push_async_callback(self._pipeline.stop)
         elif not self.send_only:
-            await self._warn_of_no_handlers()
+            await _warn_of_no_handlers(self.name, self.transport)
         emit(
             logger,
             logging.INFO,
@@ -846,23 +846,6 @@ class Endpoint(RegistersHandlers):
                 self._use_mode(weaker)
                 self._host = replace(self._host, mode=weaker)
                 delivery.bind(self._host)
-
-    async def _warn_of_no_handlers(self) -> None:
-        """Log a warning, with the number of messages in the queue where it can be told: no handler takes them."""
-        number: int | None = None
-        if isinstance(self.transport, SupportsQueueManagement):
-            with contextlib.suppress(DelaylineError):  # whatever is wrong shows where it matters
-                number = await self.transport.count(self.name)
-        log_text = (
-            "endpoint %s has no handlers, and receives nothing%s. Register handlers with @endpoint.handles or "
-            "@endpoint.handler before start(), or pass send_only=True"
-        )
-        there = f": {number} messages stay in its queue" if number else ""
-        emit(logger, logging.WARNING, Event.NO_HANDLERS, log_text, self.name, there, count=number)
-
-    async def _setup_queues(self) -> None:
-        queues = [self.error_queue] if self.send_only else [self.name, self.error_queue]
-        await self.transport.setup_infrastructure(queues)
 
     async def _stop_parts(self, grace: timedelta) -> None:
         stopped, starting = self._stopped, self._starting
@@ -911,6 +894,20 @@ class CriticalErrors:
                 self._endpoint.name,
                 exception=error,
             )
+
+
+async def _warn_of_no_handlers(name: str, transport: Transport) -> None:
+    """Log a warning, with the number of messages in the queue where it can be told: no handler takes them."""
+    number: int | None = None
+    if isinstance(transport, SupportsQueueManagement):
+        with contextlib.suppress(DelaylineError):  # whatever is wrong shows where it matters
+            number = await transport.count(name)
+    log_text = (
+        "endpoint %s has no handlers, and receives nothing%s. Register handlers with @endpoint.handles or "
+        "@endpoint.handler before start(), or pass send_only=True"
+    )
+    there = f": {number} messages stay in its queue" if number else ""
+    emit(logger, logging.WARNING, Event.NO_HANDLERS, log_text, name, there, count=number)
 
 
 async def _check_rights(
