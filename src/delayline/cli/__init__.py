@@ -18,6 +18,7 @@ from delayline.cli.pending import cancel, pending, reschedule
 from delayline.cli.queues import limit, pause, peek, purge, queues, resume
 from delayline.cli.rabbitmq import rabbitmq
 from delayline.cli.run import run
+from delayline.cli.schedules import schedules
 from delayline.cli.send import send
 from delayline.cli.setup import setup
 from delayline.cli.spark import spark
@@ -46,6 +47,6 @@ def main() -> None:
 
 PENDING: Final = (pending, cancel, reschedule)
 QUEUE_COMMANDS: Final = (queues, peek, pause, resume, limit, purge)
-OTHER_COMMANDS: Final = (errors, doctor, dashboard, rabbitmq, spark, migrate, examples)
+OTHER_COMMANDS: Final = (schedules, errors, doctor, dashboard, rabbitmq, spark, migrate, examples)
 for command in (setup, run, send, *PENDING, *QUEUE_COMMANDS, *OTHER_COMMANDS):
     main.add_command(command)

@@ -88,7 +88,7 @@ def send(  # noqa: PLR0913 - an option each
     if due is not None:
         in_the_future(due, now)
     content = sys.stdin.read() if body == "-" else body
-    given = dict(_header(header) for header in headers)
+    given = dict(header_given(header) for header in headers)
     checked = not unchecked
     sent, due = asyncio.run(
         _send(settings, destination, content, delay or due, given, message_id, check_destination=checked)
@@ -130,7 +130,8 @@ def _start(endpoint: Endpoint) -> datetime:
     return start_of_delay(None if endpoint.delayed_delivery is None else endpoint.delayed_delivery.clock)
 
 
-def _header(header: str) -> tuple[str, str]:
+def header_given(header: str) -> tuple[str, str]:
+    """Return name and value of a --header, or fail with how to write it."""
     name, equals, value = header.partition("=")
     if not name or not equals:
         raise click.BadParameter(f"{header!r} is not NAME=VALUE", param_hint="--header")

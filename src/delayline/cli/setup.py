@@ -38,8 +38,8 @@ if TYPE_CHECKING:
     from delayline.settings import Settings
     from delayline.sql.schema import TableGroup
 
-#: The features whose tables jobs create at their first use.
-FEATURES: Final = ("broker_jobs", "cold_tier", "dispatchers", "jobs", "migrations", "streams")
+#: The features whose tables are created at their first use.
+FEATURES: Final = ("broker_jobs", "cold_tier", "dispatchers", "jobs", "migrations", "schedules", "streams")
 
 
 @click.command(

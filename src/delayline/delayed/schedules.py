@@ -247,6 +247,42 @@ class Schedules:
         """
         return await self._rows.all() if await self._rows.exist() else ()
 
+    async def get(self, name: str) -> Schedule:
+        """Return a schedule.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            The schedule.
+
+        Raises:
+            ConfigurationError: There is no such schedule.
+        """
+        async with self._store.transaction() as transaction:
+            return await self._known(name, transaction)
+
+    async def add(self, schedule: Schedule) -> Schedule:
+        """Add a schedule by hand, and store its first occurrence.
+
+        Args:
+            schedule: The schedule.
+
+        Returns:
+            The schedule as it is now.
+
+        Raises:
+            InvalidMessage: There is a schedule with its name.
+        """
+        begun = self._with_following(schedule)
+        async with self._store.transaction() as transaction:
+            if not await self._rows.insert(begun, transaction):
+                problem = "already: change it, remove it first, or give the new one another name"
+                raise InvalidMessage(f"there is a schedule {schedule.name!r} {problem}")
+            await self._store_next(begun, transaction)
+        emit(logger, logging.INFO, Event.SCHEDULE_CHANGED, "schedule %s was added", begun.name, schedule=begun.name)
+        return begun
+
     async def pause(self, name: str) -> Schedule:
         """Pause a schedule: its pending occurrence is cancelled, and none follows until `resume`. Idempotent.
 
