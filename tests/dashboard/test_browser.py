@@ -10,12 +10,16 @@ from tests.conftest import not_installed
 from tests.dashboard.browser import DRIVER, Browser, serving
 from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill
 
+from delayline import cron, interval
+from delayline.composition import endpoint_from
 from delayline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-PAGES = ("/", "/forecast", "/lateness", "/waiting", "/errors", "/life", "/jobs", "/doctor")
+    from delayline.delayed.recurrence import Recurrence
+
+PAGES = ("/", "/forecast", "/lateness", "/waiting", "/schedules", "/errors", "/life", "/jobs", "/doctor")
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +35,20 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def shop(tmp_path_factory: pytest.TempPathFactory) -> Settings:
     """An endpoint on SQLite; each test changes messages of its own."""
-    return asyncio.run(fill(f"sqlite:///{tmp_path_factory.mktemp('shop') / 'shop.db'}"))
+    settings = asyncio.run(fill(f"sqlite:///{tmp_path_factory.mktemp('shop') / 'shop.db'}"))
+    asyncio.run(declare(settings))
+    return settings
+
+
+async def declare(settings: Settings) -> None:
+    """Let a process of the endpoint declare schedules."""
+    nine, six_hours = cron("0 9 * * MON-FRI", tz="Europe/Berlin"), interval(hours=6)
+    recurrences: dict[str, Recurrence] = {"nightly-report": nine, "cleaning": six_hours, HOSTILE_ID: six_hours}
+    endpoint = endpoint_from(settings, polling=False)
+    for name, recurrence in recurrences.items():
+        endpoint.every(name, recurrence, "billing", HOSTILE)
+    async with endpoint:
+        pass
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +151,21 @@ def test_failed_messages_are_edited_and_retried_one_and_as_a_group(browser: Brow
     edits_and_retries(browser)
     browser.open("/jobs")
     browser.picture("jobs")
+
+
+def test_a_schedule_is_paused_resumed_and_triggered(browser: Browser) -> None:
+    browser.open("/schedules")
+    assert browser.shows("nightly-report")
+    assert browser.shows("0 9 * * MON-FRI Europe/Berlin")
+    assert browser.shows("3 schedules")
+    browser.picture("schedules")
+    browser.press("Pause")
+    assert browser.shows("Done")
+    assert browser.shows("paused")
+    browser.press("Resume")
+    assert browser.shows("Done")
+    browser.press("Trigger now")
+    assert browser.shows("sent now as")
 
 
 def test_the_life_of_a_message_is_in_the_journal(browser: Browser) -> None:

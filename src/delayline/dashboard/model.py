@@ -259,7 +259,7 @@ class MessageDetails:
 
 
 class OperatorAction(StrEnum):
-    """What a person asks for messages."""
+    """What a person asks for messages and schedules."""
 
     CANCEL = "cancel"
     RESCHEDULE = "reschedule"
@@ -267,6 +267,9 @@ class OperatorAction(StrEnum):
     RETRY = "retry"
     EDIT = "edit"
     PURGE = "purge"
+    PAUSE = "pause"
+    RESUME = "resume"
+    TRIGGER = "trigger"
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,9 @@ SPAN_TITLES: Final = {span: "a minute to years" if span == "all" else f"next {sp
 PAST_TITLES: Final = {span: f"last {'30 days' if span == 'month' else span}" for span in LATENESS_SPANS}
 FILTERS: Final = ("id", "destination", "type", "header", "value", "from", "before")
 """Fields of a search."""
+SCHEDULE_ACTIONS: Final = {
+    action.value: action for action in (OperatorAction.PAUSE, OperatorAction.RESUME, OperatorAction.TRIGGER)
+}
 FRESH: Final = 1.0
 """Seconds for which the data of a page is shown again, to all browsers."""
 MOST_NOTICES: Final = 200
@@ -109,6 +112,7 @@ class Pages:
             "/waiting": self.waiting,
             "/waiting/message": self.waiting_message,
             "/waiting/all": self.waiting_all,
+            "/schedules": self.schedules,
             "/errors": self.errors,
             "/errors/group": self.error_group,
             "/errors/message": self.error_message,
@@ -122,6 +126,7 @@ class Pages:
         self.actions: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/waiting": self._action(self.change, "/waiting"),
             "/waiting/all": self._action(self.change_all, "/waiting"),
+            "/schedules": self._action(self.change_schedule, "/schedules"),
             "/errors/retry": self._action(self.retry, "/errors"),
             "/errors/edit": self._action(self.edit, "/errors"),
             "/errors/purge": self._action(self.purge, "/errors"),
@@ -218,6 +223,12 @@ class Pages:
         return self._page(
             request, "waiting_all.html", "/waiting", service, preview=preview, fields=fields, most=MOST_CHANGED
         )
+
+    async def schedules(self, request: Request) -> Response:
+        """List the recurring messages."""
+        service = self._service(request)
+        schedules = await service.schedules.all()
+        return self._page(request, "schedules.html", "/schedules", service, schedules=schedules)
 
     async def errors(self, request: Request) -> Response:
         """Show the error queue in groups."""
@@ -350,6 +361,15 @@ class Pages:
         if isinstance(outcomes, Unavailable):
             raise InvalidMessage(outcomes.reason)
         return self._outcome(request, outcomes, "/errors", service)
+
+    async def change_schedule(self, request: Request) -> Response:
+        """Pause, resume or trigger a schedule."""
+        service, form, actor = self._service(request), request.state.form, request.state.actor.name
+        action = SCHEDULE_ACTIONS.get(form.get("action", ""))
+        if action is None:
+            raise InvalidMessage("no action was chosen")
+        outcomes = await service.schedules.act(action, form.get("name", ""), actor=actor)
+        return self._outcome(request, outcomes, "/schedules", service)
 
     async def stop_job(self, request: Request) -> Response:
         """Stop an action on many messages; the messages that it has changed stay changed."""

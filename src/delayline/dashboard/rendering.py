@@ -30,6 +30,7 @@ PAGES: Final = (
     ("/forecast", "Forecast"),
     ("/lateness", "Lateness"),
     ("/waiting", "Waiting messages"),
+    ("/schedules", "Schedules"),
     ("/errors", "Errors"),
     ("/life", "A message's life"),
     ("/jobs", "Jobs"),

@@ -12,6 +12,7 @@ from delayline.dashboard.jobs import PipelineJobs
 from delayline.dashboard.life import MessageLives
 from delayline.dashboard.overview import Overview
 from delayline.dashboard.pending import PendingMessages
+from delayline.dashboard.schedules import RecurringMessages
 from delayline.dashboard.search import PendingSearch
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class EndpointService:
         self.pending = PendingMessages(self.search, self.actions)
         self.errors = FailedMessages(back_ends, self.actions)
         self.life = MessageLives(self.search, self.errors)
+        self.schedules = RecurringMessages(back_ends, self.actions)
         self.jobs = PipelineJobs(back_ends, self.actions)
 
     async def __aenter__(self) -> EndpointService:
