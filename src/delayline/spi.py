@@ -9,6 +9,7 @@ from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery, SupportsPendingView
 from delayline.delayed.fairness import FairBy, SupportsFairness
 from delayline.delayed.host import DeliveryHost
+from delayline.delayed.schedules import ScheduleRows, SupportsSchedules
 from delayline.delayed.store import (
     DelayedMessageStore,
     DueBucket,
@@ -82,6 +83,7 @@ __all__ = [
     "QueuePass",
     "ReceivedMessage",
     "Receiver",
+    "ScheduleRows",
     "StoreResult",
     "SupportsBatches",
     "SupportsClock",
@@ -110,6 +112,7 @@ __all__ = [
     "SupportsReceiverLookup",
     "SupportsReplacement",
     "SupportsSavepoints",
+    "SupportsSchedules",
     "SupportsSetup",
     "SupportsTransactions",
     "SupportsTransportTransactions",

@@ -14,6 +14,7 @@ from tests.eventually import eventually_async
 
 from delayline import (
     ConfigurationError,
+    DelayedMessage,
     DuplicateMessage,
     Endpoint,
     InvalidDueTime,
@@ -22,9 +23,11 @@ from delayline import (
     MessageContext,
     Send,
     SyncEndpoint,
+    TransactionMode,
 )
 from delayline.memory import MemoryTransport
 from delayline.message import Headers, to_wire_time
+from delayline.spi import StoreResult
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:
@@ -131,6 +134,32 @@ async def test_a_postponed_message_waits_anew_but_not_for_ever(shop: Endpoint) -
     assert (await shop.delayed.cancel("a")) == "done"
     await shop.send("shop", b"6", delay=9 * DAY, **limits)
     assert (await pending())[1] >= 3 * DAY
+
+
+async def test_a_message_that_is_leaving_is_waited_for(
+    shop: Endpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a poller that has the pending message, when it is postponed, then the new one waits until it has left."""
+    looked, store_or_replace = asyncio.Event(), SqlDelayedMessageStore.store_or_replace
+
+    async def noted(store: SqlDelayedMessageStore, message: DelayedMessage, **given: Any) -> StoreResult:  # noqa: ANN401
+        result = await store_or_replace(store, message, **given)
+        if result is StoreResult.DISPATCHING:
+            looked.set()
+        return result
+
+    monkeypatch.setattr(SqlDelayedMessageStore, "store_or_replace", noted)
+    poller = SqlDelayedMessageStore(f"sqlite:///{tmp_path}/shop.db")
+    await poller.initialize("shop", TransactionMode.RECEIVE_ONLY)
+    await shop.send("shop", b"1", delay=DAY, message_id="a")
+    (taken,) = await poller.fetch_due(datetime.now(UTC) + 2 * DAY, 1, max_bytes=1000)
+    sending = asyncio.create_task(shop.send("shop", b"2", delay=DAY, message_id="a", on_conflict="postpone"))
+    await asyncio.wait_for(looked.wait(), 30)
+    assert not sending.done()
+    assert await poller.remove_many([taken]) == 1
+    assert (await asyncio.wait_for(sending, 30)).result == "stored"
+    assert await bodies(shop) == [b"2"]
+    await poller.close()
 
 
 async def test_several_are_postponed_together(shop: Endpoint) -> None:

@@ -95,6 +95,15 @@ async def test_missed_occurrences(shop: Shop, clock: ManualClock, missed: str, t
         assert await shop.pending(endpoint) == names(6)
 
 
+async def test_an_occurrence_that_is_rescheduled_is_not_missed(shop: Shop, clock: ManualClock) -> None:
+    async with shop.process(missed="none") as endpoint:
+        later = clock.now() + timedelta(minutes=90)
+        assert await endpoint.delayed.reschedule(names(1)[0], later) is Outcome.DONE
+        await clock.advance(timedelta(minutes=90))
+        assert await shop.dispatched() == names(1)
+        assert await shop.pending(endpoint) == names(2)
+
+
 async def test_a_clock_that_is_set_back_repeats_nothing(shop: Shop, clock: ManualClock) -> None:
     async with shop.process() as endpoint:
         await clock.advance(timedelta(hours=1))

@@ -17,6 +17,7 @@ from delayline.migration.journal import MigrationJournal
 from delayline.sql.due_forecast import _count
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements
+from delayline.sql.schedules import ScheduleStatements, schedules_table
 from delayline.sql.schema import queue_tables
 from delayline.sql.setup import texts
 from delayline.sql.sqlserver.dialect import LeaseTable, SqlServer
@@ -65,9 +66,11 @@ class Statements:
         self.locks = LockStatements(self.store, self.dialect, self.leases)
         self.forwarding = self.dialect.forwarding(self.table, self.tables)
         self.queues = QueueStatements(self.tables, self.dialect)
+        self.schedules = ScheduleStatements(schedules_table(self.dialect.catalog.schema_of(None)), self.dialect)
 
     def all(self) -> dict[str, Prepared]:
         owners: list[Any] = [self.store, self.locks, self.leases, self.forwarding, self.queues]
+        owners.append(self.schedules)
         return {
             f"{type(owner).__name__}.{name}": value
             for owner in owners

@@ -549,7 +549,7 @@ class Mover:
         now, missed = self._recovery.now, []
         for message in messages:
             occurrence = self._occurrences.get(message.id)
-            if occurrence is not None and occurrence.is_missed(now):
+            if occurrence is not None and occurrence.is_missed(message.due, now):
                 log_text = "The occurrence of schedule %s at %s was missed, and does not leave"
                 emit(logger, logging.WARNING, Event.SCHEDULE_MISSED, log_text, occurrence.name, occurrence.at)
                 missed.append(message)

@@ -121,9 +121,9 @@ class DueOccurrence:
     at: datetime
     missed: str
 
-    def is_missed(self, now: datetime) -> bool:
-        """Return whether it is too late for it to leave."""
-        return self.missed == "none" and now - self.at > MISSED_AFTER
+    def is_missed(self, due: datetime, now: datetime) -> bool:
+        """Return whether it is too late for it to leave; `due` is later where it was rescheduled, or has failed."""
+        return self.missed == "none" and now - due > MISSED_AFTER
 
 
 def due_occurrence(headers: Mapping[str, str]) -> DueOccurrence | None:
