@@ -305,7 +305,8 @@ class Composer:
         """Return what sends an event to its topic. Raises InvalidMessage, or ConfigurationError without topics."""
         if not self._publishes:
             raise ConfigurationError(
-                "the queues of this endpoint have no subscriptions: publish needs queues in a SQL database or in memory"
+                "the queues of this endpoint have no subscriptions: publish needs queues in a SQL database, "
+                "on RabbitMQ or in memory"
             )
         headers = {Headers.INTENT: "Publish", **check_headers(options.get("headers") or {})}
         types = headers.get(Headers.ENCLOSED_MESSAGE_TYPES) or names_of_value(event)

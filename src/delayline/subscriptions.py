@@ -46,8 +46,8 @@ class Subscriptions:
     def _publisher(self) -> SupportsPublishing:
         if not isinstance(self._transport, SupportsPublishing):
             raise ConfigurationError(
-                f"{type(self._transport).__name__} has no subscriptions: events need queues in a SQL database or in "
-                "memory"
+                f"{type(self._transport).__name__} has no subscriptions: events need queues in a SQL database, on "
+                "RabbitMQ or in memory"
             )
         return self._transport
 

@@ -1,11 +1,15 @@
 """Conformance on RabbitMQ: queues of both types, in both topologies, with stores."""
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.sampling import OtherLayout
 
+from delayline import QueueNotFound
 from delayline.rabbitmq import RabbitMQTransport
+from delayline.rabbitmq.amqp.methods import QueueDelete
 from delayline.sql import SqlDelayedMessageStore
 from delayline.testing import TransportConformance
 
@@ -20,6 +24,14 @@ class OnRabbitmq:
     @pytest.fixture(autouse=True)
     def vhost(self, rabbitmq_url: str) -> None:
         self.url = rabbitmq_url
+
+    async def subscribe_without_queue(self, transport: Any, queue: str, topics: Sequence[str]) -> None:  # noqa: ANN401
+        """The broker takes no subscription of a queue that is not there: delete it afterwards."""
+        with pytest.raises(QueueNotFound):
+            await transport.subscribe(queue, topics)
+        await transport.setup_infrastructure([queue])
+        await transport.subscribe(queue, topics)
+        await transport.connection.run(lambda channel: channel.call(QueueDelete(queue=queue)))
 
 
 class TestRabbitmqTransport(OnRabbitmq, TransportConformance):

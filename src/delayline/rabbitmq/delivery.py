@@ -24,6 +24,7 @@ from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.rabbitmq.levels import MAXIMUM_DELAY, check_destination, checked_until, seconds_until
 from delayline.rabbitmq.refusals import NotFound, Unroutable
 from delayline.rabbitmq.transport import RabbitMQTransport
+from delayline.topics import is_topic
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -197,7 +198,10 @@ class DelayLevelDelivery:
         """Return whether it is published at once, to a destination that is bound; see `SupportsCancelledDefer`."""
         _, transport = self._parts()
         at_once = self.stored is None and transport.goes_on_when_cancelled
-        return at_once and self._is_bound(transport, operation.destination)
+        key = operation.destination
+        if is_topic(key):
+            key = transport.event_routes.delayed_key(operation)
+        return at_once and self._is_bound(transport, key)
 
     async def defer(self, operation: TransportOperation, due: datetime, transaction: Transaction | None = None) -> None:
         """Have the broker keep the operation for the seconds until `due`, rounded up; overdue goes straight on.
@@ -254,28 +258,37 @@ class DelayLevelDelivery:
         publications: list[Publication] = []
         for position, (operation, due) in enumerate(deferred):
             try:
-                if not self._is_bound(transport, operation.destination):
-                    await self._bind_destination(transport, operation.destination)
+                key = operation.destination
+                if is_topic(key):
+                    await transport.event_routes.publishing(operation)
+                    key = transport.event_routes.delayed_key(operation)
+                if not self._is_bound(transport, key):
+                    await self._bind_destination(transport, key, operation)
                     now = None  # a while ago
                 delay = checked_until(due, now or host.clock.now())
             except (QueueNotFound, ValueError) as error:
                 failures[position] = error
                 continue
-            exchange, key = self._levels.route(delay, operation.destination)
+            exchange, key = self._levels.route(delay, key)
             positions.append(position)
             publications.append(Publication(operation.message, exchange, key, delay))
         for index, refused in (await transport.publisher.publish(publications)).items():
             failures[positions[index]] = self._not_set_up() if isinstance(refused, Unroutable) else refused
         return failures
 
-    async def _bind_destination(self, transport: RabbitMQTransport, destination: str) -> None:
+    async def _bind_destination(
+        self, transport: RabbitMQTransport, destination: str, operation: TransportOperation
+    ) -> None:
         """Bind the destination to the delivery exchange. Raises QueueNotFound or InvalidMessage."""
         check_destination(destination)
         async with self._binding:
             if self._is_bound(transport, destination):
                 return
             try:
-                await transport.bind_delivery(destination, self._levels.delivery)
+                if is_topic(operation.destination):
+                    await transport.event_routes.bind_delivery(operation, self._levels.delivery)
+                else:
+                    await transport.bind_delivery(destination, self._levels.delivery)
             except QueueNotFound:
                 self._bound.pop(destination, None)
                 raise

@@ -21,7 +21,7 @@ from delayline.rabbitmq.browsing import must_exist
 from delayline.rabbitmq.refusals import NotFound
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Mapping
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from delayline.rabbitmq.amqp.channel import Channel
     from delayline.rabbitmq.connection import BrokerConnection
@@ -70,6 +70,22 @@ class Topology(Protocol):
         """Undo `subscribe`. Idempotent."""
         ...
 
+    def event_address(self, topics: Sequence[str]) -> tuple[str, str]:
+        """Return the exchange and the routing key that an event of the first type goes to; others are its bases."""
+        ...
+
+    async def declare_event(self, channel: Channel, topics: Sequence[str]) -> None:
+        """Create what an event of the first type needs, so that subscribers to the others get it too. Idempotent."""
+        ...
+
+    def delayed_event_key(self, topics: Sequence[str]) -> str:
+        """Return the destination of such an event in the routing keys of the levels."""
+        ...
+
+    async def bind_delayed_events(self, channel: Channel, topics: Sequence[str], delivery_exchange: str) -> None:
+        """Have due events get where `event_address` leads to. Idempotent."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class ConventionalTopology:
@@ -105,6 +121,29 @@ class ConventionalTopology:
         """Undo the binding; the exchange stays, as others may use it."""
         await channel.call(ExchangeUnbind(destination=queue, source=_event_exchange(event_type)))
 
+    def event_address(self, topics: Sequence[str]) -> tuple[str, str]:
+        """Return the exchange of the type."""
+        return _event_exchange(topics[0]), ""
+
+    async def declare_event(self, channel: Channel, topics: Sequence[str]) -> None:
+        """Create an exchange for each type, and bind those of the bases to that of the first."""
+        own, *bases = dict.fromkeys(map(_event_exchange, topics))
+        for exchange in (own, *bases):
+            await channel.call(ExchangeDeclare(exchange=exchange, exchange_type="fanout", durable=True))
+        for base in bases:
+            await channel.call(ExchangeBind(destination=base, source=own))
+
+    def delayed_event_key(self, topics: Sequence[str]) -> str:
+        """Return a key of a single word, which no other type's ends in."""
+        return f"topic:{_event_exchange(topics[0]).replace('%', '%25').replace('.', '%2E')}"
+
+    async def bind_delayed_events(self, channel: Channel, topics: Sequence[str], delivery_exchange: str) -> None:
+        """Bind the exchange of the type."""
+        key = f"#.{self.delayed_event_key(topics)}"
+        await channel.call(
+            ExchangeBind(destination=_event_exchange(topics[0]), source=delivery_exchange, routing_key=key)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class DirectTopology:
@@ -133,6 +172,22 @@ class DirectTopology:
         """Undo the binding."""
         await channel.call(QueueUnbind(queue=queue, exchange=EVENTS, routing_key=_event_key(event_type)))
 
+    def event_address(self, topics: Sequence[str]) -> tuple[str, str]:
+        """Return the broker's topic exchange, and a key with a word for each type, the bases first."""
+        return EVENTS, ".".join(map(_event_word, reversed(topics)))
+
+    async def declare_event(self, channel: Channel, topics: Sequence[str]) -> None:
+        """No-op: the broker has its topic exchange."""
+
+    def delayed_event_key(self, topics: Sequence[str]) -> str:
+        """Return the key of the event itself: subscribers' bindings match it behind the bits of the delay too."""
+        return self.event_address(topics)[1]
+
+    async def bind_delayed_events(self, channel: Channel, topics: Sequence[str], delivery_exchange: str) -> None:
+        """Bind the topic exchange."""
+        key = f"#.{self.delayed_event_key(topics)}"
+        await channel.call(ExchangeBind(destination=EVENTS, source=delivery_exchange, routing_key=key))
+
 
 def _event_exchange(event_type: str) -> str:
     """Return the exchange of a .NET type: `Namespace:Type`."""
@@ -142,7 +197,12 @@ def _event_exchange(event_type: str) -> str:
 
 def _event_key(event_type: str) -> str:
     """Return the binding key for a .NET type and for types derived from it, whose keys contain its own."""
-    return f"#.{event_type.replace(':', '.').replace('.', '-')}.#"
+    return f"#.{_event_word(event_type)}.#"
+
+
+def _event_word(event_type: str) -> str:
+    """Return the word for a .NET type in the keys of its events."""
+    return event_type.replace(":", ".").replace(".", "-")
 
 
 def queue_declaration(

@@ -24,12 +24,14 @@ from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.decoding import crashes_of
 from delayline.rabbitmq.delivery_limits import NACK_IS_NOT_COUNTED, DeliveryLimits
 from delayline.rabbitmq.encoding import CRASHES_HEADER, Publication
+from delayline.rabbitmq.event_routes import EventRoutes
 from delayline.rabbitmq.forwarding import sent_on
 from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 from delayline.rabbitmq.publisher import Publisher
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.refusals import NotFound, PreconditionFailed, Unroutable
 from delayline.rabbitmq.topology import TOPOLOGY_TYPES, can_be_compared, queue_declaration
+from delayline.topics import is_topic, log_unheard
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -92,6 +94,7 @@ class RabbitMQTransport:
         )
         self.topology = TOPOLOGY_TYPES[self.address.topology]
         self.connection = BrokerConnection(self.address, name)
+        self.event_routes = EventRoutes(self.connection, self.topology)
         self.limits = DeliveryLimits(self.address, self.connection)
         self.publisher = Publisher(self.address, connection_name=f"{name} Publish")
         self._bindings = DeliveryBindings(self.address)
@@ -99,6 +102,7 @@ class RabbitMQTransport:
         self._starts = 0
         self._watch_timer: asyncio.TimerHandle | None = None
         self._declared: dict[str, set[str]] = {}
+        self._subscribed: dict[str, set[str]] = {}
         self._classic: set[str] = set()
         self._receivers: WeakSet[RabbitMQReceiver] = WeakSet()
 
@@ -191,9 +195,13 @@ class RabbitMQTransport:
         """Publish every message whose destination exists, and wait until the broker has confirmed them all."""
         if transaction is not None:
             raise ConfigurationError("RabbitMQ takes part in no transaction: send without transaction=")
-        address_of = self.topology.address_of
-        publications = [Publication(operation.message, *address_of(operation.destination)) for operation in operations]
-        failures = await self.publisher.publish(publications)
+        if any(is_topic(operation.destination) for operation in operations):
+            failures = await self._publish(operations)
+        else:
+            address_of = self.topology.address_of
+            failures = await self.publisher.publish(
+                [Publication(operation.message, *address_of(operation.destination)) for operation in operations]
+            )
         if failures:
             raise DispatchFailed(
                 {
@@ -203,6 +211,42 @@ class RabbitMQTransport:
                     for position, error in sorted(failures.items())
                 }
             )
+
+    async def _publish(self, operations: Sequence[TransportOperation]) -> Mapping[int, Exception]:
+        """Publish messages and events, in their order; an event without subscribers is no failure."""
+        failures: dict[int, Exception] = {}
+        published: dict[int, Publication] = {}
+        for position, operation in enumerate(operations):
+            try:
+                if is_topic(operation.destination):
+                    address = await self.event_routes.publishing(operation)
+                else:
+                    address = self.topology.address_of(operation.destination)
+            except (InvalidMessage, BackendUnusable) as error:
+                failures[position] = error
+            else:
+                published[position] = Publication(operation.message, *address)
+        positions = list(published)
+        for index, refused in (await self.publisher.publish(list(published.values()))).items():
+            operation = operations[positions[index]]
+            if isinstance(refused, Unroutable) and is_topic(operation.destination):
+                self.event_routes.forget(operation)
+                log_unheard(operation)
+            else:
+                failures[positions[index]] = refused
+        return failures
+
+    async def subscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have events from now on, from .NET too. Raises QueueNotFound."""
+        _check_length(queue)
+        await self.event_routes.subscribe(queue, topics)
+        self._subscribed.setdefault(queue, set()).update(topics)
+
+    async def unsubscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have no more events."""
+        _check_length(queue)
+        await self.event_routes.unsubscribe(queue, topics)
+        self._subscribed.get(queue, set()).difference_update(topics)
 
     async def bind_delivery(self, destination: str, exchange: str) -> None:
         """Have that exchange pass delayed messages on to the destination. Idempotent. Raises QueueNotFound."""
@@ -351,6 +395,7 @@ class RabbitMQTransport:
         await self._declare(queue)
         for exchange in self._declared[queue]:
             await self.bind_delivery(queue, exchange)
+        await self.event_routes.subscribe(queue, sorted(self._subscribed.get(queue, ())))
         return True
 
     async def _move_aside(self, delivered: Delivery, marks: Mapping[str, str]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 from delayline.clock import ONE_SECOND
+from delayline.errors import DispatchFailed
 from delayline.message import Headers, Message
 from delayline.serialization import message_type
 from delayline.testing.conformance.messages import AT, ENDPOINT, HOSTILE_NAMES, OTHER_QUEUE
@@ -131,8 +132,23 @@ class TransportPublishing(TransportFixtures):
         """An id of 250 characters, a type of the most that are possible; a longer one in the header is passed over."""
         name, message_id = "t" * MAXIMUM_TOPIC_LENGTH, "i" * 250
         await publishing.subscribe("billing", [name])
-        await publishing.dispatch([event(message_id, name, "b" * 5000, *(f"base{number}" for number in range(300)))])
+        await publishing.dispatch([event(message_id, name, "b" * 5000)])
         assert await self.taken(publishing, "billing", 1) == [message_id]
+
+    async def test_an_event_of_hundreds_of_types_arrives_or_is_refused(self, publishing: PublishingTransport) -> None:
+        """A stranger's header: it fails alone, with what to do, where a broker cannot carry so many."""
+        await publishing.subscribe("billing", ["Shop.OrderPlaced"])
+        await publishing.subscribe("sales", ["base7"])
+        many = event("many", "Shop.OrderPlaced", *(f"base{number}" for number in range(300)))
+        try:
+            await publishing.dispatch([many, event("e")])
+        except DispatchFailed as failed:
+            assert "@message_type" in str(failed.failures.pop(0))
+            assert failed.failures == {}
+            assert await self.taken(publishing, "billing", 1) == ["e"]
+        else:
+            assert sorted(await self.taken(publishing, "billing", 2)) == ["e", "many"]
+            assert await self.taken(publishing, "sales", 1) == ["many"]
 
     async def test_an_event_is_published_with_the_transaction_or_not_at_all(
         self, publishing: PublishingTransport
