@@ -635,7 +635,8 @@ class Endpoint(RegistersHandlers):
             ConfigurationError: The message cannot be part of the transaction.
             TransactionAborted: The transaction has failed before and has to be rolled back.
         """
-        destination, body = self._composer.routed(destination, body)
+        if destination is UNSET or body is UNSET:
+            destination, body = self._composer.routed(destination, body)
         send = Send(
             destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, on_conflict, at_most
         )

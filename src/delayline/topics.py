@@ -37,6 +37,14 @@ def is_topic(destination: str) -> bool:
     return destination.startswith(TOPIC)
 
 
+def any_topic(operations: Iterable[TransportOperation]) -> bool:
+    """Return whether one of the operations is to a topic; it runs for every message."""
+    for operation in operations:  # noqa: SIM110 - twice as fast as any()
+        if operation.destination.startswith(TOPIC):
+            return True
+    return False
+
+
 def topics_of(operation: TransportOperation) -> list[str]:
     """Return the topics of an event: its type, then its base types."""
     own = operation.destination.removeprefix(TOPIC)

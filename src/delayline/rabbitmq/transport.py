@@ -31,7 +31,7 @@ from delayline.rabbitmq.publisher import Publisher
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.refusals import NotFound, PreconditionFailed, Unroutable
 from delayline.rabbitmq.topology import TOPOLOGY_TYPES, can_be_compared, queue_declaration
-from delayline.topics import is_topic, log_unheard
+from delayline.topics import any_topic, is_topic, log_unheard
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class RabbitMQTransport:
         """Publish every message whose destination exists, and wait until the broker has confirmed them all."""
         if transaction is not None:
             raise ConfigurationError("RabbitMQ takes part in no transaction: send without transaction=")
-        if any(is_topic(operation.destination) for operation in operations):
+        if any_topic(operations):
             failures = await self._publish(operations)
         else:
             address_of = self.topology.address_of

@@ -147,7 +147,8 @@ class MessageContext:
             InvalidMessage: By the call: what was given cannot be sent, or the handler has ended.
             InvalidDueTime: By the call: a delay or instant that cannot be honoured.
         """
-        destination, body = self._composer.routed(destination, body)
+        if destination is UNSET or body is UNSET:
+            destination, body = self._composer.routed(destination, body)
         send = Send(
             destination, body, headers, message_id, delay, deliver_at, expires, correlation_id, on_conflict, at_most
         )

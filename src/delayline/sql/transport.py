@@ -48,7 +48,7 @@ from delayline.sql.schema import (
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.sql.transactions import EnlistedTransaction
-from delayline.topics import copied, is_topic, log_gone, topics_among
+from delayline.topics import any_topic, copied, log_gone, topics_among
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class SqlTransport(OnDatabase):
 
     async def _dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None) -> set[str]:
         """Insert the messages whose queues exist, notify receivers, and return the queues that do not exist."""
-        if any(is_topic(operation.destination) for operation in operations):
+        if any_topic(operations):
             reached, missing = await self._publish(operations, transaction)
         else:
             if len(operations) == 1 and operations[0].message.time_to_be_received is None:
