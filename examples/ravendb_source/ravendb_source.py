@@ -131,7 +131,7 @@ def _on_each(files: Sequence[str], spark: SparkSession, work: Callable[[str], Ta
     def through(numbers: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for some in numbers:
             for number in some.column(0).to_pylist():
-                yield pa.RecordBatch.from_pylist([{"pickled": pickle.dumps(work(files[number]))}], PICKLED_SCHEMA)
+                yield pa.RecordBatch.from_pylist([{"pickled": pickle.dumps(work(files[int(number)]))}], PICKLED_SCHEMA)
 
     with translated_errors():
         tallies = spark.range(0, len(files), 1, len(files)).mapInArrow(through, PICKLED).toArrow()

@@ -232,11 +232,11 @@ class PostgresqlStore:
     def _quoted(self, name: str) -> str:
         return sql.Identifier(self._schema, name).as_string().replace("%", "%%")
 
-    def _statement(self, statement: str) -> psycopg.sql.SQL:
+    def _statement(self, statement: str) -> sql.SQL:
         return query(statement.format(table=self._table))
 
 
-def query(text: str) -> psycopg.sql.SQL:
+def query(text: str) -> sql.SQL:
     """Return a statement whose names have been quoted."""
     return sql.SQL(cast("Any", text))
 

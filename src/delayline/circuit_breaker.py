@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.observer import Observer
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 DELAY_WHEN_ARMED: Final = timedelta(seconds=1)
 DELAY_WHEN_TRIGGERED: Final = timedelta(seconds=10)

@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     from delayline.serialization import Serializer
     from delayline.transport import Transport
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: How long handlers may take at a stop; container platforms kill a process after 30 s.
 GRACE: Final = timedelta(seconds=25)
@@ -187,7 +187,7 @@ class Endpoint(RegistersHandlers):
         outbox: Outbox | None = None,
         routes: Mapping[type, str] | None = None,
     ) -> None:
-        self.name = check_endpoint_name(name)
+        self.name: str = check_endpoint_name(name)
         self.made_from: object | None = None
         """The settings that it was made from; None where it was made of arguments."""
         error_queue = _error_queue(error_queue, name)
@@ -203,9 +203,9 @@ class Endpoint(RegistersHandlers):
         self._queues = [self.error_queue] if send_only else [name, self.error_queue]
         self._chooses_mode = transaction_mode is None
         self._use_mode(_mode(transaction_mode, transport, delayed_delivery, inbox))
-        self.recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
-        self.concurrency = whole_number("concurrency", concurrency, at_least=1)
-        self.transaction_connections = (
+        self.recoverability: Recoverability = _recoverability(recoverability, self.transaction_mode, delayed_delivery)
+        self.concurrency: int = whole_number("concurrency", concurrency, at_least=1)
+        self.transaction_connections: int = (
             self.concurrency
             if transaction_connections is None
             else whole_number("transaction_connections", transaction_connections, at_least=1)

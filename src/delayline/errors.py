@@ -158,7 +158,7 @@ class QueueNotFound(DelaylineError, LookupError):
             f"{unless}"
         )
         self.queue = queue
-        self.similar = tuple(similar)
+        self.similar: tuple[str, ...] = tuple(similar)
 
 
 class MessageRejected(DelaylineError):
@@ -174,4 +174,4 @@ class DispatchFailed(DelaylineError):
     def __init__(self, failures: Mapping[int, Exception]) -> None:
         first = next(iter(failures.values()))
         super().__init__(f"{len(failures)} operation(s) were not sent, the first because: {first}")
-        self.failures = dict(failures)
+        self.failures: dict[int, Exception] = dict(failures)

@@ -137,8 +137,8 @@ class Message:
     _values: tuple[str, ...]
 
     def __init__(self, id: str, headers: Mapping[str, str], body: bytes) -> None:
-        self.id = id
-        self.body = body
+        self.id: str = id
+        self.body: bytes = body
         self._headers: Mapping[str, str] | None = headers
         self._encoded: bytes | None = None
         self._template: HeaderTemplate | None = None

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.message import DelayedMessage, Message
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: The destination in `Observer.dispatched` where a store does not report it.
 UNKNOWN_DESTINATION: Final = "(unknown)"

@@ -280,7 +280,7 @@ class Composer:
         routes: Routes | None = None,
         publishes: bool = False,
     ) -> None:
-        self.routes = Routes() if routes is None else routes
+        self.routes: Routes = Routes() if routes is None else routes
         self._publishes = publishes
         self._latest, self._earliest = latest_of(clock), clock.now
         self._serializer = serializer

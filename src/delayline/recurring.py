@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from delayline.message import Body
     from delayline.outgoing import Composer, Destinations, HeaderMap
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Seconds between two looks for schedules whose pending occurrence is gone.
 MENDS_EVERY: Final = 60.0

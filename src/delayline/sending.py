@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from delayline.outgoing import Composer, Outgoing
     from delayline.transport import Transport
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 UNOBSERVED: Final = contextlib.nullcontext()
 
@@ -89,7 +89,7 @@ class Sender:
         )
         looks = not isinstance(delivery, SupportsDestinationCheck)
         self._queues = Destinations(transport, clock)
-        self.destinations = self._queues if looks else None
+        self.destinations: Destinations | None = self._queues if looks else None
         """Where destinations of delayed messages are looked for; None where the delivery does that."""
         self._tasks: set[asyncio.Task[None]] = set()
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
     from pathlib import Path
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Where the messages are when no URL is set: a file in the current directory.
 DEFAULT_URL: Final = "sqlite:///delayline.db"

@@ -18,7 +18,7 @@ from delayline.transport import TransportOperation
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: What the addresses of topics begin with, and the names of endpoints do not.
 TOPIC: Final = "topic:"

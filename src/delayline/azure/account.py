@@ -113,7 +113,7 @@ class AzureAccount:
             )
         connection, options = _options_of(connection)
         url = f"{AZURE_SCHEME}:{connection}"
-        self.server_timeout = (
+        self.server_timeout: float = (
             _seconds(options.get("server_timeout"))
             if server_timeout is None
             else positive_seconds("server_timeout", server_timeout)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from delayline.message import DelayedMessage
     from delayline.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: How long a process leaves another's lease alone, with messages due.
 STAND_BY: Final = 1.0

@@ -41,7 +41,7 @@ class UnwrappedMessage(Message):
 
     def __init__(self, id: str, text: str, reason: str) -> None:
         super().__init__(id, {}, (text or "").encode("utf-8", "surrogatepass"))
-        self.reason = reason
+        self.reason: str = reason
 
     @property
     def headers(self) -> Mapping[str, str]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from delayline.azure.requests import Requests
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 DURATION: Final = 15  # seconds; as in .NET, which takes turns with this
 RENEWED_EVERY: Final = 5.0

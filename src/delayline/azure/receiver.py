@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from delayline.azure.requests import Requests
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 MESSAGE_PAGE: Final = 32
 #: Renewals of a message's invisibility within the time for which it is hidden.

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 HIDDEN_FOR: Final = timedelta(seconds=30)
 SEVEN_DAYS: Final = timedelta(days=7)

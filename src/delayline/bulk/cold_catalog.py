@@ -61,13 +61,13 @@ class ColdTables:
 
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
-        self.tiers = Table(
+        self.tiers: Table = Table(
             "delayline_cold_tiers",
             metadata,
             Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), primary_key=True),
             Column("tier", String(16), nullable=False),  # prefix of the names of its files
         )
-        self.files = Table(
+        self.files: Table = Table(
             "delayline_cold_files",
             metadata,
             Column("name", text(LONGEST_COLD_FILE_NAME), primary_key=True),
@@ -80,14 +80,14 @@ class ColdTables:
             Column("changed", DUE, nullable=False),
             Index("delayline_cold_files_order", "store", "state", "min_due"),
         )
-        self.counts = Table(
+        self.counts: Table = Table(
             "delayline_cold_counts",
             metadata,
             Column("file", text(LONGEST_COLD_FILE_NAME), primary_key=True),
             Column("destination", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
             Column("messages", BigInteger, nullable=False),
         )
-        self.tombstones = Table(
+        self.tombstones: Table = Table(
             "delayline_cold_tombstones",
             metadata,
             Column("file", text(LONGEST_COLD_FILE_NAME), primary_key=True),
@@ -116,7 +116,7 @@ class ColdFiles:
     def __init__(self, dialect: Dialect, store: Table) -> None:
         self._dialect = dialect
         self._store = store.name
-        self.tables = cold_tables(store.schema)
+        self.tables: ColdTables = cold_tables(store.schema)
 
     def exist(self, connection: Connection) -> bool:
         """Return whether the catalog's tables exist in this schema."""

@@ -63,7 +63,7 @@ class ColdFolder:
     def __init__(self, path: str, tier: str = "") -> None:
         if find_spec("pyarrow") is None:
             raise MissingExtra("spark", "the cold tier")
-        self.path = path if "://" in path else str(Path(path.removeprefix("file:")).absolute())
+        self.path: str = path if "://" in path else str(Path(path.removeprefix("file:")).absolute())
         self.tier = tier
         _ = self._place
 

@@ -58,7 +58,7 @@ class DispatcherTables:
 
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
-        self.dispatchers = Table(
+        self.dispatchers: Table = Table(
             "delayline_dispatchers",
             metadata,
             Column("name", text(MAXIMUM_NAME_LENGTH), primary_key=True),
@@ -67,7 +67,7 @@ class DispatcherTables:
             Column("stopping", Integer, nullable=False),
             Column("until", DUE, nullable=False),
         )
-        self.shards = Table(
+        self.shards: Table = Table(
             "delayline_dispatcher_shards",
             metadata,
             Column("dispatcher", text(MAXIMUM_NAME_LENGTH), primary_key=True),

@@ -168,7 +168,7 @@ class JobLedger:
 
     def __init__(self, dialect: Dialect, schema: str | None = None) -> None:
         self._dialect = dialect
-        self.table = runs_table(schema)
+        self.table: Table = runs_table(schema)
 
     def create(self, connection: Connection) -> None:
         """Create the table, or upgrade it."""

@@ -84,7 +84,7 @@ class PublishedPartitions:
     def __init__(self, dialect: Dialect, run: str, schema: str | None = None) -> None:
         self._dialect = dialect
         self._run = run
-        self.table = partitions_table(schema)
+        self.table: Table = partitions_table(schema)
 
     def create(self, connection: Connection) -> None:
         """Create the table, or upgrade it."""

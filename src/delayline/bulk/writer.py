@@ -83,7 +83,7 @@ class BulkWriter:
         self.url = url
         self.table_name = table_name
         self.schema = schema
-        self.name = name or new_area()
+        self.name: str = name or new_area()
         _ = self._stage
 
     @property

@@ -69,7 +69,7 @@ class RowFile:
         name = path.name
         while name.endswith(REJECTED_SUFFIX):
             name = name.removesuffix(REJECTED_SUFFIX)
-        self.is_csv = _is_csv(path, Path(name).suffix.lower())
+        self.is_csv: bool = _is_csv(path, Path(name).suffix.lower())
         self.columns: list[str] = []
         self._ids: dict[str, int] = {}
 
@@ -191,7 +191,7 @@ class RejectedFile:
     """Writes rejected lines in the input's format with their reasons; creates the file with the first."""
 
     def __init__(self, rows: RowFile) -> None:
-        self.path = rows.path.with_name(rows.path.name + REJECTED_SUFFIX)
+        self.path: Path = rows.path.with_name(rows.path.name + REJECTED_SUFFIX)
         self.count = 0
         self._rows = rows
         self._file: IO[str] | None = None

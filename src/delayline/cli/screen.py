@@ -29,7 +29,7 @@ class Screen:
 
     def __init__(self, *, as_json: bool) -> None:
         self.as_json = as_json
-        self.console = _console(width=None if sys.stdout.isatty() else UNWRAPPED_WIDTH, quiet=as_json)
+        self.console: Console = _console(width=None if sys.stdout.isatty() else UNWRAPPED_WIDTH, quiet=as_json)
 
     @property
     def animated(self) -> bool:

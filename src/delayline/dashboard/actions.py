@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.clock import Clock
     from delayline.dashboard.back_ends import BackEnds
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Changed = TypeVar("Changed", str, HeldMessage)
 

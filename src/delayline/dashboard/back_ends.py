@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from delayline.sql.store import SqlDelayedMessageStore
     from delayline.transport import SupportsQueueManagement, Transport
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 Parameters = ParamSpec("Parameters")
@@ -54,11 +54,11 @@ class BackEnds:
     """
 
     def __init__(self, source: Settings | Endpoint, time_limit: float, clock: Clock) -> None:
-        self.settings = source if isinstance(source, Settings) else None
+        self.settings: Settings | None = source if isinstance(source, Settings) else None
         self._endpoint = None if isinstance(source, Settings) else source
-        self.name = source.named_endpoint if isinstance(source, Settings) else source.name
-        self.error_queue = source.error_queue
-        self.inbox_window = _inbox_window(source)
+        self.name: str = source.named_endpoint if isinstance(source, Settings) else source.name
+        self.error_queue: str = source.error_queue
+        self.inbox_window: timedelta | None = _inbox_window(source)
         """How long the endpoint's inbox keeps records; None without an inbox."""
         self.clock = clock
         self._time_limit = time_limit

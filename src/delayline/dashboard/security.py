@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from delayline.clock import Clock
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from delayline.delayed.set_aside import SetAside
     from delayline.message import DelayedMessage
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Errors that say whose fault they are.
 OF_KNOWN_FAULT: Final = (BackendUnavailable, CorruptHeaders, InvalidMessage, MessageRejected, QueueNotFound)

@@ -212,22 +212,22 @@ class StoredDelivery:
         if missing:
             raise ConfigurationError(f"{store!r} is not a delayed message store: it has no method {missing[0]!r}")
         self.store = store
-        self.number_of_retries = whole_number("number_of_retries", number_of_retries, at_least=0)
-        self.time_to_trigger_store_circuit_breaker = time_span(
+        self.number_of_retries: int = whole_number("number_of_retries", number_of_retries, at_least=0)
+        self.time_to_trigger_store_circuit_breaker: timedelta = time_span(
             "time_to_trigger_store_circuit_breaker", time_to_trigger_store_circuit_breaker
         )
-        self.time_to_trigger_fetch_circuit_breaker = time_span(
+        self.time_to_trigger_fetch_circuit_breaker: timedelta = time_span(
             "time_to_trigger_fetch_circuit_breaker", time_to_trigger_fetch_circuit_breaker
         )
-        self.time_to_trigger_dispatch_circuit_breaker = time_span(
+        self.time_to_trigger_dispatch_circuit_breaker: timedelta = time_span(
             "time_to_trigger_dispatch_circuit_breaker", time_to_trigger_dispatch_circuit_breaker
         )
-        self.maximum_recovery_failures_per_second = whole_number(
+        self.maximum_recovery_failures_per_second: int = whole_number(
             "maximum_recovery_failures_per_second", maximum_recovery_failures_per_second, at_least=1
         )
-        self.batch_size = whole_number("batch_size", batch_size, at_least=1)
-        self.batch_bytes = whole_number("batch_bytes", batch_bytes, at_least=1)
-        self.fair_by = None if fair_by is None else FairBy.of(fair_by)
+        self.batch_size: int = whole_number("batch_size", batch_size, at_least=1)
+        self.batch_bytes: int = whole_number("batch_bytes", batch_bytes, at_least=1)
+        self.fair_by: FairBy | None = None if fair_by is None else FairBy.of(fair_by)
         if self.fair_by is not None:
             served_fairly(store).be_fair(self.fair_by)
         self.polling = polling
@@ -485,7 +485,7 @@ class StoredDelivery:
         return rate
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 MAXIMUM_STORED_GROUP: Final = 500
 #: Stores at the same time of a store without batches.

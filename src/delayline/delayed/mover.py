@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Errors by which a back end says that the fault is not a message's.
 OF_BACK_END: Final = (BackendUnavailable, BackendUnusable)

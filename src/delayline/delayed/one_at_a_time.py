@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class PolledStore(Protocol):

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
             ...
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Attempts to send a message after the first has failed; outages of the back end do not count.
 RETRIES: Final = 4

@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from delayline.message import DelayedMessage
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Notifications may get lost: a message stored by another process is found after this time at the latest.
 MAXIMUM_SLEEP: Final = timedelta(seconds=60)

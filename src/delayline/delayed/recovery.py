@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Failures = list[tuple["DelayedMessage", Exception]]
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from delayline.message import Body
     from delayline.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: What happens to occurrences that could not leave in time, because no process was there to dispatch them: none of them
 #: leaves, one does, late, or all of them.

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from delayline.transport import TransportOperation
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class MemoryTransport:
@@ -167,7 +167,7 @@ class MemoryQueue:
         self._expiry: dict[int, datetime] = {}
         self.visible: deque[tuple[int, Message]] = deque()
         self.hidden: dict[int, Message] = {}
-        self.changed = asyncio.Event()
+        self.changed: asyncio.Event = asyncio.Event()
         self._sequence = count()
 
     def put(self, message: Message) -> None:

@@ -127,7 +127,7 @@ class MigrationTables:
     def __init__(self, schema: str | None) -> None:
         metadata = MetaData(schema=schema)
         run = ("run", text(LONGEST_RUN))
-        self.runs = Table(
+        self.runs: Table = Table(
             MIGRATIONS_TABLE,
             metadata,
             Column(*run, primary_key=True),
@@ -136,7 +136,7 @@ class MigrationTables:
             Column("started", DUE, nullable=False),
             Column("finished", DUE),
         )
-        self.partitions = Table(
+        self.partitions: Table = Table(
             "delayline_migration_parts",
             metadata,
             Column(*run, primary_key=True),
@@ -147,7 +147,7 @@ class MigrationTables:
             Column("rows", BigInteger, nullable=False),
             Column("batches", BigInteger, nullable=False),
         )
-        self.batches = Table(
+        self.batches: Table = Table(
             "delayline_migration_batches",
             metadata,
             Column(*run, primary_key=True),
@@ -156,7 +156,7 @@ class MigrationTables:
             Column("state", text(LONGEST_RUN), nullable=False),
             Column("attempts", BigInteger, nullable=False),
         )
-        self.rejected = Table(
+        self.rejected: Table = Table(
             "delayline_migration_aside",
             metadata,
             Column(*run, primary_key=True),

@@ -68,7 +68,7 @@ class TableSource(ABC):
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
         self.url = url
-        self.schema = self.database.dialect.catalog.schema_of(schema)
+        self.schema: str | None = self.database.dialect.catalog.schema_of(schema)
 
     @property
     def database(self) -> Database:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
     from delayline.rabbitmq.transport import RabbitMQTransport
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 IS_BOUND = (
     "%r also receives the delayed messages for %r, whose name ends in it: delayline drops them there, other receivers "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.amqp.channel import Channel
 
-logger = logging.getLogger("delayline.rabbitmq")
+logger: logging.Logger = logging.getLogger("delayline.rabbitmq")
 
 Result = TypeVar("Result")
 

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     Deferred = tuple[TransportOperation, datetime]
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LONGEST_DELAY: Final = timedelta(seconds=MAXIMUM_DELAY)
 BOUND_FOR: Final = 10.0

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.connection import BrokerConnection
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 UNLIMITED: Final = 100_000
 """A limit that no message reaches. It is NServiceBus's: before version 4 a limit of -1 is refused, or taken for 0."""

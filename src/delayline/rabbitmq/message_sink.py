@@ -41,8 +41,8 @@ class DelayLevelSink:
     """
 
     def __init__(self, url: str, name: str) -> None:
-        self.address = BrokerAddress.parse(url)
-        self.levels = DelayInfrastructure.named(self.address.delays)
+        self.address: BrokerAddress = BrokerAddress.parse(url)
+        self.levels: DelayInfrastructure = DelayInfrastructure.named(self.address.delays)
         self.name = name
 
     def __str__(self) -> str:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.connection import AmqpConnection
     from delayline.rabbitmq.amqp.errors import Closed
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

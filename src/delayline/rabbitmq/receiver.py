@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.connection import BrokerConnection
     from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LONGEST_HELD: Final = 600.0
 """Seconds after which a message that the error queue does not take goes back to its queue: brokers close the channel,

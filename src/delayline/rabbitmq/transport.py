@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -83,7 +83,7 @@ class RabbitMQTransport:
         server_timeout: float | None = None,
     ) -> None:
         address = BrokerAddress.parse(url)
-        self.address = replace(
+        self.address: BrokerAddress = replace(
             address,
             queue_type=_one_of("queue_type", queue_type or address.queue_type, QUEUE_TYPES),
             topology=_one_of("topology", topology or address.topology, TOPOLOGY_NAMES),
@@ -93,10 +93,10 @@ class RabbitMQTransport:
             else positive_seconds("server_timeout", server_timeout),
         )
         self.topology = TOPOLOGY_TYPES[self.address.topology]
-        self.connection = BrokerConnection(self.address, name)
-        self.event_routes = EventRoutes(self.connection, self.topology)
-        self.limits = DeliveryLimits(self.address, self.connection)
-        self.publisher = Publisher(self.address, connection_name=f"{name} Publish")
+        self.connection: BrokerConnection = BrokerConnection(self.address, name)
+        self.event_routes: EventRoutes = EventRoutes(self.connection, self.topology)
+        self.limits: DeliveryLimits = DeliveryLimits(self.address, self.connection)
+        self.publisher: Publisher = Publisher(self.address, connection_name=f"{name} Publish")
         self._bindings = DeliveryBindings(self.address)
         self._error_queue = error_queue
         self._starts = 0

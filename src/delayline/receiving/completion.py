@@ -99,7 +99,7 @@ class Completion:
         self._receiver = intake.receiver
         self._delivery = delivery
         management = None if delivery is None else management_of(delivery)
-        self.pending = management if isinstance(management, SupportsManagement) else None
+        self.pending: SupportsManagement | None = management if isinstance(management, SupportsManagement) else None
         """Changes pending messages; None where they cannot be changed."""
         self._destinations = destinations
         self._transactions = transactions

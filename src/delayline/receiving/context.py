@@ -87,7 +87,7 @@ class MessageContext:
         transactions: HandlerTransactions | None = None,
         pending: SupportsManagement | None = None,
     ) -> None:
-        self.message = received.logical
+        self.message: Message = received.logical
         self.queue = queue
         self.attempt = attempt
         """Which attempt of this round this is, from 1."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from delayline.receiving.context import MessageContext
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Seconds for which a coroutine handler may keep the event loop from other work before that is logged.
 BLOCKS_AFTER: Final = 1.0

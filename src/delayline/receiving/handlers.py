@@ -48,7 +48,7 @@ class Handlers:
     """
 
     def __init__(self, serializer: Serializer | None = None, *, threads: int = 1) -> None:
-        self.serializer = serializer or JsonSerializer()
+        self.serializer: Serializer = serializer or JsonSerializer()
         self._threads = HandlerThreads(threads)
         self._plain: list[_Registered] = []
         self._typed: dict[str, _Registered] = {}

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from delayline.delayed.host import DeliveryHost
     from delayline.transport import ReceivedMessage, Receiver
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: How many messages that cannot be moved wait beside the handled messages, and how large they are together.
 MOST_OUTSIDE: Final = 500
@@ -47,7 +47,7 @@ class MessageTasks:
         self._outside: dict[asyncio.Task[object], int] = {}
         """The tasks that wait outside of the limit, with the sizes of their messages."""
         self._bytes_outside = 0
-        self.stopping = asyncio.Event()
+        self.stopping: asyncio.Event = asyncio.Event()
         """Set when no further message is handled."""
         self.receiving: asyncio.Task[None] | None = None
         """The task that receives the messages."""

@@ -115,9 +115,9 @@ class Records:
 
     def __init__(self, inbox: Inbox, key: RecordKey) -> None:
         self._inbox = inbox
-        self.key = key
+        self.key: RecordKey = key
         self._loop = asyncio.get_running_loop()
-        self.is_known = False
+        self.is_known: bool = False
         """Whether the message has a record, in the user's transaction or from before."""
 
     def write(self, connection: ExternalConnection) -> Any:  # noqa: ANN401 - a bool, for a coroutine an awaitable of it

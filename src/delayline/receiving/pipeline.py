@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from delayline.receiving.transactions import HandlerTransactions
     from delayline.transport import ReceivedMessage
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # the time of NServiceBus's receive circuit breaker
 RECOVERED_AFTER: Final = 5.0

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from delayline.outgoing import Effect
     from delayline.transport import ReceivedMessage
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

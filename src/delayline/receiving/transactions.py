@@ -55,7 +55,7 @@ if TYPE_CHECKING:
         | str
     )
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 SYNC_FACTORIES: Final = (("sqlalchemy", "Engine"), ("sqlalchemy.orm", "sessionmaker"))
 ASYNC_FACTORIES: Final = (("sqlalchemy.ext.asyncio", "AsyncEngine"), ("sqlalchemy.ext.asyncio", "async_sessionmaker"))

@@ -44,12 +44,12 @@ class ColdTier:
                 'the cold tier is missing: --cold-tier s3://bucket/reminders, or JobTarget(..., cold_tier="s3://bucket/reminders")'
             )
         self.options = options
-        self.store = StoreOptions.of(options)
+        self.store: StoreOptions = StoreOptions.of(options)
         self.path = path
         self._database = database_at(self.store.address)
         dialect = self._database.dialect
         table = dialect.catalog.store_table(self.store.table, self.store.schema)
-        self.catalog = ColdFiles(dialect, table)
+        self.catalog: ColdFiles = ColdFiles(dialect, table)
         self._journal = Journal(table, dialect)
         _ = ColdFolder(path)
 

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from delayline.settings import Settings
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 TEN_MINUTES: Final = timedelta(minutes=10)
 FIRST_RESTART_PAUSE: Final = 1.0  # seconds after a failed job, doubling
@@ -76,7 +76,7 @@ class Dispatcher:
         name: str | None = None,
         spark: SparkSession | None = None,
     ) -> None:
-        self.name = name or settings.named_endpoint
+        self.name: str = name or settings.named_endpoint
         self._settings = settings
         self._shards = whole_number("shards", shards, at_least=1)
         self._lease = time_span("lease", lease)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
     from delayline.sql.statements import QueueStatements
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: The numbers of receivers are above the numbers of messages, whose claims they share.
 FIRST_NUMBER: Final = 1 << 39
@@ -63,22 +63,22 @@ class CrashStatements:
             bindparam("count", type_=suspects.c.crashes.type),
             bindparam("holder", type_=receivers.c.number.type),
         )
-        self.register = Prepared(insert(receivers), sql, ["number", "queue", "concurrency"])
-        self.unregister = Prepared(delete(receivers).where(numbered), sql, ["receiver"])
-        self.others = Prepared(others, sql, ["name", "receiver"])
-        self.add = Prepared(insert(suspects), sql, ["seq", "queue", "crashes", "receiver"])
-        self.of_queue = Prepared(select(suspects.c.seq, suspects.c.receiver).where(of_queue), sql, ["name"])
-        self.counts = Prepared(
+        self.register: Prepared = Prepared(insert(receivers), sql, ["number", "queue", "concurrency"])
+        self.unregister: Prepared = Prepared(delete(receivers).where(numbered), sql, ["receiver"])
+        self.others: Prepared = Prepared(others, sql, ["name", "receiver"])
+        self.add: Prepared = Prepared(insert(suspects), sql, ["seq", "queue", "crashes", "receiver"])
+        self.of_queue: Prepared = Prepared(select(suspects.c.seq, suspects.c.receiver).where(of_queue), sql, ["name"])
+        self.counts: Prepared = Prepared(
             select(suspects.c.seq, suspects.c.crashes, suspects.c.receiver).where(by_numbers), sql, ["numbers"]
         )
-        self.note = Prepared(
+        self.note: Prepared = Prepared(
             update(suspects).where(suspects.c.seq == bindparam("suspect")).values(crashes=count, receiver=holder),
             sql,
             ["count", "holder", "suspect"],
         )
-        self.clear = Prepared(update(suspects).where(by_numbers).values(receiver=0), sql, ["numbers"])
-        self.remove = Prepared(delete(suspects).where(by_numbers), sql, ["numbers"])
-        self.there = Prepared(select(queued).where(dialect.words.one_of(queued, "numbers")), sql, ["numbers"])
+        self.clear: Prepared = Prepared(update(suspects).where(by_numbers).values(receiver=0), sql, ["numbers"])
+        self.remove: Prepared = Prepared(delete(suspects).where(by_numbers), sql, ["numbers"])
+        self.there: Prepared = Prepared(select(queued).where(dialect.words.one_of(queued, "numbers")), sql, ["numbers"])
 
 
 @lru_cache(maxsize=64)

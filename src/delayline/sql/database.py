@@ -55,7 +55,7 @@ class Database(ABC):
         self._users = 0
         self._server_timeouts: list[float] = []
         self._opening = threading.Lock()
-        self.enlisting = Enlisting(self)
+        self.enlisting: Enlisting = Enlisting(self)
 
     def limit_waits(self, server_timeout: float) -> None:
         """Wait so many seconds for an answer, or the earlier limit if that is shorter."""

@@ -14,15 +14,14 @@ import socket
 import threading
 import time
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, Final, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Coroutine, Iterator
+    from collections.abc import Callable, Coroutine, Iterator
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+CoroutineFunction = TypeVar("CoroutineFunction", bound="Callable[..., Coroutine[Any, Any, Any]]")
 
 SERVER_TIMEOUT: Final = 15.0  # seconds
 LONGEST_TIMEOUT: Final = 3600.0  # seconds
@@ -52,32 +51,26 @@ def checked_timeout(value: object) -> float:
     return seconds
 
 
-def long_work(
-    work: Callable[Arguments, Awaitable[Result]],
-) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
+def long_work(work: CoroutineFunction) -> CoroutineFunction:
     """Give each wait inside the coroutine function ten times as long: for set-up and bulk work."""
     return _longer(work, LONG_WORK)
 
 
-def job_work(
-    work: Callable[Arguments, Awaitable[Result]],
-) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
+def job_work(work: CoroutineFunction) -> CoroutineFunction:
     """Give each wait inside the coroutine function an hour where the limit is 15 seconds: for jobs of any size."""
     return _longer(work, JOB_WORK)
 
 
-def _longer(
-    work: Callable[Arguments, Awaitable[Result]], factor: int
-) -> Callable[Arguments, Coroutine[Any, Any, Result]]:
+def _longer(work: CoroutineFunction, factor: int) -> CoroutineFunction:
     @functools.wraps(work)
-    async def longer(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+    async def longer(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what the function takes and returns
         token = FACTOR.set(factor)
         try:
             return await work(*args, **kwargs)
         finally:
             FACTOR.reset(token)
 
-    return longer
+    return cast("CoroutineFunction", longer)
 
 
 class StopLimit:
@@ -137,7 +130,7 @@ class AnswerDeadline:
     __slots__ = ("__weakref__", "_closing", "_socket", "_stops", "deadline", "limit", "missed", "since")
 
     def __init__(self, descriptor: int | None, limit: float, stops: StopLimit) -> None:
-        self.limit = limit
+        self.limit: float = limit
         self._stops = stops
         self.since = 0.0
         self.deadline: float | None = None

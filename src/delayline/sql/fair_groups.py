@@ -193,10 +193,10 @@ class DueGroups(WaitingGroups):
         group, due = group_column(table), table.c.due
         between = ["after", "before"]
         found = dialect.groups.due_groups(group, due)
-        self.found = None if found is None else Prepared(found, dialect.sql, [*between, "until"])
+        self.found: Prepared | None = None if found is None else Prepared(found, dialect.sql, [*between, "until"])
         first = select(group, due).where(group > bindparam("after"), group < bindparam("before"))
         first = _by_groups(first.order_by(group, due).limit(literal_column("1")), table, dialect)
-        self.first = Prepared(first, dialect.sql, between)
+        self.first: Prepared = Prepared(first, dialect.sql, between)
 
     def between(
         self,
@@ -229,8 +229,10 @@ class QueuedGroups(WaitingGroups):
         first = first.where(queries.groups_between(*index[:2])).order_by(*queries.order(*index, constant=1))
         numbers = select(columns.seq).where(queries.group_after(*index)).order_by(*queries.order(*index, constant=2))
         first, numbers = (_by_groups(query, queued, dialect) for query in (first.limit(literal_column("1")), numbers))
-        self.first = Prepared(first, dialect.sql, ["queue", "after", "before"])
-        self.numbers = Prepared(numbers.limit(bindparam("number")), dialect.sql, ["queue", "group", "since", "number"])
+        self.first: Prepared = Prepared(first, dialect.sql, ["queue", "after", "before"])
+        self.numbers: Prepared = Prepared(
+            numbers.limit(bindparam("number")), dialect.sql, ["queue", "group", "since", "number"]
+        )
 
     def between(
         self,

@@ -284,7 +284,7 @@ class Write(Generic[Result]):
 
     def __init__(self, work: Callable[[Connection], Result]) -> None:
         self.work = work
-        self.asked_at = time.monotonic()
+        self.asked_at: float = time.monotonic()
         self.finished = False
         self._results: list[Result] = []
         self._error: BaseException | None = None
@@ -382,15 +382,19 @@ class NumberStatements:
         numbers = select(columns.seq).where(is_due).order_by(*in_order(statements.table))
         numbers = numbers.limit(bindparam("number")).offset(bindparam("skip"))
         claimed = statements.waiting.where(columns.seq == bindparam("sequence"), is_due)
-        self.due_numbers = Prepared(numbers, sql, ["until", "number", "skip"])
-        self.claimed_row = Prepared(claimed, sql, ["sequence", "until"])
+        self.due_numbers: Prepared = Prepared(numbers, sql, ["until", "number", "skip"])
+        self.claimed_row: Prepared = Prepared(claimed, sql, ["sequence", "until"])
         if fair_by_of(statements.table) is not None:
             fair = partial(in_turn, table=statements.table, dialect=statements.dialect)
             numbered = fair(select(columns.seq)).limit(bindparam("number")).offset(bindparam("skip"))
-            self.numbers_of_turn = Prepared(numbered, sql, [*OF_TURN, "number", "skip"])
-            self.due_of_turn = Prepared(fair(statements.waiting).limit(bindparam("number")), sql, [*OF_TURN, "number"])
-        self.touch = Prepared(update(statements.table).values(seq=columns.seq).where(columns.seq == 0), sql, [])
-        self.number = Prepared(select(columns.seq).where(columns.id == bindparam("key")), sql, ["key"])
+            self.numbers_of_turn: Prepared = Prepared(numbered, sql, [*OF_TURN, "number", "skip"])
+            self.due_of_turn: Prepared = Prepared(
+                fair(statements.waiting).limit(bindparam("number")), sql, [*OF_TURN, "number"]
+            )
+        self.touch: Prepared = Prepared(
+            update(statements.table).values(seq=columns.seq).where(columns.seq == 0), sql, []
+        )
+        self.number: Prepared = Prepared(select(columns.seq).where(columns.id == bindparam("key")), sql, ["key"])
 
 
 class FileBatch:
@@ -462,7 +466,7 @@ class FileRowClaims:
     def __init__(self, database: FileDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
         self.statements = statements
-        self.numbers = NumberStatements(statements)
+        self.numbers: NumberStatements = NumberStatements(statements)
         self.claims: FileClaims = database.claims(statements.table.name)
         self._claimed: dict[str, int] = {}
         fair = fair_by_of(statements.table) is not None

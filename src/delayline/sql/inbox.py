@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 ONE_DAY: Final = timedelta(days=1)
 LONGEST_WINDOW: Final = timedelta(days=3650)
@@ -84,16 +84,18 @@ class InboxStatements:
         of_time = bindparam("after", type_=columns.expires.type), bindparam("until", type_=columns.expires.type)
         old = and_(columns.expires > of_time[0], columns.expires <= of_time[1])
         a_page = select(columns.expires).where(old).order_by(columns.expires).limit(1).offset(REMOVED_AT_ONCE - 1)
-        self.known = Prepared(known, sql, ["endpoint", "ids"])
+        self.known: Prepared = Prepared(known, sql, ["endpoint", "ids"])
         many_known = dialect.words.known_lists(table, ["id", "sender"], {"endpoint": given["endpoint"]})
-        self.known_lists = None if many_known is None else Prepared(many_known, sql, ["endpoint", "id", "sender"])
-        self.record = Prepared(record, sql, ["endpoint", "id", "sender"])
+        self.known_lists: Prepared | None = (
+            None if many_known is None else Prepared(many_known, sql, ["endpoint", "id", "sender"])
+        )
+        self.record: Prepared = Prepared(record, sql, ["endpoint", "id", "sender"])
         same: dict[str, ColumnElement[Any]] = {"endpoint": given["endpoint"], "expires": until}
         many = dialect.words.insert_lists(table, "id", ["id", "sender"], same)
-        self.record_lists = None if many is None else Prepared(many, sql, ["endpoint", "id", "sender"])
+        self.record_lists: Prepared | None = None if many is None else Prepared(many, sql, ["endpoint", "id", "sender"])
         """Records many messages in a statement; None where each has its own."""
-        self.end_of_page = Prepared(a_page, sql, ["after", "until"])
-        self.remove = Prepared(delete(table).where(old), sql, ["after", "until"])
+        self.end_of_page: Prepared = Prepared(a_page, sql, ["after", "until"])
+        self.remove: Prepared = Prepared(delete(table).where(old), sql, ["after", "until"])
 
 
 class SqlInbox(OnDatabase):
@@ -126,7 +128,7 @@ class SqlInbox(OnDatabase):
         schema: str | None = None,
     ) -> None:
         super().__init__(database, schema, None)
-        self.window = time_span("window", window)
+        self.window: timedelta = time_span("window", window)
         if not timedelta(seconds=1) <= window <= LONGEST_WINDOW:
             raise ConfigurationError(f"window={window!r} must be a second to {LONGEST_WINDOW.days} days")
         self.claims_first = claims_first

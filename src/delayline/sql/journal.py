@@ -74,7 +74,7 @@ class JournalTables:
 
     def __init__(self, name: str | None) -> None:
         metadata = MetaData(schema=name)
-        self.entries = Table(
+        self.entries: Table = Table(
             "delayline_journal",
             metadata,
             Column("seq", schema.SEQUENCE, Identity(), primary_key=True, autoincrement=True),
@@ -85,7 +85,7 @@ class JournalTables:
             Column("retries", Integer, nullable=False),
             sqlite_autoincrement=True,  # a number that was exported once is never given to another entry
         )
-        self.exports = Table(
+        self.exports: Table = Table(
             "delayline_journal_exports",
             metadata,
             Column("directory", schema.text(MAXIMUM_ID_LENGTH), primary_key=True),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Connections
     from delayline.sql.workers import Workers, WorkItem
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Seconds in which a connection is tried and replaced before the wait for an answer begins.
 CONNECTING: Final = 15.0

@@ -52,7 +52,7 @@ class Prepared:
             statement = statement.inline()  # no caller needs the new row's number
         values = isinstance(statement, Insert) and statement.select is None
         compiled = statement.compile(dialect=dialect, column_keys=names if values else None)
-        self.sql = f"{prefix}{compiled}"
+        self.sql: str = f"{prefix}{compiled}"
         order = list(getattr(compiled, "positiontup", None) or [])
         constants = [name for name in order if name not in names]
         self._constants = tuple(compiled.params[name] for name in constants)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect
     from delayline.sql.schema import QueueTables
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LIMITS_READ_EVERY: Final = 0.5  # seconds until a receiver reads its queue's limits again
 LIMITS_CHANGED: Final = -1  # the time in a notification of a queue whose limits have changed
@@ -50,13 +50,15 @@ class LimitStatements:
     def __init__(self, tables: QueueTables, dialect: Dialect) -> None:
         columns, sql, named = tables.queues.c, dialect.sql, tables.queues.c.name == bindparam("queue")
         kept = select(columns.name, columns.paused, columns.concurrency, columns.period, columns.handlers)
-        self.all = Prepared(kept.order_by(columns.name), sql, [])
-        self.one = Prepared(kept.where(named), sql, ["queue"])
-        self.next_at = Prepared(select(func.coalesce(columns.next_at, 0)).where(named), sql, ["queue"])
+        self.all: Prepared = Prepared(kept.order_by(columns.name), sql, [])
+        self.one: Prepared = Prepared(kept.where(named), sql, ["queue"])
+        self.next_at: Prepared = Prepared(select(func.coalesce(columns.next_at, 0)).where(named), sql, ["queue"])
         unchanged = func.coalesce(columns.next_at, 0) == bindparam("before")
         advance = update(tables.queues).where(named, unchanged).values(next_at=bindparam("after"))
-        self.advance = Prepared(advance, sql, ["after", "queue", "before"])
-        self.lock = Prepared(update(tables.queues).where(named).values(handlers=columns.handlers), sql, ["queue"])
+        self.advance: Prepared = Prepared(advance, sql, ["after", "queue", "before"])
+        self.lock: Prepared = Prepared(
+            update(tables.queues).where(named).values(handlers=columns.handlers), sql, ["queue"]
+        )
         """Locks the row until the transaction ends, so that concurrent changes follow each other."""
         self.change = {
             name: Prepared(

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
     from delayline.sql.statements import QueueStatements
     from delayline.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Seconds at most until messages before the messages received last are found, while others come in ...
 QUEUE_LOOK_EVERY: Final = 0.5
@@ -263,7 +263,7 @@ class SqlReceiver(WaitingReceiver):
                 await self._notified_within(min(full_look_in, self._pause))
         if not self._moved and not self._stopped and (rest := self._rests_until - time.monotonic()) > 0:
             await asyncio.sleep(rest)
-        self.wanted = 0
+        self.wanted: int = 0
         return not self._stopped
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:

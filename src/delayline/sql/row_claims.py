@@ -123,19 +123,21 @@ class LockStatements:
         next_due = select(func.min(columns.due), dialect.values.in_seconds(0)).with_hint(table, *DIRTY)
         free = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
         read = statements.waiting.where(by_ids)  # in no order: it may bring a scan of that order's index
-        self.due = Prepared(due, sql, ["until", "number"])
-        self.due_since = Prepared(due.where(since), sql, ["until", "since", "number"])
+        self.due: Prepared = Prepared(due, sql, ["until", "number"])
+        self.due_since: Prepared = Prepared(due.where(since), sql, ["until", "since", "number"])
         if fair_by_of(table) is not None:
-            self.due_in_turn = Prepared(in_turn(heads, table, dialect).where(leases.free), sql, [*OF_TURN, "number"])
-        self.next_due = Prepared(next_due, sql, [])
-        self.next_due_since = Prepared(next_due.where(since), sql, ["since"])
+            self.due_in_turn: Prepared = Prepared(
+                in_turn(heads, table, dialect).where(leases.free), sql, [*OF_TURN, "number"]
+            )
+        self.next_due: Prepared = Prepared(next_due, sql, [])
+        self.next_due_since: Prepared = Prepared(next_due.where(since), sql, ["since"])
         full = next_due.add_columns(*dialect.words.transactions_in_progress)
-        self.full = Prepared(full, sql, [])
-        self.full_since = Prepared(full.where(since), sql, ["since"])
-        self.one = Prepared(free, sql, ["key"])
+        self.full: Prepared = Prepared(full, sql, [])
+        self.full_since: Prepared = Prepared(full.where(since), sql, ["since"])
+        self.one: Prepared = Prepared(free, sql, ["key"])
         exists = select(columns.id).where(by_id).with_hint(table, *WAITING)
-        self.exists = Prepared(exists, sql, ["key"])
-        self.read = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
+        self.exists: Prepared = Prepared(exists, sql, ["key"])
+        self.read: Prepared = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
 
 
 class ServerRowClaims:

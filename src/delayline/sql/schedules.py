@@ -77,19 +77,19 @@ class ScheduleStatements:
 
     def __init__(self, table: Table, dialect: Dialect) -> None:
         columns, sql = table.c, dialect.sql
-        self.names = [column.name for column in columns]
+        self.names: list[str] = [column.name for column in columns]
         of_store, named = columns.store == bindparam("of"), columns.name == bindparam("key")
         read, changed = select(table).where(of_store), self.names[2:]
         values = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in changed}
-        self.all = Prepared(read.order_by(columns.name), sql, ["of"])
-        self.locked = Prepared(read.where(named).with_for_update(), sql, ["of", "key"])
-        self.insert = Prepared(dialect.words.insert_counted(table, "name"), sql, self.names)
-        self.update = Prepared(
+        self.all: Prepared = Prepared(read.order_by(columns.name), sql, ["of"])
+        self.locked: Prepared = Prepared(read.where(named).with_for_update(), sql, ["of", "key"])
+        self.insert: Prepared = Prepared(dialect.words.insert_counted(table, "name"), sql, self.names)
+        self.update: Prepared = Prepared(
             update(table).where(of_store, named).values(**values),
             sql,
             [*(f"new_{name}" for name in changed), "of", "key"],
         )
-        self.delete = Prepared(delete(table).where(of_store, named), sql, ["of", "key"])
+        self.delete: Prepared = Prepared(delete(table).where(of_store, named), sql, ["of", "key"])
 
 
 class SqlScheduleRows:
@@ -104,7 +104,7 @@ class SqlScheduleRows:
     def __init__(self, database: Database, schema: str | None, store: Callable[[], str]) -> None:
         self._database = database
         self._store = store
-        self.table = schedules_table(schema)
+        self.table: Table = schedules_table(schema)
         self.required = False
         """Whether the store creates and checks the table."""
 

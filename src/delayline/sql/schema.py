@@ -160,8 +160,8 @@ class QueueTables:
 
     def __init__(self, schema: str | None, *, fair: bool = False) -> None:
         metadata = MetaData(schema=schema)
-        self.versions = versions_table(schema)
-        self.queues = Table(
+        self.versions: Table = versions_table(schema)
+        self.queues: Table = Table(
             "delayline_queues",
             metadata,
             Column("name", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
@@ -173,19 +173,19 @@ class QueueTables:
             # Since revision 5: the limits of types of messages, as JSON.
             Column("handlers", JSON_TEXT),
         )
-        self.queued = _queued_table(metadata)
+        self.queued: Table = _queued_table(metadata)
         if fair:
             self.queued.append_column(group_column())
             grouped = (self.queued.c[name] for name in ("queue", FAIR_GROUP, "seq"))
             Index("delayline_messages_groups", *grouped, info={ADDED_LATER: "fair_by of the transport"})
         #: Which prepared transactions are to be committed, and, as `log`, the table's own name.
-        self.decisions = Table(
+        self.decisions: Table = Table(
             "delayline_decisions",
             metadata,
             Column("id", text(MAXIMUM_NAME_LENGTH), primary_key=True),
             Column("value", text(MAXIMUM_NAME_LENGTH), nullable=False),
         )
-        self.sleeping = Table(
+        self.sleeping: Table = Table(
             "delayline_sleeping",
             metadata,
             Column("channel", text(MAXIMUM_CHANNEL_LENGTH), primary_key=True),
@@ -194,7 +194,7 @@ class QueueTables:
             prefixes=["UNLOGGED"],  # worth nothing after a crash
         )
         #: The receivers that run: number, which is claimed, and how many messages they handle at once.
-        self.receivers = Table(
+        self.receivers: Table = Table(
             "delayline_receivers",
             metadata,
             Column("number", BigInteger, primary_key=True, autoincrement=False),
@@ -203,7 +203,7 @@ class QueueTables:
         )
         #: Messages whose deliveries have ended without an outcome, and the receiver that handles the message now; 0 for
         #: none.
-        self.suspects = Table(
+        self.suspects: Table = Table(
             "delayline_suspects",
             metadata,
             Column("seq", BigInteger, primary_key=True, autoincrement=False),
@@ -212,13 +212,13 @@ class QueueTables:
             Column("receiver", BigInteger, nullable=False),
         )
         #: Which queues get copies of events, by the name of the event's type.
-        self.subscriptions = Table(
+        self.subscriptions: Table = Table(
             "delayline_subscriptions",
             metadata,
             Column("topic", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
             Column("queue", text(MAXIMUM_DESTINATION_LENGTH), primary_key=True),
         )
-        self.leases = Table(
+        self.leases: Table = Table(
             "delayline_leases",
             metadata,
             Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), primary_key=True),

@@ -150,7 +150,9 @@ class ServerDatabase(Database):
 
     def _begin_anew(self) -> None:
         self.semaphore = FairSemaphore(self.transactions)
-        self.sessions = SessionPool(self.dialect, close_soon=self._close_soon, outdated=self._outdated, rest=self._rest)
+        self.sessions: SessionPool = SessionPool(
+            self.dialect, close_soon=self._close_soon, outdated=self._outdated, rest=self._rest
+        )
         self._workers: Workers | None = None
         self._transacting: Workers | None = None
         self._stop_watching: Callable[[], None] = _nothing

@@ -32,7 +32,7 @@ class StagedTable(ABC):
         self.dialect = dialect
         self.store = store
         self.name = name
-        self.table = stage_table(name, store.schema, *self.prefixes, numbered=self.numbered)
+        self.table: Table = stage_table(name, store.schema, *self.prefixes, numbered=self.numbered)
 
     def named(self, name: str) -> Self:
         """Return another staging area."""

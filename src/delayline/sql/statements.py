@@ -67,24 +67,24 @@ class StoreStatements:
         self._dialect = dialect
         columns, sql = table.c, dialect.sql
         by_ids, is_due = dialect.words.one_of(columns.id, "keys"), columns.due <= bindparam("until")
-        self.waiting = select(*(columns[name] for name in StoredRow._fields))
+        self.waiting: Any = select(*(columns[name] for name in StoredRow._fields))
         unleased = {"leased_until": null()} if "leased_until" in columns else {}
         failed = update(table).where(by_ids).values(retry_count=columns.retry_count + literal_column("1"), **unleased)
         self._header = fair_by if (fair_by := fair_by_of(table)) and fair_by.header is not None else None
         names = StoredRow._fields if self._header is None else (*StoredRow._fields, FAIR_GROUP)
-        self.insert = Prepared(dialect.words.insert_new(table, "id"), sql, names)
-        self.insert_counted = Prepared(dialect.words.insert_counted(table, "id"), sql, names)
+        self.insert: Prepared = Prepared(dialect.words.insert_new(table, "id"), sql, names)
+        self.insert_counted: Prepared = Prepared(dialect.words.insert_counted(table, "id"), sql, names)
         replaced = {name: bindparam(f"new_{name}", type_=columns[name].type) for name in names[1:]}
-        self.replace = Prepared(
+        self.replace: Prepared = Prepared(
             update(table).where(by_ids).values(**replaced), sql, [*(f"new_{name}" for name in replaced), "keys"]
         )
         due = self.waiting.where(is_due).order_by(*in_order(table)).limit(bindparam("number"))
-        self.due = Prepared(due, sql, ["until", "number"])
-        self.next_due = Prepared(select(func.min(columns.due)).with_hint(table, *DIRTY), sql, [])
-        self.delete = Prepared(delete(table).where(by_ids), sql, ["keys"])
-        self.move = Prepared(update(table).where(by_ids).values(due=bindparam("at")), sql, ["at", "keys"])
-        self.count_failure = Prepared(failed, sql, ["keys"])
-        self.retry = Prepared(failed.values(due=bindparam("at")), sql, ["at", "keys"])
+        self.due: Prepared = Prepared(due, sql, ["until", "number"])
+        self.next_due: Prepared = Prepared(select(func.min(columns.due)).with_hint(table, *DIRTY), sql, [])
+        self.delete: Prepared = Prepared(delete(table).where(by_ids), sql, ["keys"])
+        self.move: Prepared = Prepared(update(table).where(by_ids).values(due=bindparam("at")), sql, ["at", "keys"])
+        self.count_failure: Prepared = Prepared(failed, sql, ["keys"])
+        self.retry: Prepared = Prepared(failed.values(due=bindparam("at")), sql, ["at", "keys"])
 
     @property
     def dialect(self) -> Dialect:
@@ -165,7 +165,7 @@ class QueueStatements:
 
     def __init__(self, tables: QueueTables, dialect: Dialect) -> None:
         queued, queues = tables.queued, tables.queues
-        self.queued = queued
+        self.queued: Table = queued
         columns, sql, of_queue = queued.c, dialect.sql, queued.c.queue == bindparam("name")
         in_order, all_of_queue = (columns.queue, columns.seq), dialect.words.queued_after(queued, literal_column("0"))
         after = bindparam("after", type_=columns.seq.type)
@@ -176,23 +176,25 @@ class QueueStatements:
         page = kept.where(all_of_queue).order_by(*in_order).limit(bindparam("number")).offset(bindparam("skip"))
         subscriptions = tables.subscriptions
         topics = select(subscriptions.c.topic, subscriptions.c.queue)
-        self._subscribers = Prepared(
+        self._subscribers: Prepared = Prepared(
             topics.where(dialect.words.one_of(subscriptions.c.topic, "topics")), sql, ["topics"]
         )
-        self.subscribe = Prepared(dialect.words.insert_new(subscriptions, "queue"), sql, ["topic", "queue"])
+        self.subscribe: Prepared = Prepared(dialect.words.insert_new(subscriptions, "queue"), sql, ["topic", "queue"])
         of_both = subscriptions.c.topic == bindparam("of_topic"), subscriptions.c.queue == bindparam("of_queue")
-        self.unsubscribe = Prepared(delete(subscriptions).where(*of_both), sql, ["of_topic", "of_queue"])
-        self.known = Prepared(select(queues.c.name).where(dialect.words.one_of(queues.c.name, "names")), sql, ["names"])
+        self.unsubscribe: Prepared = Prepared(delete(subscriptions).where(*of_both), sql, ["of_topic", "of_queue"])
+        self.known: Prepared = Prepared(
+            select(queues.c.name).where(dialect.words.one_of(queues.c.name, "names")), sql, ["names"]
+        )
         filled = exists().where(columns.queue == queues.c.name)
-        self.filled = Prepared(
+        self.filled: Prepared = Prepared(
             select(queues.c.name).where(dialect.words.one_of(queues.c.name, "names"), filled), sql, ["names"]
         )
-        self.register = Prepared(dialect.words.insert_new(queues, "name"), sql, ["name"])
+        self.register: Prepared = Prepared(dialect.words.insert_new(queues, "name"), sql, ["name"])
         expired = case(
             (columns.expires <= dialect.values.in_seconds(0), literal_column("1")), else_=literal_column("0")
         )
         put = PUT if FAIR_GROUP not in columns else [*PUT, FAIR_GROUP]
-        self.put = Prepared(insert(queued), sql, put)
+        self.put: Prepared = Prepared(insert(queued), sql, put)
         put_existing = insert(queued).from_select(
             put,
             select(
@@ -200,17 +202,17 @@ class QueueStatements:
                 *(bindparam(f"new_{name}", type_=columns[name].type) for name in put[1:]),
             ).where(queues.c.name == bindparam("name")),
         )
-        self.put_existing = Prepared(put_existing, sql, ["name", *(f"new_{name}" for name in put[1:])])
+        self.put_existing: Prepared = Prepared(put_existing, sql, ["name", *(f"new_{name}" for name in put[1:])])
         """Inserts a message if its queue exists."""
-        self.put_expiring = Prepared(insert(queued), sql, [*put, "expires"])
-        self.now = Prepared(select(dialect.values.in_seconds(0)), sql, [])
-        self.numbers = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
-        self.claimed = Prepared(
+        self.put_expiring: Prepared = Prepared(insert(queued), sql, [*put, "expires"])
+        self.now: Prepared = Prepared(select(dialect.values.in_seconds(0)), sql, [])
+        self.numbers: Prepared = Prepared(numbers.limit(bindparam("number")), sql, ["name", "after", "number"])
+        self.claimed: Prepared = Prepared(
             kept.add_columns(expired).where(by_numbers), sql, ["name", "numbers"], may_lack=["name"]
         )
         """In no order: it might bring a scan of an index in that order."""
-        self.delete = Prepared(delete(queued).where(by_numbers), sql, ["name", "numbers"], may_lack=["name"])
-        self.delete_returning = (
+        self.delete: Prepared = Prepared(delete(queued).where(by_numbers), sql, ["name", "numbers"], may_lack=["name"])
+        self.delete_returning: Prepared | None = (
             Prepared(
                 delete(queued).where(by_numbers).returning(columns.seq), sql, ["name", "numbers"], may_lack=["name"]
             )
@@ -218,17 +220,17 @@ class QueueStatements:
             else None
         )
         one = delete(queued).where(columns.seq == bindparam("number"), of_queue)
-        self._delete_one = Prepared(one, sql, ["name", "number"])
+        self._delete_one: Prepared = Prepared(one, sql, ["name", "number"])
         self._delete_one_there = None
         if dialect.words.table_of_row is not None:
             there = literal_column(dialect.words.table_of_row) == bindparam("table", type_=BigInteger())
             self._delete_one_there = Prepared(one.where(there), sql, ["name", "number", "table"])
-        self._lock = Prepared(
+        self._lock: Prepared = Prepared(
             select(columns.seq).where(by_numbers).with_for_update(), sql, ["name", "numbers"], may_lack=["name"]
         )
-        self.count = Prepared(select(func.count()).where(of_queue), sql, ["name"])
-        self.copies = Prepared(copies, sql, ["name", "key"])
-        self.page = Prepared(page, sql, ["name", "number", "skip"])
+        self.count: Prepared = Prepared(select(func.count()).where(of_queue), sql, ["name"])
+        self.copies: Prepared = Prepared(copies, sql, ["name", "key"])
+        self.page: Prepared = Prepared(page, sql, ["name", "number", "skip"])
 
     def remove(self, connection: Connection, queue: str, numbers: Sequence[int]) -> set[int]:
         """Delete the queue's messages with the numbers and return the numbers that there were.

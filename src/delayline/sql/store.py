@@ -83,10 +83,10 @@ class StoreSetup:
         self._keeps_journal = keeps_journal
         groups = [QUEUES, SCHEDULES] if keeps_schedules else [QUEUES]
         self._checked = RequiredTables(dialect, schema, *groups, others=[table])
-        self.required = (
+        self.required: RequiredTables = (
             RequiredTables(dialect, schema, *groups, JOURNAL, others=[table]) if keeps_journal else self._checked
         )
-        self.journal = Journal(table, dialect)
+        self.journal: Journal = Journal(table, dialect)
 
     def plan(self, connection: Connection) -> list[Executable]:
         """Return the statements of what is missing."""
@@ -145,7 +145,9 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
                 "own tables: choose another name"
             )
         self._table_name = table_name
-        self.schedules = SqlScheduleRows(self._database, self._schema, lambda: self._statements.table.name)
+        self.schedules: SqlScheduleRows = SqlScheduleRows(
+            self._database, self._schema, lambda: self._statements.table.name
+        )
         """The schedules, in a table that all stores of the schema share."""
         self._open: StoreStatements | None = None
         self._channel = ""

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from delayline.transport import QueueLimits, TransportOperation
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Concurrent sends that share a transaction.
 MOST_SENDS_A_COMMIT: Final = 500

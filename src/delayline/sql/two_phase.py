@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from delayline.sql.database import Database
     from delayline.sql.dialect import DecisionReader, Dialect, PreparedTransactions
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 LOOK_EVERY: Final = 10.0  # seconds between looks for prepared transactions of crashed processes
 LOOK_AGAIN: Final = 1.0  # after trouble of our own

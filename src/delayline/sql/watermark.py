@@ -42,12 +42,12 @@ class DueQuery:
     __slots__ = ("began", "full", "lowest", "since", "stale")
 
     def __init__(self, since: datetime | None, began: float, *, full: bool) -> None:
-        self.since = since
-        self.began = began
-        self.full = full or since is None
+        self.since: datetime | None = since
+        self.began: float = began
+        self.full: bool = full or since is None
         self.lowest: datetime | None = None
         """The earliest message stored meanwhile: the look may have missed it."""
-        self.stale = False
+        self.stale: bool = False
         """Whether a message with an unknown due time was stored meanwhile."""
 
 

@@ -59,7 +59,7 @@ class Source:
 
     def __init__(self, endpoint: ObservedEndpoint) -> None:
         self.endpoint = endpoint
-        self.measurements = Measurements.of(endpoint)
+        self.measurements: Measurements = Measurements.of(endpoint)
         self._pending = PendingCounts(self.measurements)
 
     def read(self) -> Reading:

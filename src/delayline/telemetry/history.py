@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from delayline.observer import ObservedEndpoint
     from delayline.telemetry.measurements import Activity, Snapshot
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 HISTORY_KEPT_FOR: Final = timedelta(days=30)
 LAST_ROW_WITHIN: Final = 2.0  # seconds that an endpoint waits for it when it stops

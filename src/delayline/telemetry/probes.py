@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from delayline.telemetry.measurements import Activity, Measurements
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: An event loop that has not turned for so many seconds is blocked.
 LOOP_LIMIT: Final = 10.0
@@ -192,7 +192,7 @@ class Systemd:
 
     def __init__(self, address: str | None, watchdog: float | None = None) -> None:
         self._address = address
-        self.watchdog = watchdog if address else None
+        self.watchdog: float | None = watchdog if address else None
 
     @classmethod
     def from_environment(cls) -> Self:

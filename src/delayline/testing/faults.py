@@ -218,7 +218,7 @@ class Faulty:
     """The wrapped object."""
 
     def __init__(self, *faults: Fault, shared: Faults | None = None) -> None:
-        self.faults = Faults() if shared is None else shared
+        self.faults: Faults = Faults() if shared is None else shared
         self.faults.inject(*faults)
 
     def inject(self, *faults: Fault) -> None:

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from delayline.transport import Transport
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 TWO_MINUTES: Final = timedelta(minutes=2)
 SEND_ATTEMPTS: Final = 5
@@ -101,8 +101,8 @@ class TimeoutManagerDelivery:
             )
         self.persister = persister
         self.time_to_wait_before_triggering_critical_error = wait
-        self.concurrency = whole_number("concurrency", concurrency, at_least=1)
-        self.batch_size = whole_number("batch_size", batch_size, at_least=1)
+        self.concurrency: int = whole_number("concurrency", concurrency, at_least=1)
+        self.batch_size: int = whole_number("batch_size", batch_size, at_least=1)
         self.polling = polling
         self._host: DeliveryHost | None = None
         self._started = False

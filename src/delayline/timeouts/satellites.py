@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from delayline.timeouts.persister import TimeoutPersister
     from delayline.transaction import Transaction
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: A timeout due within this time is not stored: its message waits in memory and is sent when due, as in NServiceBus
 #: (https://docs.particular.net/nservicebus/messaging/timeout-manager).

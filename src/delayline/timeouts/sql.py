@@ -82,7 +82,7 @@ class TimeoutStatements:
         columns, leases, sql = table.c, tables.leases, dialect.sql
         self.table = table
         self._dialect = dialect
-        self.times = TimeoutTimes(dialect)
+        self.times: TimeoutTimes = TimeoutTimes(dialect)
         self._name = str(table.name)
         ours, of_id = leases.c.store == bindparam("store"), columns.Id == bindparam("key")
         of_ids = delete(leases).where(ours, dialect.words.one_of(leases.c.id, "keys"))
@@ -298,7 +298,7 @@ def _text(key: Any) -> str:  # noqa: ANN401 - str or UUID
     return str(key).lower()
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 class SqlTimeoutPersister(StoreOnDatabase):

@@ -33,7 +33,7 @@ class DjangoSender(SyncEndpoint):
 
     def __init__(self, project: ProjectSettings) -> None:
         super().__init__(project.sending_endpoint())
-        self.database = project.database
+        self.database: str = project.database
         self.place = database_name(project.database)
 
     @property

@@ -58,7 +58,7 @@ class AzureStorage(CollectedSource):
         super().__init__(place, journal, schema=schema)
         self.table_name = table
         self.container = container
-        self.account_name = AzureAccount(place).name
+        self.account_name: str = AzureAccount(place).name
 
     def __str__(self) -> str:
         return f"table {self.table_name} and container {self.container} of storage account {self.account_name}"

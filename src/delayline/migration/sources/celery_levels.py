@@ -52,7 +52,7 @@ class CeleryLevels(RabbitmqLevelsSource):
         super().__init__(place, journal, schema=schema)
         if self.address.delays != "v2":
             raise ConfigurationError("?delays= names other levels than Celery's: leave it out")
-        self.levels = KombuDelays()
+        self.levels: KombuDelays = KombuDelays()
 
     def found(self, delivered: Delivery, level: int, now: datetime) -> Found:
         """Return the task; a task that stays is due when it leaves its level at the latest."""

@@ -69,8 +69,8 @@ class RabbitmqLevelsSource(CollectedSource):
 
     def __init__(self, place: str, journal: str, *, schema: str | None = None) -> None:
         super().__init__(place, journal, schema=schema)
-        self.address = BrokerAddress.parse(place)
-        self.levels = DelayInfrastructure.named(self.address.delays)
+        self.address: BrokerAddress = BrokerAddress.parse(place)
+        self.levels: DelayInfrastructure = DelayInfrastructure.named(self.address.delays)
 
     def __str__(self) -> str:
         return f"{self.levels.prefix}.* at {self.address}"

@@ -52,7 +52,7 @@ class AzureTable(WithoutLedger):
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self.name = AzureAccount(url).name
+        self.name: str = AzureAccount(url).name
 
     def __str__(self) -> str:
         return f"the delayed messages of storage account {self.name}"
@@ -153,7 +153,7 @@ class Queues:
 class AzureSession(DeliverySession):
     """Writes batches of an endpoint into its table."""
 
-    largest_message = AzureTable.largest_message
+    largest_message: int = AzureTable.largest_message
 
     _table: Table
     _places: MessageIndex

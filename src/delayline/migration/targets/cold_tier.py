@@ -45,8 +45,8 @@ class ColdTierStore(SqlStore):
 
     def __init__(self, url: str, cold_tier: str, *, hot_horizon: timedelta, schema: str | None = None) -> None:
         super().__init__(url, schema=schema)
-        self.folder = ColdFolder(cold_tier)
-        self.hot_horizon = time_span("hot_horizon", hot_horizon)
+        self.folder: ColdFolder = ColdFolder(cold_tier)
+        self.hot_horizon: timedelta = time_span("hot_horizon", hot_horizon)
         self._ours: set[str] = set()
 
     def __str__(self) -> str:

@@ -50,11 +50,11 @@ class PlainSession(DeliverySession):
     _store: SqlDelayedMessageStore
 
     def __init__(self, target: PlainStore, endpoint: str) -> None:
-        self.url = target.url
-        self.schema = target.schema
+        self.url: str = target.url
+        self.schema: str | None = target.schema
         self.endpoint = endpoint
         self.queues = target.queues()
-        self.largest_message = target.largest_message
+        self.largest_message: int = target.largest_message
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Open the store."""

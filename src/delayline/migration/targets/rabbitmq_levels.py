@@ -32,7 +32,7 @@ class RabbitmqLevelsTarget(WithoutLedger):
     largest_message: ClassVar[int] = RabbitMQBackend.largest_message
 
     def __init__(self, url: str) -> None:
-        self.sink = DelayLevelSink(url, "delayline migrate")
+        self.sink: DelayLevelSink = DelayLevelSink(url, "delayline migrate")
 
     def __str__(self) -> str:
         return str(self.sink)
@@ -59,7 +59,7 @@ class RabbitmqLevelsTarget(WithoutLedger):
 class LevelsSession(DeliverySession):
     """Publishes batches to the levels."""
 
-    largest_message = RabbitMQBackend.largest_message
+    largest_message: int = RabbitMQBackend.largest_message
 
     _writer: DelayLevelWriter
 

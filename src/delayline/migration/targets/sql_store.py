@@ -140,7 +140,7 @@ class StoreSession(DeliverySession):
     def __init__(self, writer: BulkWriter, queues: frozenset[str] | None) -> None:
         self.writer = writer
         self.queues = queues
-        self.largest_message = writer.largest_message
+        self.largest_message: int = writer.largest_message
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Connect to the store."""

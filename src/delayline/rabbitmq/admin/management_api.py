@@ -105,7 +105,7 @@ class ManagementApi:
 
     def __init__(self, address: BrokerAddress, url: str | None = None) -> None:
         self._address = address if url is None else replace(address, management=url)
-        self.vhost = address.vhost
+        self.vhost: str = address.vhost
         self._places = list(self._address.management_places)
         self._vhost = quote(address.vhost, safe="")
         self._http = httpx.AsyncClient(

@@ -127,7 +127,7 @@ class Move:
         self._dry_run = dry_run
         self._clock = clock or SystemClock()
         self._progress = progress or (lambda level, done, number: None)
-        self.report = Report(poison_queue=self._poison.queue)
+        self.report: Report = Report(poison_queue=self._poison.queue)
         """The results so far."""
 
     async def run(self) -> Report:

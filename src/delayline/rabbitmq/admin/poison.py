@@ -43,7 +43,7 @@ class PoisonQueue:
     """The queue for messages that a move cannot move; a classic queue, as .NET's tool creates it."""
 
     def __init__(self, address: BrokerAddress, connection: BrokerConnection, name: str) -> None:
-        self.queue = f"delays-{name}-poison-messages"
+        self.queue: str = f"delays-{name}-poison-messages"
         self._connection = connection
         self._publisher = Publisher(address, connection_name=f"delayline {name} poison")
 

@@ -281,8 +281,8 @@ class PublishChannel(Channel):
 
     def __init__(self, connection: Connection, number: int) -> None:
         super().__init__(connection, number)
-        self.confirms = Confirms()
-        self.frames = PublishFrames(number, connection.frame_max)
+        self.confirms: Confirms = Confirms()
+        self.frames: PublishFrames = PublishFrames(number, connection.frame_max)
 
     def write(self, batch: PublishBatch[Any], positions: Sequence[int], frames: Sequence[bytes]) -> None:
         """Write the frames of the publications."""

@@ -58,7 +58,7 @@ class MariadbConnections(ServerConnections):
         arguments: dict[str, object] = dict(PYMYSQL_ARGUMENTS)
         if url.password is not None:
             arguments["password"] = url.password.encode()  # PyMySQL would make Latin-1 of it
-        self.errors = MariadbErrors(self)
+        self.errors: MariadbErrors = MariadbErrors(self)
         super().__init__(url, connect_args=arguments, paramstyle="format")
         event.listen(self.engine, "do_connect", _connected)
         self.room = 0

@@ -83,7 +83,7 @@ class AdvisoryLockClaims(SessionClaims):
         self._statements = LoopStatements(database, dialect.connections, shared)
         digest = hashlib.sha256(table.encode()).digest()
         self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
-        self.receivers = WaitingReceivers()
+        self.receivers: WaitingReceivers = WaitingReceivers()
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
         """Lock free rows in a single round trip."""

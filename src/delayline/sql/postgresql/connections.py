@@ -56,10 +56,10 @@ class PostgresqlConnections(ServerConnections):
     default_port = 5432
 
     def __init__(self, url: URL) -> None:
-        self.pgbouncer = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
+        self.pgbouncer: bool = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
         url, arguments = url.difference_update_query(["pgbouncer"]), PSYCOPG_ARGUMENTS
         self._given: frozenset[str] = frozenset()
-        self.errors = PostgresqlErrors(self)
+        self.errors: PostgresqlErrors = PostgresqlErrors(self)
         if self.pgbouncer:
             arguments = {**PSYCOPG_ARGUMENTS, "prepare_threshold": None}
         else:

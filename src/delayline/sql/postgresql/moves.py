@@ -98,7 +98,7 @@ class PostgresqlForwarding:
         quote = dialect.sql.identifier_preparer.format_table
         tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}
-        self.can_claim = not dialect.connections.pgbouncer
+        self.can_claim: bool = not dialect.connections.pgbouncer
         """Messages are claimed by locks of a session, which clients of a pooler would share."""
         by_due_time = {"due": HEADS.format(**BY_DUE_TIME, **names), "next_due": NEXT_DUE.format(**names), "turned": ""}
         self.statements = {

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from delayline.sql.server import Server, ServerSessions
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 PROBE_EVERY: Final = 30.0  # seconds between proofs that a notification still comes through
 PROBE_WITHIN: Final = 5.0
@@ -79,8 +79,8 @@ class PostgresqlNotifications:
     def __init__(self, database: ServerSessions, dialect: Server) -> None:
         self._database = database
         self._dialect = dialect
-        self.listeners = Listeners()
-        self.me = uuid.uuid4().hex[:12]
+        self.listeners: Listeners = Listeners()
+        self.me: str = uuid.uuid4().hex[:12]
         self._lock = threading.Lock()
         self._unsent: dict[str, int] = {}
         self._sends_at: float | None = None

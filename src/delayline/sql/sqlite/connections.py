@@ -41,11 +41,11 @@ class SqliteConnections(Connections):
             raise ConfigurationError(
                 "an SQLite URL names a file, as in sqlite:///file.db; for memory use MemoryTransport"
             )
-        self.path = _path(url.database)
-        self.identity = f"sqlite:{self.path}"
+        self.path: Path = _path(url.database)
+        self.identity: str = f"sqlite:{self.path}"
         self._timeout = _seconds(url)
         self._server_timeout: float | None = None
-        self.stops = StopLimit()
+        self.stops: StopLimit = StopLimit()
         self.thread_waits = False
         """Whether a thread waits until the file is open, as `THREAD_WAITS` says."""
         self.engine = create_engine(
@@ -161,7 +161,7 @@ class SqliteTransactions(TransactionControl):
 
     def __init__(self, connections: SqliteConnections) -> None:
         self._connections = connections
-        self.asked_at = 0.0
+        self.asked_at: float = 0.0
         """When the transaction that begins next was asked for, by `time.monotonic`: it may have waited for its turn."""
         self._locked_since: float | None = None
         self._refused_at = 0.0

@@ -58,18 +58,18 @@ class SqlServerConnections(ServerConnections):
     default_port = 1433
 
     def __init__(self, url: URL) -> None:
-        self.driver = _driver_of(url)
+        self.driver: str = _driver_of(url)
         if self.driver == MICROSOFT and not _installed(MICROSOFT_DIALECT):
             raise ConfigurationError(
                 f"SQLAlchemy {sqlalchemy_version} cannot use mssql-python: run pip install 'sqlalchemy>=2.1', or "
                 f"install delayline[pymssql] and write {PYMSSQL}:// in the URL"
             )
-        self.uses_pymssql = self.driver == PYMSSQL
+        self.uses_pymssql: bool = self.driver == PYMSSQL
         if self.uses_pymssql:
             self.extra = "pymssql"
         style = {"paramstyle": "format", "supports_comments": False} if self.uses_pymssql else {"paramstyle": "qmark"}
         self.missing: MissingExtra | None = None
-        self.errors = SqlServerErrors(self)
+        self.errors: SqlServerErrors = SqlServerErrors(self)
         try:
             try:
                 super().__init__(url, connect_args=DRIVER_ARGUMENTS[self.driver], **style)
