@@ -254,6 +254,15 @@ class Backend:
         """
         return [("back end", True, f"{self.scheme}: is installed; it has no own checks")]
 
+    async def endpoints(self, url: str, options: BackendOptions) -> Sequence[str]:
+        """Return the names of the endpoints that are set up there, as far as that can be told.
+
+        Args:
+            url: The URL from the settings.
+            options: The settings of the endpoint.
+        """
+        return ()
+
     async def set_up_queues(self, url: str, options: BackendOptions, queues: Sequence[str]) -> None:
         """Create further queues, with what they need for delayed messages. Idempotent.
 

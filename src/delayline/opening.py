@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from delayline.backends import backend_of
 from delayline.composition import options_of, persister_of, store_of, transport_of
 from delayline.delayed.store import SupportsClose, managed
-from delayline.errors import ConfigurationError
+from delayline.errors import ConfigurationError, DelaylineError
+from delayline.setting_values import did_you_mean
 from delayline.timeouts.draining import persister_at
 from delayline.transaction import TransactionMode
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from delayline.settings import Settings
     from delayline.timeouts import SqlTimeoutPersister
     from delayline.transport import Transport
+
+#: Endpoints that an error names.
+MOST_NAMED: Final = 10
 
 
 @contextlib.asynccontextmanager
@@ -80,6 +84,23 @@ async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
         yield transport
     finally:
         await transport.stop()
+
+
+async def other_endpoints(settings: Settings) -> str:
+    """Return a sentence with the endpoints that are set up there, where the settings name another; else nothing."""
+    url, name = settings.resolved_store_url, settings.endpoint
+    if name is None or settings.table_name is not None:
+        return ""
+    try:
+        backend = backend_of(url)
+        backend.must_exist(url)
+        names = await backend.endpoints(url, options_of(settings))
+    except DelaylineError:  # what is wrong with it is being said already
+        return ""
+    if not names or name in names:
+        return ""
+    shown = ", ".join(names[:MOST_NAMED]) + (", ..." if len(names) > MOST_NAMED else "")
+    return f"no endpoint {name!r} is set up there{did_you_mean(name, names) or '.'} Endpoints there: {shown}"
 
 
 def refuse_memory(settings: Settings) -> None:

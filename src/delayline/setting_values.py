@@ -64,10 +64,18 @@ OTHER_VARIABLES: Final = re.compile(
 def unknown_variables(environ: Mapping[str, str], variables: Mapping[str, str]) -> list[str]:
     """Return a sentence about each variable that begins as settings do and is none."""
     return [
-        f"the variable {given} is not a setting and has no effect{did_you_mean(given, variables)}"
+        f"the variable {given} is not a setting and has no effect{_variable_meant(given, variables)}"
         for given in sorted(environ)
         if given.startswith(VARIABLE_PREFIX) and given not in variables and not OTHER_VARIABLES.fullmatch(given)
     ]
+
+
+def _variable_meant(given: str, variables: Mapping[str, str]) -> str:
+    """Return a hint by what follows the prefix, which would make all names alike."""
+    word = given.removeprefix(VARIABLE_PREFIX)
+    names = [variable.removeprefix(VARIABLE_PREFIX) for variable in variables]
+    close = difflib.get_close_matches(word, names, 1) or [name for name in names if word and word in name]
+    return f"; did you mean {VARIABLE_PREFIX}{close[0]}?" if close else ""
 
 
 def from_environment(environ: Mapping[str, str], variables: Mapping[str, str]) -> Sourced:

@@ -91,6 +91,9 @@ def test_each_place_is_named() -> None:
     with pytest.raises(ConfigurationError, match=r"variable DELAYLINE_BATCH_SIZE.*DELAYLINE_BATCH_SIZE=500"):
         loaded(environ={"DELAYLINE_BATCH_SIZE": "x"})
 
+    with pytest.raises(ConfigurationError, match=r'Write for example: endpoint = "sales"'):
+        loaded("endpoint = 5")
+
 
 def test_an_example_for_the_file_is_toml() -> None:
     with pytest.raises(ConfigurationError, match=r'Write for example: endpoint = "sales"$'):
@@ -116,7 +119,7 @@ def test_an_unknown_variable_is_warned_of(
     # A command
     assert run("setup").err == (
         "warning: the variable DELAYLINE_RETRIES is not a setting and has no effect; "
-        "did you mean 'DELAYLINE_NUMBER_OF_RETRIES'?\n"
+        "did you mean DELAYLINE_NUMBER_OF_RETRIES?\n"
     )
     # A program
     Endpoint.from_settings("sales")

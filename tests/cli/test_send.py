@@ -59,14 +59,14 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Result]) -> No
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        (["billing", "x", "--at", "2020-01-01T00:00:00Z"], 1, "has passed"),
+        (["billing", "x", "--at", "2020-01-01T00:00:00Z"], 2, "has passed"),
         (["billing", "x", "--at", "2090-01-01T00:00:00"], 2, "has no time zone"),
         (["billing", "x", "--at", "tomorrow"], 2, "is not understood"),
         (["billing", "x", "--delay", "5"], 2, "write 5s, 10m, 2h, 3d"),
         (["billing", "x", "--delay", "-5s"], 2, "is not understood"),
         (["billing", "x", "--delay", "999999999999d"], 2, "longer than time lasts"),
-        (["billing", "x", "--delay", "900000d", "--at", LATER], 1, "exclude each other"),
-        (["billing", "x", "--delay", "99999999d"], 1, "beyond year 9999"),
+        (["billing", "x", "--delay", "900000d", "--at", LATER], 2, "exclude each other"),
+        (["billing", "x", "--delay", "99999999d"], 2, "beyond year 9999"),
         (["billing", "x", "--header", "tenant"], 2, "NAME=VALUE"),
         (["billing"], 2, "DESTINATION and BODY"),
         ([], 2, "DESTINATION and BODY"),
@@ -74,7 +74,7 @@ def test_sending_an_id_again_changes_nothing(ready: Callable[..., Result]) -> No
         (["biling", "x"], 1, "Did you mean 'billing'? Start its endpoint once, or run: delayline setup --queue NAME\n"),
         (["nowhere", "x", "--delay", "1h"], 1, ", or pass --no-check-destination where it will exist in time\n"),
         (["biling", "x", "--delay", "14d"], 1, "Did you mean 'billing'?"),
-        (["billing", "x", "--id", "a" * 251], 1, "251 characters, 250 at most"),
+        (["billing", "x", "--id", "a" * 251], 2, "251 characters, 250 at most"),
         (["billing", "x", "--from", "delayline.db"], 2, "leave the other arguments out"),
     ],
 )

@@ -7,6 +7,7 @@ from typing import Final
 
 import click
 
+from delayline.cli.completion import completion
 from delayline.cli.dashboard import dashboard
 from delayline.cli.doctor import doctor
 from delayline.cli.errors import errors
@@ -47,6 +48,6 @@ def main() -> None:
 
 PENDING: Final = (pending, cancel, reschedule)
 QUEUE_COMMANDS: Final = (queues, peek, pause, resume, limit, purge)
-OTHER_COMMANDS: Final = (schedules, errors, doctor, dashboard, rabbitmq, spark, migrate, examples)
+OTHER_COMMANDS: Final = (schedules, errors, doctor, dashboard, rabbitmq, spark, migrate, examples, completion)
 for command in (setup, run, send, *PENDING, *QUEUE_COMMANDS, *OTHER_COMMANDS):
     main.add_command(command)

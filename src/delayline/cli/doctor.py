@@ -13,7 +13,7 @@ from delayline.cli.due import delay_given
 from delayline.cli.options import EXIT_FAILED, examples, json_option, settings_options, without_management_option
 from delayline.cli.screen import MARKS
 from delayline.doctor import Thresholds, check_urls, examine_endpoint
-from delayline.opening import refuse_memory
+from delayline.opening import other_endpoints, refuse_memory
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -61,6 +61,8 @@ def doctor(
     for finding in findings:
         mark, style = MARKS[finding.ok]
         screen.echo(f"{mark} {finding.what:<{width}}  {finding.text}", style)
+    if not all(finding.ok for finding in findings) and (others := asyncio.run(other_endpoints(settings))):
+        screen.echo(others, "red")
     healthy = all(finding.ok or (finding.ok is None and without_management) for finding in findings)
     screen.document({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
     if not healthy:

@@ -70,7 +70,8 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
 
     message = asyncio.run(work())
     if message is None:
-        screen.complain(f"no message {message_id!r} in queue {settings.error_queue!r}. See: delayline errors list")
+        text = f"no message {message_id!r} in queue {settings.error_queue!r}. See: delayline errors list"
+        screen.fail(text, "MessageNotFound", as_json=screen.as_json)
         click.get_current_context().exit(EXIT_FAILED)
     headers = _headers(message)
     screen.table(("header", "value"), [(name, value) for name, value in headers.items() if "\n" not in value])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any, Final
@@ -9,7 +10,15 @@ from typing import Any, Final
 import click
 
 from delayline.cli.screen import Screen
-from delayline.errors import ConfigurationError, DelaylineError, DispatchFailed
+from delayline.errors import (
+    BackendUnusable,
+    ConfigurationError,
+    DelaylineError,
+    DispatchFailed,
+    InvalidDueTime,
+    InvalidMessage,
+)
+from delayline.opening import other_endpoints
 from delayline.setting_values import FILE_NAME
 from delayline.settings import (
     CommandLine,
@@ -25,6 +34,9 @@ EXIT_FAILED: Final = 1
 WRONG_USAGE: Final = 2
 #: The key of a click context's `meta` that holds the settings file and flags which were given.
 COMMAND_LINE: Final = "delayline.command_line"
+#: Likewise: whether a line has --json, and whether its wrong usage has been printed as JSON.
+WANTS_JSON: Final = "delayline.wants_json"
+USAGE_REPORTED: Final = "delayline.usage_reported"
 
 #: Settings for the place of messages and their endpoint; `run` and `doctor` take all of them.
 PLACE_SETTINGS: Final = (
@@ -46,15 +58,28 @@ Command = Callable[..., Any]
 
 
 class ReportsErrors(click.Command):
-    """A command that prints a DelaylineError as a red line instead of a stack trace."""
+    """A command that prints a DelaylineError as a red line instead of a stack trace, with --json as a document."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Note whether the line asks for JSON, which holds for errors in it too."""
+        ctx.meta.setdefault(WANTS_JSON, "--json" in args)
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:  # noqa: ANN401 - click's own signature
         """Run the command; exit 2 for wrong settings or arguments, 1 for a failure."""
         try:
             return super().invoke(ctx)
         except DelaylineError as error:
-            Screen.complain(_sentence(error))
-            ctx.exit(WRONG_USAGE if isinstance(error, ConfigurationError) else EXIT_FAILED)
+            wrong = isinstance(error, ConfigurationError | InvalidMessage | InvalidDueTime)
+            code = WRONG_USAGE if wrong else EXIT_FAILED
+            Screen.fail(_sentence(error), type(error).__name__, as_json=ctx.meta[WANTS_JSON])
+            ctx.exit(code)
+        except click.UsageError as error:
+            if not ctx.meta.get(USAGE_REPORTED):
+                ctx.meta[USAGE_REPORTED] = True  # the groups around see it too
+                if ctx.meta[WANTS_JSON]:
+                    Screen.print_error(error.format_message(), type(error).__name__)
+            raise
 
 
 class Commands(ReportsErrors, click.Group):
@@ -91,7 +116,12 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
             for text in unknown_variables():
                 Screen.warn(text)
             click.get_current_context().meta[COMMAND_LINE] = CommandLine(config, flags)
-            return command(*args, settings=settings, **arguments)
+            try:
+                return command(*args, settings=settings, **arguments)
+            except BackendUnusable as error:
+                if others := asyncio.run(other_endpoints(settings)):
+                    raise BackendUnusable(f"{error}. But {others}") from error
+                raise
 
         decorated: Command = with_settings
         for name in reversed(chosen):
@@ -118,6 +148,6 @@ def json_option(command: Command) -> Command:
     def with_screen(*args: object, as_json: bool, **arguments: Any) -> Any:  # noqa: ANN401 - click's
         return command(*args, screen=Screen(as_json=as_json), **arguments)
 
-    return click.option("--json", "as_json", is_flag=True, help="Print one JSON document and nothing else.")(
-        with_screen
-    )
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print one JSON document and nothing else; of an error too."
+    )(with_screen)

@@ -66,6 +66,18 @@ class Screen:
             click.echo(json.dumps(document, ensure_ascii=False, default=str))
 
     @staticmethod
+    def print_error(text: str, kind: str) -> None:
+        """Print the JSON document of an error on stdout."""
+        click.echo(json.dumps({"error": {"type": kind, "text": text}}, ensure_ascii=False))
+
+    @classmethod
+    def fail(cls, text: str, kind: str, *, as_json: bool) -> None:
+        """Print an error: a red line on stderr, and a JSON document for machines."""
+        if as_json:
+            cls.print_error(text, kind)
+        cls.complain(text)
+
+    @staticmethod
     def complain(text: str) -> None:
         """Print a red line on stderr."""
         _print_on_stderr(f"error: {text}", "bold red")

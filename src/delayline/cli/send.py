@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from datetime import UTC, datetime, timedelta
 from itertools import islice
@@ -17,8 +18,10 @@ from delayline.cli.message_file import InputLine, InputRow, RejectedFile, RowFil
 from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, examples, json_option, settings_options
 from delayline.cli.screen import ROWS_SHOWN
 from delayline.errors import DelaylineError, InvalidMessage, QueueNotFound
+from delayline.message import Headers
 from delayline.outgoing import due_time
 from delayline.readable import in_the_future, local, relative
+from delayline.serialization import JsonSerializer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -35,6 +38,7 @@ SENT_AT_ONCE: Final = 2000
     epilog=examples(
         """delayline send billing '{"order": 17}' --delay 5m --endpoint sales""",
         "delayline send billing hello --at 2026-05-01T09:00:00+02:00 --id order-17 --header tenant=acme",
+        """delayline send billing '{"order": 17}' --type shop.Bill --json-body --endpoint sales""",
         "delayline send --from reminders.csv --endpoint sales",
     )
 )
@@ -42,6 +46,17 @@ SENT_AT_ONCE: Final = 2000
 @click.argument("body", required=False)
 @due_options
 @click.option("--header", "headers", multiple=True, metavar="NAME=VALUE", help="A header; repeatable.")
+@click.option(
+    "--type",
+    "message_type",
+    metavar="NAME",
+    help=f"The name of the message's type, by which handlers are chosen: {Headers.ENCLOSED_MESSAGE_TYPES}.",
+)
+@click.option(
+    "--json-body",
+    is_flag=True,
+    help=f"BODY is JSON: check it, and say so in the header {Headers.CONTENT_TYPE}.",
+)
 @click.option("--id", "message_id", metavar="ID", help="The message's id; repeating it while it waits changes nothing.")
 @click.option(
     "--from",
@@ -66,6 +81,8 @@ def send(  # noqa: PLR0913 - an option each
     delay: timedelta | None,
     deliver_at: datetime | None,
     headers: tuple[str, ...],
+    message_type: str | None,
+    json_body: bool,
     message_id: str | None,
     file: Path | None,
     unchecked: bool,
@@ -77,18 +94,25 @@ def send(  # noqa: PLR0913 - an option each
     has none, from its content and the line number.
     """
     if file is not None:
-        if destination or body or delay or deliver_at or headers or message_id:
+        if any((destination, body, delay, deliver_at, headers, message_type, json_body, message_id)):
             raise click.UsageError("--from FILE includes everything: leave the other arguments out.")
         _send_file(settings, screen, file, check_destination=not unchecked)
         return
     if destination is None or body is None:
         raise click.UsageError("Give DESTINATION and BODY, or --from FILE.")
+    if delay is not None and deliver_at is not None:
+        raise click.UsageError("--delay and --at exclude each other: give one of them.")
     now = datetime.now(UTC)
     due = due_time(now, delay, deliver_at)
     if due is not None:
         in_the_future(due, now)
     content = sys.stdin.read() if body == "-" else body
     given = dict(header_given(header) for header in headers)
+    if message_type is not None:
+        given[Headers.ENCLOSED_MESSAGE_TYPES] = message_type
+    if json_body:
+        _check_json(content)
+        given[Headers.CONTENT_TYPE] = JsonSerializer.content_type
     checked = not unchecked
     sent, due = asyncio.run(
         _send(settings, destination, content, delay or due, given, message_id, check_destination=checked)
@@ -136,6 +160,13 @@ def header_given(header: str) -> tuple[str, str]:
     if not name or not equals:
         raise click.BadParameter(f"{header!r} is not NAME=VALUE", param_hint="--header")
     return name, value
+
+
+def _check_json(body: str) -> None:
+    try:
+        json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise click.BadParameter(f"BODY is not JSON: {error}", param_hint="--json-body") from error
 
 
 def _send_file(settings: Settings, screen: Screen, file: Path, *, check_destination: bool) -> None:

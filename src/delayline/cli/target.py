@@ -5,21 +5,27 @@ from __future__ import annotations
 import difflib
 import importlib
 import sys
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+
+import click
 
 from delayline.backends import backend_of
 from delayline.cli.screen import Screen
 from delayline.composition import store_of, transport_of
 from delayline.endpoint import Endpoint
-from delayline.errors import ConfigurationError
+from delayline.errors import ConfigurationError, DelaylineError
 from delayline.settings import GivenSetting, Settings, flag_of, given_settings
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+    from types import ModuleType
 
     from delayline.settings import CommandLine
+#: How files begin whose frames are no part of the user's program.
+FRAMES_OF_IMPORTS: Final = ("<frozen importlib", importlib.__file__, __file__)
 #: The settings that are compared by what is at the URLs.
 PLACES: Final = ("url", "transport_url", "store_url")
 
@@ -29,18 +35,7 @@ def load_endpoint(target: str) -> Endpoint:
     module_name, _, name = target.partition(":")
     if not module_name or not name:
         raise ConfigurationError(f"{target!r} names no endpoint: write MODULE:ENDPOINT, as in shop.billing:endpoint")
-    directory = str(Path.cwd())
-    if directory not in sys.path:
-        sys.path.insert(0, directory)
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ConfigurationError(
-            f"there is no module {error.name!r} in {directory} or among the installed packages. "
-            "Run from the directory that holds it"
-        ) from error
+    module = _imported(module_name)
     named = module
     for part in name.split("."):
         if not hasattr(named, part):
@@ -53,6 +48,37 @@ def load_endpoint(target: str) -> Endpoint:
             f"{target!r} is a {type(named).__name__}, not an Endpoint. {_endpoints_of(vars(module), name)}"
         )
     return named
+
+
+def _imported(module_name: str) -> ModuleType:
+    directory = str(Path.cwd())
+    if directory not in sys.path:
+        sys.path.insert(0, directory)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise _broken(module_name, error) from error
+        raise ConfigurationError(
+            f"there is no module {error.name!r} in {directory} or among the installed packages. "
+            "Run from the directory that holds it"
+        ) from error
+    except DelaylineError:
+        raise
+    except Exception as error:
+        raise _broken(module_name, error) from error
+
+
+def _broken(module_name: str, error: Exception) -> DelaylineError:
+    """Print the error's trace without the frames of delayline and of the import, and return the last line's error."""
+    trace = traceback.TracebackException.from_exception(error)
+    chained: traceback.TracebackException | None = trace
+    while chained is not None:
+        frames = [frame for frame in chained.stack if not frame.filename.startswith(FRAMES_OF_IMPORTS)]
+        chained.stack = traceback.StackSummary.from_list(frames)
+        chained = chained.__cause__ or chained.__context__
+    click.echo("".join(trace.format()), err=True, nl=False)
+    return DelaylineError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}")
 
 
 def refuse_ignored(endpoint: Endpoint, command_line: CommandLine) -> None:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from delayline.sql.schema import OWN_PREFIX
+from delayline.sql.schema import OWN_PREFIX, STORE_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-#: Suffixes of the default table names of a store and of a timeout manager.
-SUFFIX = ".timeouts"
 
 
 def include_name(*table_names: str) -> Callable[[str | None, str, Any], bool]:
@@ -30,6 +27,6 @@ def include_name(*table_names: str) -> Callable[[str | None, str, Any], bool]:
         del parent_names
         if type_ != "table" or name is None:
             return True
-        return not (name.startswith(OWN_PREFIX) or name.endswith(SUFFIX) or name in named)
+        return not (name.startswith(OWN_PREFIX) or name.endswith(STORE_SUFFIX) or name in named)
 
     return include

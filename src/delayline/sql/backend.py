@@ -55,6 +55,10 @@ class SqlBackend(Backend):
         """Raise BackendUnusable for a file that does not exist; servers say so themselves."""
         databases.must_exist(url)
 
+    async def endpoints(self, url: str, options: BackendOptions) -> Sequence[str]:
+        """Return the endpoints whose tables of delayed messages are there."""
+        return await databases.endpoints(url, schema=options.schema)
+
     async def examine(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:
         """Return findings about the database and the versions of its tables."""
         if not use.delays:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakValueDictionary
 
-from sqlalchemy import create_engine, event
+from sqlalchemy import create_engine, event, inspect
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.exc import DisconnectionError, InvalidatePoolError, InvalidRequestError
 
@@ -21,6 +21,7 @@ from delayline.errors import ConfigurationError, DelaylineError, MissingExtra
 from delayline.sql import transaction_names
 from delayline.sql.deadlines import checked_timeout
 from delayline.sql.engine_limits import EngineLimits
+from delayline.sql.schema import STORE_SUFFIX
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.sessions import PING_AFTER
 from delayline.sql.setup import RequiredTables, version_findings
@@ -106,6 +107,23 @@ async def examine(url: str, *, schema: str | None = None, prepares: bool = False
             *await database.read(database.dialect.catalog.findings),
             *await _prepared(database, prepares=prepares),
         ]
+    finally:
+        await database.close()
+
+
+async def endpoints(url: str, *, schema: str | None = None) -> Sequence[str]:
+    """Return the endpoints whose tables of delayed messages have their usual names. Raises as `examine` does.
+
+    Args:
+        url: The database.
+        schema: The schema of its tables; None for the connection's own.
+    """
+    database = database_at(url)
+    await database.open()
+    try:
+        name = database.dialect.catalog.schema_of(schema)
+        tables = await database.read(lambda connection: inspect(connection).get_table_names(schema=name))
+        return sorted(table.removesuffix(STORE_SUFFIX) for table in tables if table.endswith(STORE_SUFFIX))
     finally:
         await database.close()
 

@@ -81,6 +81,8 @@ def text(length: int) -> TypeEngine[str]:
 
 #: Prefix of the tables that delayline creates for itself; it is refused for tables of users.
 OWN_PREFIX: Final = "delayline_"
+#: How the default table name of a delayed message store ends, after the endpoint's name; a timeout manager's likewise.
+STORE_SUFFIX: Final = ".timeouts"
 
 
 class ProductTables(Protocol):

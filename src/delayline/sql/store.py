@@ -32,7 +32,7 @@ from delayline.sql.on_database import StoreOnDatabase
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schedules import SCHEDULES, SqlScheduleRows
-from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, TO_WRITE, in_order
+from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, STORE_SUFFIX, TO_WRITE, in_order
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, store_channel, store_statements
 from delayline.sql.transport import SqlTransport
@@ -507,7 +507,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
 
     def table_of(self, endpoint_name: str) -> Table:
         """Return the table of the endpoint."""
-        name = self._table_name or f"{endpoint_name}.timeouts"
+        name = self._table_name or f"{endpoint_name}{STORE_SUFFIX}"
         table = self._database.dialect.catalog.store_table(name, self._schema)
         return table if self._fair_by is None else fair_table(table, self._fair_by)
 
