@@ -347,6 +347,8 @@ EVENT_MEANING: Final = {
     Event.HTTP_REQUEST: "The server of probes and metrics has answered a request.",
     Event.HTTP_REQUEST_FAILED: "A request for probes or metrics failed: at DEBUG because the client went away.",
     Event.ENDED_AT_ONCE: "A second signal ended the process: what its handlers had in hand is handled again.",
+    Event.WORKER_ENDED: "A process of `delayline run --processes` has died; it is started again.",
+    Event.SOURCE_CHANGED: "A source file has changed: the processes of `delayline run --reload` are started again.",
     Event.UNKNOWN_VARIABLE: "A DELAYLINE_* variable is no setting: a typing error, or another program's.",
     Event.HEARTBEAT_FAILED: "The heartbeat file could not be touched, or systemd not be notified; delivery goes on.",
     Event.FOREIGN_ROW: "A row of the delayed messages table is no message; it stays where it is and delays no other.",

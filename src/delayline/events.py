@@ -74,6 +74,8 @@ class Event(StrEnum):
     HTTP_REQUEST = "http.request"
     HTTP_REQUEST_FAILED = "http.request_failed"
     ENDED_AT_ONCE = "endpoint.ended_at_once"
+    WORKER_ENDED = "run.worker_ended"
+    SOURCE_CHANGED = "run.source_changed"
     UNKNOWN_VARIABLE = "settings.unknown_variable"
     HEARTBEAT_FAILED = "probes.heartbeat_failed"
     FOREIGN_ROW = "delayed.foreign_row"

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import importlib.util
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
@@ -15,16 +15,24 @@ from delayline.cli.log_format import LOG_FORMATS, LOG_LEVELS, log_to_stderr
 from delayline.cli.options import COMMAND_LINE, EXIT_FAILED, examples, json_option, settings_options
 from delayline.cli.screen import Screen
 from delayline.cli.target import load_endpoint, refuse_ignored
+from delayline.cli.workers import (
+    Supervisor,
+    Worker,
+    WorkersProbes,
+    answer_supervisor,
+    delayline_command,
+    workers_metrics,
+)
 from delayline.composition import endpoint_from
 from delayline.opening import refuse_memory
 from delayline.running import checked_endpoints, run_until_stopped
-from delayline.settings import DEFAULT_URL, Settings, given_on_command_line
+from delayline.settings import DEFAULT_URL, Settings, flag_of, given_on_command_line
 from delayline.telemetry.http_server import HttpServer
 from delayline.telemetry.measurements import Measurements
 from delayline.telemetry.probes import Probes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from datetime import timedelta
 
     from delayline.endpoint import Endpoint
@@ -38,6 +46,8 @@ if TYPE_CHECKING:
         "delayline run shop.billing:endpoint --metrics 127.0.0.1:9464",
         "delayline run shop.billing:endpoint --health 127.0.0.1:8081",
         "delayline run shop.billing:endpoint shop.orders:endpoint --health 127.0.0.1:8081",
+        "delayline run shop.billing:endpoint --processes 4 --health 127.0.0.1:8081",
+        "delayline run shop.billing:endpoint --reload",
         "delayline run --endpoint sales   (dispatches due messages, handles none)",
     )
 )
@@ -81,6 +91,9 @@ if TYPE_CHECKING:
     metavar="FILE",
     help="Touch this file every 5 seconds while the event loop turns.",
 )
+@click.option("--processes", type=click.IntRange(1, 1000), default=1, show_default=True, help="Worker processes.")
+@click.option("--reload", is_flag=True, help="Start again when a .py or .toml file below this directory changes.")
+@click.option("--worker", type=int, hidden=True, help="The pipe to the process that supervises this one.")
 @settings_options()
 @json_option
 def run(  # noqa: PLR0913 - the options of the command
@@ -97,25 +110,42 @@ def run(  # noqa: PLR0913 - the options of the command
     opentelemetry: bool,
     health: str | None,
     heartbeat: Path | None,
+    processes: int,
+    reload: bool,
+    worker: int | None,
 ) -> None:
     """Run Endpoint objects of modules, found from the current directory, until SIGINT or SIGTERM.
 
     It then finishes messages in flight within the grace period; the messages of handlers that take longer are handled
-    again. A second signal ends it at once. Without a module it runs the endpoint of the settings, which only dispatches
-    due messages. Exit code 1 when a critical error stopped it. Under systemd it reports its start, its stop and, with
-    WatchdogSec, each turn of its event loop.
+    again. A second signal ends it at once. With --processes, a process that dies is started again, after 1 second, then
+    2, up to 30; probes and metrics are those of all. Without a module it runs the endpoint of the settings, which only
+    dispatches due messages. Exit code 1 when a critical error stopped it. Under systemd it reports its start, its stop
+    and, with WatchdogSec, each turn of its event loop.
     """
-    endpoints = _endpoints(settings, targets)
     level = "debug" if verbose else log_level
+    if worker is None and (processes > 1 or reload):
+        log_to_stderr(level, log_format)
+        workers = [Worker(number + 1, _worker_command(grace), quiet=screen.as_json) for number in range(processes)]
+        supervised = WorkersProbes(workers, heartbeat=heartbeat)
+        exposed = workers_metrics(workers) if _has_metrics(health, metrics) else None
+        with _serving(screen, supervised, exposed, health, metrics):
+            supervisor = asyncio.run(_supervise(workers, supervised, screen, grace, reload=reload))
+        stopped_by = supervisor.stopped_by
+        screen.echo(f"{processes} processes stopped")
+        screen.document({"targets": targets, "processes": processes, "stopped_by": stopped_by})
+        click.get_current_context().exit(supervisor.exit_code)
+    endpoints = _endpoints(settings, targets)
     named = endpoints[0].name if len(endpoints) == 1 else None
     log_to_stderr(level, log_format, endpoint=named, handled=log_handled)
     if opentelemetry:
         _opentelemetry(endpoints)
     probes = Probes(*map(Measurements.of, endpoints), heartbeat=heartbeat)
-    with contextlib.ExitStack() as serving:
-        for server in _servers(endpoints, probes, health, metrics, nservicebus=nservicebus_metrics):
-            serving.enter_context(server)
-            screen.echo(f"serves {', '.join(f'http://{server.address}{path}' for path in server.paths)}")
+    exposed = None
+    if _has_metrics(health, metrics) or (worker is not None and METRICS_INSTALLED):
+        exposed = _metrics(endpoints, nservicebus=nservicebus_metrics)
+    if worker is not None:
+        answer_supervisor(worker, dict(probes.routes()) | ({} if exposed is None else {"/metrics": exposed}))
+    with _serving(screen, probes, exposed, health, metrics):
         stopped_by = asyncio.run(_run(endpoints, probes, screen, grace))
     names = [endpoint.name for endpoint in endpoints]
     screen.echo(f"{', '.join(names)} stopped{'' if stopped_by else ' by itself'}")
@@ -139,22 +169,69 @@ def _endpoints(settings: Settings, targets: Sequence[str]) -> list[Endpoint]:
     return endpoints
 
 
-def _servers(
-    endpoints: Sequence[Endpoint], probes: Probes, health: str | None, metrics: str | None, *, nservicebus: bool
-) -> list[HttpServer]:
-    """Return a server for each address that is asked for; the server of the probes serves the metrics too."""
+METRICS_INSTALLED: Final = importlib.util.find_spec("prometheus_client") is not None
+
+
+def _has_metrics(health: str | None, metrics: str | None) -> bool:
+    """Return whether metrics are served: on request, and beside probes if they can be."""
+    return metrics is not None or (health is not None and METRICS_INSTALLED)
+
+
+def _metrics(endpoints: Sequence[Endpoint], *, nservicebus: bool) -> Callable[[str], Response]:
+    from delayline.telemetry.prometheus import PrometheusMetrics  # an extra
+
+    exposed = PrometheusMetrics(nservicebus=nservicebus)
+    for endpoint in endpoints:
+        exposed.watch(endpoint)
+    return exposed.respond
+
+
+@contextlib.contextmanager
+def _serving(
+    screen: Screen,
+    probes: Probes,
+    exposed: Callable[[str], Response] | None,
+    health: str | None,
+    metrics: str | None,
+) -> Iterator[None]:
+    """Serve probes and metrics at the addresses that are asked for; the server of the probes serves the metrics too."""
     wanted: dict[str, dict[str, Callable[[str], Response]]] = {}
     if health is not None:
         wanted[health] = dict(probes.routes())
-    if metrics is not None or (health is not None and importlib.util.find_spec("prometheus_client") is not None):
-        from delayline.telemetry.prometheus import PrometheusMetrics  # an extra
-
-        exposed = PrometheusMetrics(nservicebus=nservicebus)
-        for endpoint in endpoints:
-            exposed.watch(endpoint)
+    if exposed is not None:
         for address in {health, metrics} - {None}:
-            wanted.setdefault(str(address), {})["/metrics"] = exposed.respond
-    return [HttpServer(address, paths) for address, paths in wanted.items()]
+            wanted.setdefault(str(address), {})["/metrics"] = exposed
+    with contextlib.ExitStack() as serving:
+        for address, paths in wanted.items():
+            server = serving.enter_context(HttpServer(address, paths))
+            screen.echo(f"serves {', '.join(f'http://{server.address}{path}' for path in server.paths)}")
+        yield
+
+
+def _worker_command(grace: timedelta) -> list[str]:
+    """Return the command line of a worker: that of this command, without what the supervisor does."""
+    context = click.get_current_context()
+    params, given = context.params, context.meta[COMMAND_LINE]
+    words = [*delayline_command(), "run", *params["targets"], f"--grace={grace.total_seconds() * 1000:.0f}ms"]
+    words += [f"--log-level={params['log_level']}", f"--log-format={params['log_format']}"]
+    flags = ("verbose", "log_handled", "nservicebus_metrics", "opentelemetry")
+    words += [flag_of(name) for name in flags if params[name]]
+    words += [] if given.config is None else [f"--config={given.config}"]
+    return words + [f"{flag_of(name)}={value}" for name, value in given.flags.items() if value is not None]
+
+
+async def _supervise(
+    workers: Sequence[Worker], probes: WorkersProbes, screen: Screen, grace: timedelta, *, reload: bool
+) -> Supervisor:
+    def started() -> None:
+        text = f"{len(workers)} process{'' if len(workers) == 1 else 'es'} run. Ctrl+C stops them"
+        screen.echo(text)
+        probes.started(text)
+
+    supervisor = Supervisor(workers, grace=grace, sources=Path.cwd() if reload else None)
+    async with probes:
+        await supervisor.run(probes, started)
+    return supervisor
 
 
 def _opentelemetry(endpoints: Sequence[Endpoint]) -> None:

@@ -153,10 +153,11 @@ class Probes:
         touched = notified = 0.0
         while True:
             now = self._turned = time.monotonic()
-            if self._heartbeat is not None and now - touched >= SECONDS_BETWEEN_BEATS:
+            live = self.live().ok
+            if live and self._heartbeat is not None and now - touched >= SECONDS_BETWEEN_BEATS:
                 touched = now
                 self._touch(self._heartbeat)
-            if self._systemd.watchdog is not None and now - notified >= self._systemd.watchdog / 3:
+            if live and self._systemd.watchdog is not None and now - notified >= self._systemd.watchdog / 3:
                 notified = now
                 self._systemd.notify("WATCHDOG=1")
             await asyncio.sleep(BEAT if self._systemd.watchdog is None else min(BEAT, self._systemd.watchdog / 3))

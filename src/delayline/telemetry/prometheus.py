@@ -24,15 +24,15 @@ from delayline.telemetry.measurements import Histogram
 
 try:
     from prometheus_client import CollectorRegistry
+    from prometheus_client import Metric as Family
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.exposition import choose_encoder
+    from prometheus_client.parser import text_string_to_metric_families
 except ImportError as missing:
     raise MissingExtra("telemetry", "the Prometheus format") from missing
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping, Sequence
-
-    from prometheus_client import Metric as Family
+    from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 
     from delayline.endpoint import Endpoint
 
@@ -46,6 +46,8 @@ FAMILIES: Final = {
     Kind.HISTOGRAM: HistogramMetricFamily,
 }
 COMMON: Final = (ENDPOINT_ATTRIBUTE, SYSTEM)
+#: The label that tells the processes of `delayline run --processes` apart.
+PROCESS_LABEL: Final = "delayline_process"
 REFUSED_METHOD: Final = "only GET and HEAD\n"
 
 
@@ -123,6 +125,40 @@ class PrometheusMetrics:
         readings = [source.read() for source in self._sources]
         for metric in self._metrics:
             yield _family(metric, readings)
+
+
+def merged(texts: Mapping[str, str], accept: str) -> tuple[str, str]:
+    """Return the metrics of several processes and their content type, in the format that an Accept header asks for.
+
+    Args:
+        texts: What each process exposes in the text format, by the value of its label `delayline_process`.
+        accept: The header.
+    """
+    families: dict[str, Family] = {}
+    for process, text in texts.items():
+        for family in text_string_to_metric_families(text):
+            known = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
+            for sample in family.samples:
+                known.samples.append(sample._replace(labels={**sample.labels, PROCESS_LABEL: process}))
+    registry = CollectorRegistry()
+    registry.register(_Collected(list(families.values())))
+    encode, content_type = choose_encoder(accept)
+    return encode(registry).decode(), content_type
+
+
+class _Collected:
+    """A collector of families that are there already."""
+
+    def __init__(self, families: Sequence[Family]) -> None:
+        self._families = families
+
+    def describe(self) -> Sequence[Family]:
+        """Return nothing: prometheus-client need not know names before."""
+        return ()
+
+    def collect(self) -> Sequence[Family]:
+        """Return the families."""
+        return self._families
 
 
 def _family(metric: Metric, readings: Sequence[Reading]) -> Family:
