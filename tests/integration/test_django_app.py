@@ -299,7 +299,7 @@ def test_tests_of_the_project_have_a_database_of_their_own(project: Project) -> 
     [
         ({}, 'names no endpoint: write DELAYLINE = {"ENDPOINT": "shop"}'),
         ([], "must be a dict"),
-        ({"ENDPOINT": "shop", "CONCURENCY": 3}, "unknown key 'CONCURENCY'; did you mean 'CONCURRENCY'?"),
+        ({"ENDPOINT": "shop", "CONCURRENC": 3}, "unknown key 'CONCURRENC'; did you mean 'CONCURRENCY'?"),
         ({"ENDPOINT": "shop", "CONCURRENCY": 0}, "concurrency = 0"),
         ({"ENDPOINT": "shop", "DATABASE": "orders"}, "'orders', which DATABASES does not have"),
         ({"ENDPOINT": "shop", "QUEUES": "mails"}, "must be a list of names"),

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SOURCE: Final = Path(delayline.__file__).parent
-#: Where a scheme is known: each package knows its own; sources of migrations are systems of others.
-KNOWING: Final = ("backends.py", "memory/", "azure/", "rabbitmq/", "sql/", "migration/sources/")
+#: Where a scheme is known: each package knows its own; sources of migrations are systems of others, as Django's
+#: databases are.
+KNOWING: Final = (
+    "backends.py", "memory/", "azure/", "rabbitmq/", "sql/", "migration/sources/", "contrib/django/database_url.py",
+)  # fmt: skip
 #: Where a product is known: its package, what finds that by a URL, and what tells users' own connections apart.
 PRODUCTS: Final = (
     "sql/backend.py", "sql/databases.py", "sql/postgresql/", "sql/mariadb/", "sql/sqlite/", "sql/sqlserver/",
