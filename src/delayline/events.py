@@ -16,6 +16,7 @@ class Event(StrEnum):
     ENDPOINT_STARTED = "endpoint.started"
     ENDPOINT_STOPPED = "endpoint.stopped"
     ENDPOINT_NOT_STOPPED = "endpoint.not_stopped"
+    LOOP_BLOCKED = "endpoint.loop_blocked"
     NO_HANDLERS = "endpoint.no_handlers"
     CRITICAL_ERROR = "endpoint.critical_error"
     CRITICAL_ERROR_ACTION_FAILED = "endpoint.critical_error_action_failed"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, overload
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, overload
 from delayline.checks import ForkGuard
 from delayline.endpoint import Endpoint
 from delayline.errors import ConfigurationError, NotStarted
+from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
 from delayline.outgoing import MessageOptions, PublishOptions
 from delayline.receiving.registration import RegistersHandlers
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from delayline.outgoing import HeaderMap, Send
     from delayline.receiving.recoverability import Recoverability
     from delayline.sending import Sent
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -62,6 +66,7 @@ class SyncEndpoint(RegistersHandlers):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
         self._process = ForkGuard()
+        self._has_warned = False
 
     @classmethod
     def from_settings(
@@ -277,7 +282,7 @@ class SyncEndpoint(RegistersHandlers):
         Returns:
             The coroutine's result.
         """
-        self._refuse_on_loop()
+        self._warn_on_loop()
         external, thread = checked_transaction(transaction), WaitingThread()
         given = UNSET if external is None else ExternalTransaction(external, thread)
         return thread.wait_for(self._start(work(transaction=given)))
@@ -291,21 +296,21 @@ class SyncEndpoint(RegistersHandlers):
         Returns:
             The coroutine's result.
         """
-        try:
-            self._refuse_on_loop()
-        except ConfigurationError:
-            work.close()
-            raise
+        self._warn_on_loop()
         return self._start(work).result()
 
-    def _refuse_on_loop(self) -> None:
-        """Raise ConfigurationError on an event loop, which nothing else would run on meanwhile."""
-        if asyncio._get_running_loop() is None or threading.current_thread() is self._thread:
+    def _warn_on_loop(self) -> None:
+        """Log, once, that the caller's event loop stands still meanwhile; in a notebook nothing else runs on it."""
+        if self._has_warned or asyncio._get_running_loop() is None or threading.current_thread() is self._thread:
             return
-        raise ConfigurationError(
-            f"a call of SyncEndpoint blocks the event loop that it is made on: await the calls of endpoint "
-            f"{self.endpoint.name!r} itself, started there with `async with endpoint:`, or call this in a thread, as "
-            "with asyncio.to_thread"
+        self._has_warned = True
+        emit(
+            logger,
+            logging.WARNING,
+            Event.LOOP_BLOCKED,
+            "a call of SyncEndpoint blocks the event loop that it is made on: await the calls of endpoint %r itself, "
+            "started there with `async with endpoint:`, or call this in a thread, as with asyncio.to_thread",
+            self.endpoint.name,
         )
 
     def _start(self, work: Coroutine[Any, Any, Result]) -> Future[Result]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
-from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
 
 from delayline import ConfigurationError, Endpoint, MemoryTransport, NotStarted, SyncEndpoint
+from delayline.events import Event
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -124,12 +124,11 @@ def test_stopping_leaves_no_other_thread_waiting_for_ever() -> None:
             waiting.result(10)
 
 
-async def test_calls_on_an_event_loop_are_refused(endpoint: Endpoint) -> None:
-    """Given a coroutine, when it calls a SyncEndpoint, then the error says to await instead; in a thread it may."""
+async def test_calls_on_an_event_loop_are_warned_of(endpoint: Endpoint, caplog: pytest.LogCaptureFixture) -> None:
+    """Given a coroutine or a notebook, when it calls a SyncEndpoint, then the log says once to await instead."""
     with SyncEndpoint(endpoint) as sync:
-        for call in (partial(sync.send, "sales", b""), partial(sync.send_many, []), lambda: sync.run(endpoint.setup())):
-            with pytest.raises(
-                ConfigurationError, match=r"blocks the event loop that it is made on: await .*to_thread"
-            ):
-                call()
-        assert await asyncio.to_thread(sync.send, "sales", b"")
+        await asyncio.to_thread(sync.send, "sales", b"")
+        assert sync.send("sales", b"")
+        assert sync.run(endpoint.send("sales", b""))
+    [warning] = [record for record in caplog.records if getattr(record, "event", None) is Event.LOOP_BLOCKED]
+    assert "made on: await the calls of endpoint 'sales' itself" in warning.getMessage()
