@@ -39,9 +39,24 @@ WVARCHAR, VARBINARY, BIGINT, TIMESTAMP = -9, -3, -5, 93
 AT = datetime(2026, 1, 1)  # noqa: DTZ001 - as the column keeps it
 ASCII, CYRILLIC, BEYOND = "a-long-ascii-id", "Ключ", "🚚" * 3
 #: Values of every parameter that a statement of delayline's has, by its name there.
-TEXTS = ["id", "destination", "queue", "name", "key", "store", "this_store", "lock", "saga", "mark", "reader"]
+TEXTS = [
+    "id",
+    "destination",
+    "queue",
+    "name",
+    "key",
+    "store",
+    "this_store",
+    "lock",
+    "saga",
+    "mark",
+    "reader",
+    "topic",
+    "of_topic",
+    "of_queue",
+]
 TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value", "new_id", "new_destination"]
-LISTS = ["keys", "names"]
+LISTS = ["keys", "names", "topics"]
 BYTES = ["headers", "body", "State", "marker", "expiry", "new_headers", "new_body"]
 NUMBERS = ["retry_count", "number", "after", "skip", "claim", "sequence", "new_retry_count"]
 TIMES = ["due", "until", "since", "at", "expires", "Time", "later", "new_due"]
