@@ -306,7 +306,7 @@ class Composer:
         if not self._publishes:
             raise ConfigurationError(
                 "the queues of this endpoint have no subscriptions: publish needs queues in a SQL database, "
-                "on RabbitMQ or in memory"
+                "on RabbitMQ, on Azure Storage or in memory"
             )
         headers = {Headers.INTENT: "Publish", **check_headers(options.get("headers") or {})}
         types = headers.get(Headers.ENCLOSED_MESSAGE_TYPES) or names_of_value(event)

@@ -47,7 +47,7 @@ class Subscriptions:
         if not isinstance(self._transport, SupportsPublishing):
             raise ConfigurationError(
                 f"{type(self._transport).__name__} has no subscriptions: events need queues in a SQL database, on "
-                "RabbitMQ or in memory"
+                "RabbitMQ, on Azure Storage or in memory"
             )
         return self._transport
 

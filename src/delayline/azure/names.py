@@ -17,6 +17,8 @@ QUEUE: Final = re.compile(r"(?=.{3,63}\Z)[a-z0-9]+(?:-[a-z0-9]+)*")
 TABLE_PATTERN: Final = re.compile(r"[A-Za-z][A-Za-z0-9]{2,62}")
 #: Ids that are row keys as they are; they keep their order there. Azure refuses `/ \\ # ?` and control characters.
 PLAIN_ID: Final = re.compile(r"[A-Za-z0-9._-]{1,250}")
+#: Types of events and names of endpoints that are keys as they are, as .NET writes them.
+PLAIN_TOPIC: Final = re.compile(r"(?!~)[^/\\#?%\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,250}")
 ROW_KEY: Final = re.compile(r"([0-9]{14})(?:_.*)?", re.DOTALL)
 #: Sorts behind every key that begins with a digit; the keys before it are messages.
 BEHIND_DIGITS: Final = ":"
@@ -82,11 +84,11 @@ def delays_name(endpoint_name: str) -> str:
     return "delays" + hashlib.sha1(endpoint_name.encode(), usedforsecurity=False).hexdigest()
 
 
-def checked_table_name(name: str) -> str:
-    """Return a name given by the user, in lower case; raises ConfigurationError."""
+def checked_table_name(name: str, setting: str = "table_name") -> str:
+    """Return a name given by the user, in lower case; raises ConfigurationError, which names the setting."""
     if not isinstance(name, str) or TABLE_PATTERN.fullmatch(name) is None:
         raise ConfigurationError(
-            f"table_name={name!r} cannot name a table and a container: use a letter, then 2 to 62 letters and digits"
+            f"{setting}={name!r} cannot name a table and a container: use a letter, then 2 to 62 letters and digits"
         )
     return name.lower()
 
@@ -134,6 +136,16 @@ def id_key(message_id: str) -> str:
     if PLAIN_ID.fullmatch(message_id):
         return message_id
     return "~" + hashlib.sha1(message_id.encode("utf-8", "surrogatepass"), usedforsecurity=False).hexdigest()
+
+
+def topic_key(name: str) -> str:
+    """Return the key that stands for a type of event or an endpoint: its name, or, where Azure would refuse it, a hash.
+
+    Some clients do not find a key with `%`.
+    """
+    if PLAIN_TOPIC.fullmatch(name):
+        return name
+    return "~" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def place_key(message_id: str) -> Key:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from azure.core import MatchConditions
 from azure.core.exceptions import HttpResponseError, ResourceExistsError, ResourceNotFoundError
@@ -14,7 +14,7 @@ from delayline.azure.names import BEHIND_DIGITS, Key, latest_before, latest_due
 from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
+    from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
     from datetime import datetime
 
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
     Entity = dict[str, Any]
     Operation = tuple[str, Entity] | tuple[str, Entity, Mapping[str, Any]]
+
+Result = TypeVar("Result")
 
 LARGEST_TRANSACTION: Final = 100
 #: Azure accepts 4 MiB; only bodies are counted here.
@@ -147,9 +149,9 @@ class Table:
                 for position in positions:
                     answers[position] = True
             elif len(positions) > 1:
-                await _all(change([position]) for position in positions)
+                await run_all(change([position]) for position in positions)
 
-        await _all(change(chunk) for chunk in _chunks(operations))
+        await run_all(change(chunk) for chunk in _chunks(operations))
         return answers
 
     async def query(
@@ -205,8 +207,11 @@ def _chunks(operations: Sequence[Operation]) -> list[list[int]]:
     return chunks
 
 
-async def _all(works: Any) -> None:  # noqa: ANN401 - an iterable of coroutines
-    """Run them all to their ends, then raise the first error: none goes on unseen."""
+async def run_all(works: Iterable[Awaitable[Result]]) -> list[Result]:
+    """Run them all to their ends and return their results, or raise the first error: none goes on unseen."""
+    results: list[Result] = []
     for result in await asyncio.gather(*works, return_exceptions=True):
         if isinstance(result, BaseException):
             raise result
+        results.append(result)
+    return results

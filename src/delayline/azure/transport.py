@@ -6,23 +6,25 @@ import asyncio
 import contextlib
 import logging
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from azure.core.exceptions import ResourceExistsError, ResourceNotFoundError
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import unwrap, wrap
-from delayline.azure.names import can_be_queue, checked_sanitizer, queue_name
+from delayline.azure.names import can_be_queue, checked_sanitizer, checked_table_name, queue_name
 from delayline.azure.receiver import MESSAGE_PAGE, AzureReceiver, deleted_with, page_of, receipt_of, shown
 from delayline.azure.requests import Requests, code_of
+from delayline.azure.subscriptions import SUBSCRIPTIONS, SubscriptionTable
 from delayline.checks import positive_seconds, time_span
 from delayline.clock import EPOCH, ONE_SECOND
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.events import Event, emit
+from delayline.topics import any_topic, copied, is_topic, log_gone, topics_among
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Iterable, Sequence
 
     from azure.storage.queue import QueueMessage
     from azure.storage.queue.aio import QueueClient
@@ -33,6 +35,8 @@ if TYPE_CHECKING:
     from delayline.transport import TransportOperation
 
 logger: logging.Logger = logging.getLogger(__name__)
+
+Named = TypeVar("Named")
 
 HIDDEN_FOR: Final = timedelta(seconds=30)
 SEVEN_DAYS: Final = timedelta(days=7)
@@ -62,6 +66,7 @@ class AzureStorageQueueTransport:
         queue_name_sanitizer: Converts names of endpoints and destinations to queue names: a function, or
             `dots-to-hyphens`; by default the sanitizer in the account's URL (`queue_name_sanitizer=dots-to-hyphens`). A
             .NET endpoint of the same name needs the same sanitizer.
+        subscription_table: Name of the table of subscriptions, the same for publishers and subscribers.
 
     Raises:
         ConfigurationError: An argument is invalid.
@@ -78,6 +83,7 @@ class AzureStorageQueueTransport:
         visibility_timeout: timedelta = HIDDEN_FOR,
         server_timeout: float | None = None,
         queue_name_sanitizer: Sanitizer | str | None = None,
+        subscription_table: str = SUBSCRIPTIONS,
     ) -> None:
         if server_timeout is not None:
             positive_seconds("server_timeout", server_timeout)
@@ -85,6 +91,8 @@ class AzureStorageQueueTransport:
         self._sanitizer = checked_sanitizer(queue_name_sanitizer) or self._account.queue_name_sanitizer
         self._addresses: dict[str, str] = {}
         self._requests = Requests(self._account.server_timeout if server_timeout is None else server_timeout)
+        table_name = checked_table_name(subscription_table, "subscription_table")
+        self._subscriptions = SubscriptionTable(self._account, self._requests, table_name)
         self._poll_interval = time_span("poll_interval", poll_interval).total_seconds()
         if not ONE_SECOND <= time_span("visibility_timeout", visibility_timeout) <= SEVEN_DAYS:
             raise ConfigurationError(f"visibility_timeout={visibility_timeout!r} must be 1 second to 7 days")
@@ -120,10 +128,11 @@ class AzureStorageQueueTransport:
         return endpoint_name if self._sanitizer is None else self._sanitized(endpoint_name, self._sanitizer)
 
     async def setup_infrastructure(self, queues: Sequence[str]) -> None:
-        """Create the queues. Raises ConfigurationError for a name that Azure cannot have."""
+        """Create the queues and the table of subscriptions. Raises ConfigurationError for an impossible name."""
         names = self._distinct(queues)
         await self.start()
         try:
+            await self._subscriptions.make()
             await asyncio.gather(*(self._create(name) for name in dict.fromkeys(names)))
         finally:
             await self.stop()
@@ -147,23 +156,63 @@ class AzureStorageQueueTransport:
         self._requests.begin()
         self._clients.clear()
         self._missing.clear()
+        self._subscriptions.close()
         await self._account.close()
 
     async def dispatch(self, operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
-        """Send the messages, several at a time."""
+        """Send the messages, and a copy of each event to each subscriber, several at a time."""
         _refuse(transaction)
-        results = await asyncio.gather(*(self._send(operation) for operation in operations), return_exceptions=True)
-        failures: dict[int, Exception] = {}
-        for position, result in enumerate(results):
-            if isinstance(result, Exception):
-                failures[position] = result
-            elif result is not None:
-                raise result
+        if any_topic(operations):
+            failures = await self._publish(operations)
+        else:
+            failures = dict(await self._send_each(enumerate(operations)))
         if not failures:
             return
         if len(failures) == len(operations) and (error := _common(list(failures.values()))):
             raise error
         raise DispatchFailed(failures)
+
+    async def _publish(self, operations: Sequence[TransportOperation]) -> dict[int, Exception]:
+        """Send the messages and the copies of events; return the first failure of each operation, by its position.
+
+        A subscriber without a queue is logged, and no failure.
+        """
+        queues = await self._subscriptions.queues(topics_among(operations))
+        copies = [
+            ((position, copy.destination), copy)
+            for position, operation in enumerate(operations)
+            for copy in copied([operation], queues).operations
+        ]
+        failures: dict[int, Exception] = {}
+        gone: dict[str, None] = {}
+        for (position, queue), error in await self._send_each(copies):
+            of_event = is_topic(operations[position].destination)
+            if of_event and (isinstance(error, QueueNotFound) or not can_be_queue(queue)):
+                gone[queue] = None
+            else:
+                failures.setdefault(position, error)
+        log_gone(gone)
+        return failures
+
+    async def _send_each(self, operations: Iterable[tuple[Named, TransportOperation]]) -> list[tuple[Named, Exception]]:
+        """Send the messages, several at a time; return the failures, by what names each operation."""
+        named = list(operations)
+        results = await asyncio.gather(*(self._send(operation) for _, operation in named), return_exceptions=True)
+        failures: list[tuple[Named, Exception]] = []
+        for (name, _), result in zip(named, results, strict=True):
+            if isinstance(result, Exception):
+                failures.append((name, result))
+            elif result is not None:
+                raise result
+        return failures
+
+    async def subscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have copies of events from now on."""
+        await self._subscriptions.add(queue, queue_name(self.address_of(queue)), topics)
+
+    async def unsubscribe(self, queue: str, topics: Sequence[str]) -> None:
+        """Let the queue have no more copies of events."""
+        await self._subscriptions.remove(queue, topics)
 
     async def receiver(self, queue: str) -> AzureReceiver:
         """Return a receiver on the queue."""
