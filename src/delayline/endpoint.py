@@ -778,7 +778,8 @@ class Endpoint(RegistersHandlers):
                 await _set_up(delivery)
             if self.inbox is not None:
                 await self.inbox.setup_infrastructure()
-        await _check_rights(self.name, self.transport, self._deliveries, self.inbox, takes=bool(self._handlers))
+        takes, subscriptions = bool(self._handlers), self._subscriptions
+        await _check_rights(self.name, self.transport, self._deliveries, self.inbox, subscriptions, takes=takes)
         for delivery in self._deliveries:
             self._running.push_async_callback(delivery.stop)
             await self._start_delivery(delivery)
@@ -912,12 +913,19 @@ async def _warn_of_no_handlers(name: str, transport: Transport) -> None:
 
 
 async def _check_rights(
-    name: str, transport: Transport, deliveries: Sequence[DelayedDelivery], inbox: Inbox | None, *, takes: bool
+    name: str,
+    transport: Transport,
+    deliveries: Sequence[DelayedDelivery],
+    inbox: Inbox | None,
+    subscriptions: Subscriptions,
+    *,
+    takes: bool,
 ) -> None:
     """Raise BackendUnusable with every right that an endpoint lacks, before its first use."""
     missing: dict[str, None] = {}
     if isinstance(transport, SupportsRightsCheck):
         missing |= dict.fromkeys(await transport.missing_rights(name, takes=takes))
+    missing |= dict.fromkeys(await subscriptions.missing_rights())
     for delivery in deliveries:
         if isinstance(delivery, SupportsRightsCheck):
             with contextlib.suppress(BackendUnavailable):  # some deliveries start without their database

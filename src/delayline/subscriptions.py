@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 from delayline.errors import ConfigurationError
 from delayline.serialization import names_taken
 from delayline.topics import MAXIMUM_TOPIC_LENGTH
-from delayline.transport import SupportsPublishing
+from delayline.transport import SupportsPublishing, SupportsSubscriptionRights
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from delayline.transport import Transport
 
 
@@ -30,6 +32,12 @@ class Subscriptions:
         """Subscribe to events of the type at the next start. Raises ConfigurationError."""
         self._publisher()
         self._topics |= dict.fromkeys(_topics(kind))
+
+    async def missing_rights(self) -> Sequence[str]:
+        """Return the statements that grant the missing rights to subscribe to what was added."""
+        if self._topics and isinstance(self._transport, SupportsSubscriptionRights):
+            return await self._transport.missing_subscription_rights()
+        return ()
 
     async def begin(self) -> None:
         """Subscribe to what was added."""

@@ -556,3 +556,16 @@ class SupportsPublishing(Protocol):
             topics: Names of types.
         """
         ...
+
+
+@runtime_checkable
+class SupportsSubscriptionRights(Protocol):
+    """Capability of transports that publish: report missing rights to subscribe."""
+
+    async def missing_subscription_rights(self) -> Sequence[str]:
+        """Return the statements that grant them, beside those of `SupportsRightsCheck`.
+
+        Raises:
+            BackendUnavailable, BackendUnusable: The database cannot be queried.
+        """
+        ...

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import traceback
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -161,6 +162,13 @@ async def test_a_right_that_is_missing(guarded: PostgresqlServer, database: str)
             await limited.close()
 
 
+@dataclass
+class OrderPlaced:
+    """An event."""
+
+    number: int
+
+
 async def ignore(message: Message, context: MessageContext) -> None:
     """Handle nothing."""
 
@@ -192,6 +200,7 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
             f"GRANT SELECT ON TABLE public.delayline_schema TO {USER};",
             f"GRANT SELECT ON TABLE public.delayline_queues TO {USER};",
             f"GRANT SELECT, INSERT, DELETE ON TABLE public.delayline_messages TO {USER};",
+            f"GRANT SELECT ON TABLE public.delayline_subscriptions TO {USER};",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_receivers TO {USER};",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_suspects TO {USER};",
             f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public."sales.timeouts" TO {USER};',
@@ -211,6 +220,41 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
         async with allowed, asyncio.timeout(20):
             await allowed.send("sales", b"", delay=timedelta(milliseconds=1))
             await handled.wait()
+
+
+async def test_what_a_subscriber_lacks_is_named_at_start(guarded: PostgresqlServer, database: str) -> None:
+    # Given a user with the rights of an endpoint that handles, and one that subscribes
+    url, own = f"postgresql://{USER}:{SECRET}@{database}", f"postgresql://delayline@{database}"
+    await working(own).setup()
+    with guarded.administrator(database.rpartition("/")[2]) as administrator:
+        for grant in (
+            *await SqlTransport(url).missing_rights("sales", takes=True),
+            *await SqlDelayedMessageStore(url).missing_rights("sales", takes=True),
+        ):
+            administrator.execute(grant)
+        got = asyncio.Event()
+
+        def subscriber() -> Endpoint:
+            endpoint = working(url)
+
+            @endpoint.subscribes(OrderPlaced)
+            async def note(event: OrderPlaced, context: MessageContext) -> None:
+                got.set()
+
+            return endpoint
+
+        # When the subscriber starts
+        with pytest.raises(BackendUnusable) as raised:
+            await subscriber().start()
+        # Then the rest is named, and suffices; without subscriptions nothing is missing
+        [grant] = str(raised.value).splitlines()[1:]
+        assert grant == f"GRANT INSERT, DELETE ON TABLE public.delayline_subscriptions TO {USER};"
+        async with working(url) as plain:
+            administrator.execute(grant)
+            async with subscriber() as allowed, asyncio.timeout(20):
+                await plain.publish(OrderPlaced(1))
+                await got.wait()
+                await allowed.unsubscribe(OrderPlaced)
 
 
 async def test_the_rights_on_a_journal_on_decisions_and_on_timeouts_are_in_the_block(

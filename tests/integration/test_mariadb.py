@@ -365,6 +365,7 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
             f"GRANT SELECT ON {place}.delayline_schema {user}",
             f"GRANT SELECT ON {place}.delayline_queues {user}",
             f"GRANT SELECT, INSERT, DELETE ON {place}.delayline_messages {user}",
+            f"GRANT SELECT ON {place}.delayline_subscriptions {user}",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.delayline_receivers {user}",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.delayline_suspects {user}",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.`orders.timeouts` {user}",

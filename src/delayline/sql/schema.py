@@ -65,6 +65,8 @@ TO_READ: Final = ("SELECT",)
 TO_WRITE: Final = ("INSERT",)
 TO_PUT: Final = ("SELECT", "INSERT")
 TO_TAKE: Final = ("SELECT", "INSERT", "DELETE")
+#: Beside TO_READ, which publishing needs too.
+TO_SUBSCRIBE: Final = ("INSERT", "DELETE")
 EVERY_RIGHT: Final = ("SELECT", "INSERT", "UPDATE", "DELETE")
 
 

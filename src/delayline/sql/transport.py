@@ -42,6 +42,7 @@ from delayline.sql.schema import (
     SUBSCRIPTIONS,
     TO_PUT,
     TO_READ,
+    TO_SUBSCRIBE,
     TO_TAKE,
     queue_tables,
 )
@@ -160,11 +161,16 @@ class SqlTransport(OnDatabase):
         del endpoint_name
         tables = self._tables
         needed: dict[Table, Sequence[str]] = {tables.queues: TO_READ, tables.queued: TO_TAKE if takes else TO_PUT}
+        needed[tables.subscriptions] = TO_READ
         if takes:
             needed |= {tables.receivers: EVERY_RIGHT, tables.suspects: EVERY_RIGHT}
         if self._two_phase is not None:
             needed[tables.decisions] = EVERY_RIGHT
         return await self._missing_rights(needed)
+
+    async def missing_subscription_rights(self) -> Sequence[str]:
+        """Return the GRANT statements for missing rights to subscribe; see `SupportsSubscriptionRights`."""
+        return await self._missing_rights({self._tables.subscriptions: TO_SUBSCRIBE})
 
     async def start(self) -> None:
         """Open the database."""
