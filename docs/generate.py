@@ -295,6 +295,7 @@ EVENT_MEANING: Final = {
     Event.SETTLING_FAILED: "Prepared transactions cannot be finished now; it is tried again every second.",
     Event.ENDPOINT_STOPPED: "The endpoint has finished its messages in flight and disconnected.",
     Event.ENDPOINT_NOT_STOPPED: "The event loop has ended before the endpoint was stopped: use `async with`.",
+    Event.REPLY_DROPPED: "A reply came after its request had given up, or after another reply.",
     Event.LOOP_BLOCKED: "A `SyncEndpoint` was called on an event loop, which stands still meanwhile; logged once.",
     Event.NO_HANDLERS: "The endpoint started without handlers and is not send-only: messages stay in its queue.",
     Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from datetime import timedelta
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypedDict, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypedDict, TypeVar, Unpack, cast, overload
 
 from delayline.checks import LoopGuard, check_part, full_scheme, whole_number
 from delayline.clock import SystemClock
@@ -48,6 +48,7 @@ from delayline.receiving.registration import RegistersHandlers
 from delayline.receiving.satellites import open_satellite
 from delayline.receiving.transactions import HandlerRows, HandlerTransactions, handler_rows
 from delayline.recurring import RecurringMessages
+from delayline.requests import Requests
 from delayline.routes import Routes
 from delayline.sending import Sender
 from delayline.subscriptions import Subscriptions
@@ -82,9 +83,9 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DelayedMessageStore, SendConflict
     from delayline.external import ExternalConnection, Unset
     from delayline.inbox import Inbox
-    from delayline.message import Body
+    from delayline.message import Body, Message
     from delayline.observer import Observer
-    from delayline.outgoing import PublishOptions, SendOptions
+    from delayline.outgoing import PublishOptions, RequestOptions, SendOptions
     from delayline.sending import Sent
     from delayline.serialization import Serializer
     from delayline.transport import Transport
@@ -93,6 +94,7 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 #: How long handlers may take at a stop; container platforms kill a process after 30 s.
 GRACE: Final = timedelta(seconds=25)
+Reply = TypeVar("Reply")
 CriticalErrorAction = Callable[["Endpoint", str, Exception], Awaitable[None]]
 
 #: Measured with `pg_handled`: twice as many handlers handle 20 % more messages a second, half as many a quarter less.
@@ -223,6 +225,7 @@ class Endpoint(RegistersHandlers):
             routes=Routes(routes),
             publishes=isinstance(transport, SupportsPublishing),
         )
+        self._requests = Requests(name, transport, self._handlers.serializer)
         self._recurring = RecurringMessages(name, self._composer, delayed_delivery, self._clock)
         self._subscriptions = Subscriptions(transport, name)
         self._observers = Observers(observers)
@@ -694,6 +697,61 @@ class Endpoint(RegistersHandlers):
         sender = self._started_sender()
         return await sender.send(self._composer.publication(event, **options), transaction, check_destination=False)
 
+    @overload
+    async def request(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        timeout: timedelta,
+        reply_type: type[Reply],
+        **options: Unpack[RequestOptions],
+    ) -> Reply: ...
+
+    @overload
+    async def request(
+        self, destination: str, body: Body, *, timeout: timedelta, **options: Unpack[RequestOptions]
+    ) -> Message: ...
+
+    async def request(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        timeout: timedelta,
+        reply_type: type[Reply] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Reply | Message:
+        """Send a message and return the reply that its handler gives with `context.reply`.
+
+        The reply comes to a queue of this process, which the first request creates and `stop` removes. Of several
+        replies the first is returned; later ones, and those that come too late, are logged and dropped. In a handler,
+        prefer `context.send` and a handler for the reply: it survives a crash, which a request does not.
+
+        Args:
+            destination: Name of the queue, 1 to 200 characters.
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            timeout: How long to wait for the reply, above zero.
+            reply_type: The type to read the reply's body as; by default the reply is returned as a `Message`.
+            options: `headers`, further headers, and `message_id`, an id of 1 to 250 characters; by default a new UUID.
+
+        Returns:
+            The reply.
+
+        Raises:
+            NoReply: None has come in time.
+            InvalidPayload: The reply's body does not fit the type.
+            DelaylineError: The errors of `send`.
+
+        Example:
+            ```python
+            price = await endpoint.request("pricing", Quote("A1"), timeout=timedelta(seconds=5), reply_type=Price)
+            ```
+        """
+        sender, send = self._started_sender(), Send(destination, body, **options)
+        reply: Reply | Message = await self._requests.request(self._host, sender, send, timeout, reply_type)
+        return reply
+
     async def send_many(
         self,
         messages: Iterable[Send],
@@ -769,6 +827,7 @@ class Endpoint(RegistersHandlers):
         )
         await self.transport.start()
         self._running.push_async_callback(self.transport.stop)
+        self._running.push_async_callback(self._requests.stop)
         self._observers.start()
         self._running.push_async_callback(self._observers.stop)
         if self._setup:
@@ -820,21 +879,7 @@ class Endpoint(RegistersHandlers):
             self.guarantee,
         )
         self._started = True
-        self._watching = asyncio.create_task(self._watch_loop(), name=f"delayline watch {self.name}")
-
-    async def _watch_loop(self) -> None:
-        """Say that the event loop ends before the endpoint has been stopped, as when an `asyncio.run` returns."""
-        stopped = self._stopped
-        try:
-            await self.wait_stopped()
-        except asyncio.CancelledError:
-            if self._stopping is None and self._stopped is stopped:
-                log_text = (
-                    "endpoint %s was not stopped before its event loop ended: what it was doing is cancelled, and its "
-                    "messages come again. Use `async with endpoint:`, or await endpoint.stop()"
-                )
-                emit(logger, logging.WARNING, Event.ENDPOINT_NOT_STOPPED, log_text, self.name)
-            raise
+        self._watching = asyncio.create_task(_watch_loop(self), name=f"delayline watch {self.name}")
 
     async def _start_delivery(self, delivery: DelayedDelivery) -> None:
         """Start it; in a weaker mode if its store refuses the default mode, which the store alone knows."""
@@ -867,6 +912,21 @@ class Endpoint(RegistersHandlers):
             self._started = False
             if stopped is not None:
                 stopped.set()
+
+
+async def _watch_loop(endpoint: Endpoint) -> None:
+    """Say that the event loop ends before the endpoint has been stopped, as when an `asyncio.run` returns."""
+    stopped = endpoint._stopped
+    try:
+        await endpoint.wait_stopped()
+    except asyncio.CancelledError:
+        if endpoint._stopping is None and endpoint._stopped is stopped:
+            log_text = (
+                "endpoint %s was not stopped before its event loop ended: what it was doing is cancelled, and its "
+                "messages come again. Use `async with endpoint:`, or await endpoint.stop()"
+            )
+            emit(logger, logging.WARNING, Event.ENDPOINT_NOT_STOPPED, log_text, endpoint.name)
+        raise
 
 
 class CriticalErrors:

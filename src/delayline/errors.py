@@ -14,6 +14,7 @@ DelaylineError
 ├── UnknownMessageType (LookupError)     no handler takes the type of a received message
 ├── HandlerCancelled                     a handler's task was cancelled, and not by its endpoint
 ├── TooManyCrashes                       deliveries of a message ended without an outcome, as by a killed process
+├── NoReply (TimeoutError)                no reply to a request has come in time
 ├── NotStarted (RuntimeError)            the endpoint is not started, or stopped already
 ├── TransactionAborted (RuntimeError)    a statement of the transaction has failed before: roll it back
 ├── BackendUnavailable (ConnectionError) the database or broker does not answer now; trying again may help
@@ -92,6 +93,10 @@ class InvalidPayload(CorruptBody):
 
 class UnknownMessageType(DelaylineError, LookupError):
     """The endpoint has no handler for the type of a received message."""
+
+
+class NoReply(DelaylineError, TimeoutError):
+    """No reply to a request has come in time; the request may still be handled."""
 
 
 class HandlerCancelled(DelaylineError):

@@ -16,6 +16,7 @@ class Event(StrEnum):
     ENDPOINT_STARTED = "endpoint.started"
     ENDPOINT_STOPPED = "endpoint.stopped"
     ENDPOINT_NOT_STOPPED = "endpoint.not_stopped"
+    REPLY_DROPPED = "request.reply_dropped"
     LOOP_BLOCKED = "endpoint.loop_blocked"
     NO_HANDLERS = "endpoint.no_handlers"
     CRITICAL_ERROR = "endpoint.critical_error"

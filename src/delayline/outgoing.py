@@ -237,6 +237,13 @@ class PublishOptions(TypedDict, total=False):
     at_most: timedelta | None
 
 
+class RequestOptions(TypedDict, total=False):
+    """What can be said of a request, beside its destination, its body and its timeout; see `Endpoint.request`."""
+
+    headers: HeaderMap | None
+    message_id: str | None
+
+
 class Send(NamedTuple):
     """A message of `send_many`; its arguments are the arguments of `Endpoint.send`.
 

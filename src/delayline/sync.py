@@ -13,7 +13,7 @@ from delayline.endpoint import Endpoint
 from delayline.errors import ConfigurationError, NotStarted
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction, WaitingThread, checked_transaction
-from delayline.outgoing import MessageOptions, PublishOptions
+from delayline.outgoing import MessageOptions, PublishOptions, RequestOptions
 from delayline.receiving.registration import RegistersHandlers
 from delayline.transaction import THREAD_WAITS
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DueCount, Outcome, SendConflict
     from delayline.endpoint import CodeArguments
     from delayline.external import ExternalConnection, Unset
-    from delayline.message import Body, DelayedMessage
+    from delayline.message import Body, DelayedMessage, Message
     from delayline.outgoing import HeaderMap, Send
     from delayline.receiving.recoverability import Recoverability
     from delayline.sending import Sent
@@ -236,6 +236,51 @@ class SyncEndpoint(RegistersHandlers):
             DelaylineError: The errors of `Endpoint.publish`.
         """
         return self.run_in(transaction, partial(self.endpoint.publish, event, **options))
+
+    @overload
+    def request(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        timeout: timedelta,
+        reply_type: type[Result],
+        **options: Unpack[RequestOptions],
+    ) -> Result: ...
+
+    @overload
+    def request(
+        self, destination: str, body: Body, *, timeout: timedelta, **options: Unpack[RequestOptions]
+    ) -> Message: ...
+
+    def request(
+        self,
+        destination: str,
+        body: Body,
+        *,
+        timeout: timedelta,
+        reply_type: type[Result] | None = None,
+        **options: Unpack[RequestOptions],
+    ) -> Result | Message:
+        """Send a message and return the reply; see `Endpoint.request`.
+
+        Args:
+            destination: Name of the queue, 1 to 200 characters.
+            body: Bytes as they are, str as UTF-8, anything else as JSON.
+            timeout: How long to wait for the reply, above zero.
+            reply_type: The type to read the reply's body as; by default the reply is returned as a `Message`.
+            options: `headers` and `message_id`, as of `Endpoint.request`.
+
+        Returns:
+            The reply.
+
+        Raises:
+            DelaylineError: The errors of `Endpoint.request`.
+        """
+        if reply_type is None:
+            return self.run(self.endpoint.request(destination, body, timeout=timeout, **options))
+        asked = self.endpoint.request(destination, body, timeout=timeout, reply_type=reply_type, **options)
+        return self.run(asked)
 
     def send_many(
         self,

@@ -11,6 +11,7 @@ from delayline.external import UNSET
 if TYPE_CHECKING:
     from collections.abc import Hashable, Mapping, Sequence
     from contextlib import AbstractAsyncContextManager
+    from datetime import timedelta
 
     from delayline.external import Unset
     from delayline.message import Message
@@ -508,6 +509,33 @@ class SupportsQueueComparison(Protocol):
 
     async def difference(self, queue: str) -> str:
         """Return in which way an existing queue differs; empty if it does not. Raises QueueNotFound."""
+        ...
+
+
+@runtime_checkable
+class SupportsQueueRemoval(Protocol):
+    """Capability: remove a queue, as that for the replies to a process that ends."""
+
+    async def remove_queue(self, queue: str) -> None:
+        """Remove the queue with its messages; nothing where it does not exist.
+
+        Args:
+            queue: The queue, which nobody receives from any more.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsExpiringQueues(Protocol):
+    """Capability: create a queue that the back end removes by itself when nobody has received from it for a while."""
+
+    async def create_expiring(self, queue: str, unused_for: timedelta) -> None:
+        """Create the queue.
+
+        Args:
+            queue: The queue.
+            unused_for: It is removed when no process has received from it for so long.
+        """
         ...
 
 

@@ -73,7 +73,11 @@ class RabbitmqServer(OwnProcess):
             peers = enumerate((beside._node, self._node), 1)
             discovery = [f"cluster_formation.classic_config.nodes.{number} = {node}" for number, node in peers]
             settings = [*settings, "cluster_formation.peer_discovery_backend = classic_config", *discovery]
-        self._http = httpx.Client(base_url=self.management_url, auth=("guest", "guest"), timeout=PATIENCE)
+        # A connection of its own for each call: a busy node may close one that is kept while the next call comes.
+        each_its_own = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.Client(
+            base_url=self.management_url, auth=("guest", "guest"), timeout=PATIENCE, limits=each_its_own
+        )
         self._configure([*self.settings, *settings])
         self.start()
 

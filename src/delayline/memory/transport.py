@@ -63,6 +63,10 @@ class MemoryTransport:
         for name in queues:
             self._queues.setdefault(name, MemoryQueue(self._clock))
 
+    async def remove_queue(self, queue: str) -> None:
+        """Remove the queue with its messages."""
+        self._queues.pop(queue, None)
+
     async def start(self) -> None:
         """Do nothing: memory is always connected."""
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 #: The exchange that the direct topology publishes events to.
 EVENTS: Final = "amq.topic"
+#: Milliseconds after which a queue is removed that nobody receives from.
+EXPIRES: Final = "x-expires"
 #: Arguments of a queue declaration. Classic queues name their type too, as a virtual host may have another default; to
 #: a broker that equals the declarations of .NET, which do not.
 LONGEST_COMPARED: Final = 85
@@ -96,9 +98,10 @@ class ConventionalTopology:
         return destination, ""
 
     async def declare(self, channel: Channel, queue: str, queue_type: str | None, arguments: Mapping[str, int]) -> None:
-        """Create the queue, its exchange and their binding."""
+        """Create the queue, its exchange and their binding; the exchange of a queue that expires goes with it."""
         await channel.call(queue_declaration(queue, queue_type, arguments))
-        await channel.call(ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True))
+        expires = EXPIRES in arguments
+        await channel.call(ExchangeDeclare(exchange=queue, exchange_type="fanout", durable=True, auto_delete=expires))
         await channel.call(QueueBind(queue=queue, exchange=queue))
 
     async def check(self, channel: Channel, destination: str) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 from weakref import WeakSet
@@ -18,6 +19,7 @@ from delayline.message import Message
 from delayline.rabbitmq import browsing
 from delayline.rabbitmq.address import QUEUE_TYPES, BrokerAddress
 from delayline.rabbitmq.address import TOPOLOGIES as TOPOLOGY_NAMES
+from delayline.rabbitmq.amqp.methods import QueueDelete
 from delayline.rabbitmq.amqp.wire import LONGEST_SHORT_STRING
 from delayline.rabbitmq.browsing import QueuePass
 from delayline.rabbitmq.connection import BrokerConnection
@@ -30,7 +32,7 @@ from delayline.rabbitmq.overlapping_copies import DeliveryBindings
 from delayline.rabbitmq.publisher import Publisher
 from delayline.rabbitmq.receiver import STOP_PATIENCE, RabbitMQReceiver
 from delayline.rabbitmq.refusals import NotFound, PreconditionFailed, Unroutable
-from delayline.rabbitmq.topology import TOPOLOGY_TYPES, can_be_compared, queue_declaration
+from delayline.rabbitmq.topology import EXPIRES, TOPOLOGY_TYPES, can_be_compared, queue_declaration
 from delayline.topics import any_topic, is_topic, log_unheard
 from delayline.transaction import TransactionMode
 
@@ -374,6 +376,19 @@ class RabbitMQTransport:
                 return
             template = "Queue %r exists and is no %s queue as this endpoint would create it: using it as it is (%s)"
             emit(logger, logging.WARNING, Event.QUEUE_DIFFERS, template, queue, self.address.queue_type, different)
+
+    async def create_expiring(self, queue: str, unused_for: timedelta) -> None:
+        """Create a classic queue that the broker removes when it was not received from for so long."""
+        _check_length(queue)
+        arguments = {EXPIRES: round(unused_for / timedelta(milliseconds=1))}
+        await self.connection.run(
+            partial(self.topology.declare, queue=queue, queue_type="classic", arguments=arguments)
+        )
+        self._classic.add(queue)
+
+    async def remove_queue(self, queue: str) -> None:
+        """Remove the queue with its messages."""
+        await self.connection.run(lambda channel: channel.call(QueueDelete(queue=queue)))
 
     async def difference(self, queue: str) -> str:
         """Return in which way a queue is not as this transport would create it; empty if it is."""

@@ -228,9 +228,19 @@ class QueueStatements:
         self._lock: Prepared = Prepared(
             select(columns.seq).where(by_numbers).with_for_update(), sql, ["name", "numbers"], may_lack=["name"]
         )
+        noted = [(table, table.c.queue) for table in (tables.suspects, tables.receivers, queued)]
+        self._of_queue: list[Prepared] = [
+            Prepared(delete(table).where(name == bindparam("name")), sql, ["name"])
+            for table, name in [*noted, (queues, queues.c.name)]
+        ]
         self.count: Prepared = Prepared(select(func.count()).where(of_queue), sql, ["name"])
         self.copies: Prepared = Prepared(copies, sql, ["name", "key"])
         self.page: Prepared = Prepared(page, sql, ["name", "number", "skip"])
+
+    def remove_queue(self, connection: Connection, queue: str) -> None:
+        """Delete the queue with its messages, and what is noted of its receivers."""
+        for statement in self._of_queue:
+            statement.change(connection, queue)
 
     def remove(self, connection: Connection, queue: str, numbers: Sequence[int]) -> set[int]:
         """Delete the queue's messages with the numbers and return the numbers that there were.

@@ -274,6 +274,10 @@ class SqlTransport(OnDatabase):
         query = select(self._tables.queues.c.name).order_by(self._tables.queues.c.name)
         return await self._database.read(lambda connection: connection.execute(query).scalars().all())
 
+    async def remove_queue(self, queue: str) -> None:
+        """Remove the queue with its messages."""
+        await self._database.write(partial(self._statements.remove_queue, queue=queue))
+
     async def limits(self, queue: str | None = None) -> Sequence[QueueLimits]:
         """Return the limits of the queue, or of every queue, by name. Raises QueueNotFound."""
         await self._check_tables()
