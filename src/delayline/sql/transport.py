@@ -59,6 +59,7 @@ if TYPE_CHECKING:
 
     from delayline.external import ExternalTransaction, Unset
     from delayline.sql.claims import Claims
+    from delayline.sql.dialect import Dialect
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
     from delayline.transport import QueueLimits, TransportOperation
@@ -457,19 +458,19 @@ class SqlTransport(OnDatabase):
             rows = list(map(self._row_of, existing))
             if not expire:
                 return rows
-            expiry = self._expiry(connection, [operation.message.time_to_be_received for operation in existing])
+            dialect, spans = self._database.dialect, [operation.message.time_to_be_received for operation in existing]
+            expiry = _expiry(dialect, dialect.values.from_due(self._statements.now.one(connection)), spans)
             return [(*row, at) for row, at in zip(rows, expiry, strict=True)]
 
         statement = self._statements.put_expiring if expire else self._statements.put
         await self._database.insert_from(statement, rows_of, transaction)
         return missing
 
-    def _expiry(self, connection: Connection, spans: Sequence[timedelta | None]) -> list[object]:
-        """Return when messages that may wait for so long expire, by the database's clock; None for never."""
-        dialect = self._database.dialect
-        now = dialect.values.from_due(self._statements.now.one(connection))
-        latest = datetime.max.replace(tzinfo=UTC) - now
-        return [None if span is None or span > latest else dialect.values.to_due(now + span) for span in spans]
+
+def _expiry(dialect: Dialect, now: datetime, spans: Sequence[timedelta | None]) -> list[object]:
+    """Return when messages that may wait for so long expire, by the database's clock; None for never."""
+    latest = datetime.max.replace(tzinfo=UTC) - now
+    return [None if span is None or span > latest else dialect.values.to_due(now + span) for span in spans]
 
 
 def _dispatch_failed(operations: Sequence[TransportOperation], missing: set[str]) -> DispatchFailed:
