@@ -32,8 +32,8 @@ def test_names_of_another_make_tell_no_time(number: str) -> None:
 
 def test_findings_about_prepared_transactions() -> None:
     """Given prepared transactions, then young ones are counted, and one that is old or of unknown age is named."""
-    now = datetime.now(UTC)
     names = [new_name(LOG, DATABASE) for _ in range(3)]
+    now = datetime.now(UTC)  # after the times in the names
     assert finding([], now) == ("prepared transactions", True, "none")
     _, ok, text = finding(names, now - timedelta(seconds=5))  # a clock that is behind
     assert (ok, text) == (True, "3 of delayline's, the oldest for 0.0 s")
