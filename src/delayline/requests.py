@@ -45,8 +45,9 @@ REPLIES: Final = "replies"
 CONCURRENCY: Final = 16
 #: A queue that no process receives from is removed when it is so old: a younger one may be about to be received from.
 REMOVED_AFTER: Final = timedelta(minutes=10)
-#: Characters of the endpoint's name in that of the queue.
+#: Characters of the endpoint's name in that of the queue, and in the short names of Azure.
 LONGEST_ENDPOINT: Final = 150
+LONGEST_IN_SHORT_NAME: Final = 30
 
 
 class Requests:
@@ -59,7 +60,7 @@ class Requests:
     """
 
     def __init__(self, endpoint_name: str, transport: Transport, serializer: Serializer) -> None:
-        self._prefix = _qualified(transport, endpoint_name[:LONGEST_ENDPOINT], f"{REPLIES}-")
+        self._prefix: str = f"{_qualified(transport, endpoint_name)}-"
         self._transport = transport
         self._serializer = serializer
         self._waiting: dict[str, asyncio.Future[Message]] = {}
@@ -170,10 +171,10 @@ class Requests:
             return None
 
 
-def _qualified(transport: Transport, endpoint_name: str, qualifier: str) -> str:
+def _qualified(transport: Transport, endpoint_name: str) -> str:
     if isinstance(transport, SupportsQualifiedQueues):
-        return transport.qualified(endpoint_name, qualifier)
-    return f"{endpoint_name}.{qualifier}"
+        return transport.qualified(endpoint_name[:LONGEST_IN_SHORT_NAME].strip("-"), REPLIES)
+    return f"{endpoint_name[:LONGEST_ENDPOINT]}.{REPLIES}"
 
 
 def _address(transport: Transport, queue: str) -> str:

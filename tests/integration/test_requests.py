@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 LONG = timedelta(seconds=100)
-PLACES = ["sqlite", "postgresql", "mariadb", "conventional", "direct"]
+PLACES = ["sqlite", "postgresql", "mariadb", "conventional", "direct", "azure"]
 #: Asks a first time, and then hangs with its queue.
 ASKS = """
     import asyncio, sys
@@ -58,6 +58,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
             return f"sqlite:///{tmp_path / 'queues.db'}"
         case "conventional" | "direct" as topology:
             return f"{request.getfixturevalue('rabbitmq_url')}?topology={topology}"
+        case "azure":
+            return str(request.getfixturevalue("azure_url"))
         case product:
             return str(request.getfixturevalue(f"{product}_url"))
 

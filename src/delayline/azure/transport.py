@@ -349,6 +349,13 @@ class AzureStorageQueueTransport:
                 if code_of(error) == "QueueBeingDeleted":
                     raise BackendUnavailable(f"queue {name!r} is being deleted: try again in a minute") from error
 
+    async def remove_queue(self, queue: str) -> None:
+        """Remove the queue with its messages."""
+        client = self._client(queue)
+        with contextlib.suppress(QueueNotFound):
+            async with self._asking("remove", queue):
+                await client.delete_queue()
+
     async def _existing(self, queue: str) -> QueueClient:
         client = self._client(queue)
         async with self._asking("find", queue):
