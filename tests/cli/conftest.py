@@ -48,6 +48,17 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.fixture(autouse=True)
+def modules(folder: Path) -> Iterator[None]:
+    """Forget the modules of the folder, whose names other tests use too."""
+    path, known = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - known:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(str(folder)):
+            del sys.modules[name]
+
+
 @pytest.fixture
 def run() -> Callable[..., Result]:
     def call(*arguments: str, input: str | None = None) -> Result:

@@ -69,7 +69,7 @@ def test_a_schedule_is_paused_resumed_triggered_changed_and_removed(shop: Callab
             2,
             "there is no schedule 'nobody': the schedules of this endpoint are 'cleaning', 'night",
         ),
-        (("add", "nightly", "billing", *NINE), 1, "there is a schedule 'nightly' already"),
+        (("add", "nightly", "billing", *NINE), 2, "there is a schedule 'nightly' already"),
         (("add", "other", "billing"), 2, "Give one of --cron and --every"),
         (("add", "other", "billing", *NINE, "--every", "6h"), 2, "Give one of --cron and --every"),
         (("add", "other", "billing", "--every", "6h", "--tz", "UTC"), 2, "--tz is for --cron"),
@@ -77,7 +77,7 @@ def test_a_schedule_is_paused_resumed_triggered_changed_and_removed(shop: Callab
         (("add", "other", "billing", "--every", "0s"), 2, "a second to a hundred years"),
         (("add", "other", "billing", "--cron", "0 0 30 2 *"), 2, "cron expression '0 0 30 2 [*]'"),
         (("add", "other", "billing", "--cron", "0 9 * * *", "--tz", "Mars"), 2, "no time zone 'Mars'"),
-        (("add", "x" * 250, "billing", "--every", "6h"), 1, "1 to 200 characters, and has 250"),
+        (("add", "x" * 250, "billing", "--every", "6h"), 2, "1 to 200 characters, and has 250"),
         (("change", "nightly"), 2, "Give what is to be changed"),
     ],
 )

@@ -13,7 +13,7 @@ from delayline.delayed.fairness import FairBy
 from delayline.sql.fair_groups import DueGroups, QueuedGroups, fair_table
 from delayline.sql.file_database import NumberStatements
 from delayline.sql.prepared import Prepared
-from delayline.sql.schema import QUEUES, queue_tables, timeouts_table
+from delayline.sql.schema import QUEUES, SUBSCRIPTIONS, queue_tables, timeouts_table
 from delayline.sql.setup import RequiredTables
 from delayline.sql.sqlite.moves import FileForwarding
 from delayline.sql.statements import QueueStatements, StoreStatements
@@ -43,7 +43,7 @@ def connection(file: Path) -> Iterator[sqlite3.Connection]:
     """Provide a connection to a file with the tables, some thousand rows and statistics."""
     dialect = dialect_at(file)
     made = dialect.connections.connect(writing=True)
-    RequiredTables(dialect, None, QUEUES, others=[timeouts_table(TABLE)]).set_up(made)
+    RequiredTables(dialect, None, QUEUES, SUBSCRIPTIONS, others=[timeouts_table(TABLE)]).set_up(made)
     made.close()
     with contextlib.closing(sqlite3.connect(file)) as connection, connection:
         rows = [(f"m{number}", "billing", number, b"{}", b"") for number in range(3000)]
@@ -100,7 +100,7 @@ def test_no_statement_of_turns_scans_or_sorts(
     table, queues = fair_table(timeouts_table(TABLE), FairBy.of(fair_by)), queue_tables(fair=True)
     connection.commit()
     upgraded = dialect.connections.connect(writing=True)
-    RequiredTables(dialect, None, QUEUES, others=[table, queues.queued]).set_up(upgraded)
+    RequiredTables(dialect, None, QUEUES, SUBSCRIPTIONS, others=[table, queues.queued]).set_up(upgraded)
     upgraded.close()
     connection.execute("SELECT count(*) FROM sqlite_schema").fetchall()  # EXPLAIN does not read a changed schema
     if analyzed:

@@ -380,7 +380,7 @@ async def test_a_queue_of_the_other_type_is_used_as_it_is(rabbitmq_url: str, tra
     url = f"{rabbitmq_url}?queue_type=classic"
     ran = await asyncio.to_thread(CliRunner().invoke, main, ["doctor", "--url", url, "--endpoint", "billing", "--json"])
     [found] = [one for one in json.loads(ran.stdout)["findings"] if one["what"] == "queue billing"]
-    assert found["text"].startswith("0 messages; no classic queue as this endpoint would create it, and used as it is")
+    assert found["text"].startswith("0 messages; no process receives from it; no classic queue as this endpoint would")
     same = await asyncio.to_thread(CliRunner().invoke, main, ["doctor", "--url", rabbitmq_url, "--endpoint", "billing"])
     assert "as this endpoint would create it" not in same.output
 

@@ -117,7 +117,10 @@ def test_set_up_shows_and_mends_them_and_the_doctor_names_them(filled_url: str) 
     assert all("setval" in statement for statement in planned)
     command(filled_url, "setup")
     assert command(filled_url, "setup", "--dry-run")["statements"] == []
-    assert command(filled_url, "doctor")["healthy"]
+    # And the doctor finds nothing else but messages that no process receives
+    findings = command(filled_url, "doctor", code=1)["findings"]
+    assert isinstance(findings, list)
+    assert [finding["what"] for finding in findings if not finding["ok"]] == ["queue parked"]
     with psycopg.connect(filled_url) as connection:
         for table in TABLES:
             numbers = connection.execute(
