@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from delayline.receiving.recoverability import Recoverability
     from delayline.sending import Sent
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

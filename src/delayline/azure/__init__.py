@@ -7,9 +7,9 @@ try:
     from delayline.azure.delayed_table import AzureDelayedTable, DelayedTableDelivery
     from delayline.azure.names import dots_to_hyphens
     from delayline.azure.transport import AzureStorageQueueTransport
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] not in {"azure", "aiohttp"}:
+except ModuleNotFoundError as _error:
+    if (_error.name or "").partition(".")[0] not in {"azure", "aiohttp"}:
         raise
-    raise MissingExtra("azure", "Azure Storage") from error
+    raise MissingExtra("azure", "Azure Storage") from _error
 
 __all__ = ["AzureAccount", "AzureDelayedTable", "AzureStorageQueueTransport", "DelayedTableDelivery", "dots_to_hyphens"]

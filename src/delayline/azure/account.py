@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from azure.core.pipeline import PipelineRequest, PipelineResponse
     from azure.core.pipeline.transport import AsyncHttpTransport
 
+    from delayline.azure.names import Sanitizer
+
 AZURE_SCHEME: Final = "azure"
 VARIABLE: Final = "AZURE_STORAGE_CONNECTION_STRING"
 DNS_SUFFIX: Final = "core.windows.net"
@@ -46,7 +48,7 @@ DEVELOPMENT: Final = (
     "http://127.0.0.1:10001/devstoreaccount1;TableEndpoint=http://127.0.0.1:10002/devstoreaccount1"
 )
 #: Retries inside the client, which obeys Retry-After; longer outages are for the circuit breakers.
-CLIENT_RETRIES: Final = {"retry_total": 3, "retry_backoff_factor": 0.2}
+CLIENT_RETRIES: Final[Mapping[str, float]] = {"retry_total": 3, "retry_backoff_factor": 0.2}
 #: Seconds that a request may take unless set otherwise.
 REQUEST_TIMEOUT: Final = 15.0
 
@@ -119,10 +121,11 @@ class AzureAccount:
             else positive_seconds("server_timeout", server_timeout)
         )
         """How many seconds a request may take, with its retries."""
-        self.queue_name_sanitizer = checked_sanitizer(options.get("queue_name_sanitizer"))
+        self.queue_name_sanitizer: Sanitizer | None = checked_sanitizer(options.get("queue_name_sanitizer"))
         """The sanitizer that the URL names for queue names; None for none."""
         self._connection = ""
         self._sas = ""
+        self.name: str
         if connection.startswith("//"):
             self.name, self._suffix, self._sas = _parts_of(url)
         else:

@@ -49,5 +49,6 @@ def main() -> None:
 PENDING: Final = (pending, cancel, reschedule)
 QUEUE_COMMANDS: Final = (queues, peek, pause, resume, limit, purge)
 OTHER_COMMANDS: Final = (schedules, errors, doctor, dashboard, rabbitmq, spark, migrate, examples, completion)
+command: click.Command
 for command in (setup, run, send, *PENDING, *QUEUE_COMMANDS, *OTHER_COMMANDS):
     main.add_command(command)

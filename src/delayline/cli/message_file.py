@@ -65,7 +65,7 @@ class RowFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.read_bytes = 0
+        self.read_bytes: int = 0
         name = path.name
         while name.endswith(REJECTED_SUFFIX):
             name = name.removesuffix(REJECTED_SUFFIX)
@@ -192,7 +192,7 @@ class RejectedFile:
 
     def __init__(self, rows: RowFile) -> None:
         self.path: Path = rows.path.with_name(rows.path.name + REJECTED_SUFFIX)
-        self.count = 0
+        self.count: int = 0
         self._rows = rows
         self._file: IO[str] | None = None
         self._write: Callable[[InputLine, Fields], object]

@@ -19,14 +19,15 @@ from delayline.readable import in_the_future, local, relative, size
 from delayline.timeouts.persister import TO_GIVE_A_TIME, SupportsWithoutTime
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from delayline.cli.options import Command
     from delayline.cli.screen import Screen
     from delayline.delayed.store import DueCount
     from delayline.message import DelayedMessage
     from delayline.settings import Settings
 
-timeouts_option = click.option(
+timeouts_option: Callable[[Command], Command] = click.option(
     "--timeouts", is_flag=True, help="Of the old timeout manager at timeouts_url, not of the store."
 )
 MOST = 2**31 - 1

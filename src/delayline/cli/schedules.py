@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Coroutine
     from datetime import timedelta
 
+    from delayline.cli.options import Command
     from delayline.cli.screen import Screen
     from delayline.clock import Clock
     from delayline.delayed.recurrence import Recurrence
@@ -38,15 +39,17 @@ Found = TypeVar("Found")
 #: How many characters of a body `show` prints.
 BODY_SHOWN: Final = 2000
 
-name_argument = click.argument("name", metavar="NAME")
-cron_option = click.option(
+name_argument: Callable[[Command], Command] = click.argument("name", metavar="NAME")
+cron_option: Callable[[Command], Command] = click.option(
     "--cron", "expression", metavar="EXPRESSION", help="When it is due, as in '0 9 * * MON-FRI'; needs the extra cron."
 )
-zone_option = click.option("--tz", metavar="ZONE", help="Time zone of --cron, as in Europe/Berlin.  [default: UTC]")
-every_option = click.option(
+zone_option: Callable[[Command], Command] = click.option(
+    "--tz", metavar="ZONE", help="Time zone of --cron, as in Europe/Berlin.  [default: UTC]"
+)
+every_option: Callable[[Command], Command] = click.option(
     "--every", "length", callback=delay_given, metavar="TIME", help="The interval at which it is due, as in 6h."
 )
-missed_option = click.option(
+missed_option: Callable[[Command], Command] = click.option(
     "--missed",
     type=click.Choice(MISSED_CHOICES),
     help="How many of the occurrences leave that no process was there to dispatch.",

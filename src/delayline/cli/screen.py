@@ -21,7 +21,7 @@ ROWS_SHOWN: Final = 10
 NUMBERS: Final = frozenset({"retries", "size", "count", "messages", "attempts", "bytes", "line"})
 
 #: How a check is shown that found all right, or a fault, or could not be made: mark and style.
-MARKS: Final = {True: ("✓", "green"), False: ("✗", "red"), None: ("?", "yellow")}
+MARKS: Final[Mapping[bool | None, tuple[str, str]]] = {True: ("✓", "green"), False: ("✗", "red"), None: ("?", "yellow")}
 
 
 class Screen:

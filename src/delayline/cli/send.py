@@ -210,7 +210,7 @@ class Bulk:
     def __init__(
         self, rows: RowFile, rejected: RejectedFile, shown: list[tuple[int, str]], *, check_destination: bool
     ) -> None:
-        self.stored = 0
+        self.stored: int = 0
         self._rows = rows
         self._rejected = rejected
         self._shown = shown

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Seconds between two questions to a worker, and to wait for an answer.
 QUESTION_EVERY: Final = 1.0
@@ -81,9 +81,9 @@ class Worker:
 
     def __init__(self, number: int, command: Sequence[str], *, quiet: bool) -> None:
         self.number = number
-        self.ready = Verdict(ok=False, reasons=("starts",))
-        self.live = Verdict(ok=True)
-        self.was_ready = asyncio.Event()
+        self.ready: Verdict = Verdict(ok=False, reasons=("starts",))
+        self.live: Verdict = Verdict(ok=True)
+        self.was_ready: asyncio.Event = asyncio.Event()
         self._command = command
         self._output = asyncio.subprocess.DEVNULL if quiet else None
         self._process: Process | None = None
@@ -245,7 +245,7 @@ class Supervisor:
         self._restarted = asyncio.Event()
         self._restarted.set()
         self.stopped_by: str | None = None
-        self.exit_code = 0
+        self.exit_code: int = 0
 
     async def run(self, probes: WorkersProbes, started: Callable[[], None]) -> None:
         """Run the workers until a signal has stopped them, or none of them can be started.

@@ -51,16 +51,17 @@ class EndpointService:
         search_time: float = SEARCH_TIME,
         clock: Clock | None = None,
     ) -> None:
-        self.back_ends = back_ends = BackEnds(source, time_limit, clock or SystemClock())
-        self.name = back_ends.name
-        self.actions = Actions(back_ends)
-        self.overview = Overview(back_ends)
-        self.search = PendingSearch(back_ends, search_time)
-        self.pending = PendingMessages(self.search, self.actions)
-        self.errors = FailedMessages(back_ends, self.actions)
-        self.life = MessageLives(self.search, self.errors)
-        self.schedules = RecurringMessages(back_ends, self.actions)
-        self.jobs = PipelineJobs(back_ends, self.actions)
+        back_ends = BackEnds(source, time_limit, clock or SystemClock())
+        self.back_ends: BackEnds = back_ends
+        self.name: str = back_ends.name
+        self.actions: Actions = Actions(back_ends)
+        self.overview: Overview = Overview(back_ends)
+        self.search: PendingSearch = PendingSearch(back_ends, search_time)
+        self.pending: PendingMessages = PendingMessages(self.search, self.actions)
+        self.errors: FailedMessages = FailedMessages(back_ends, self.actions)
+        self.life: MessageLives = MessageLives(self.search, self.errors)
+        self.schedules: RecurringMessages = RecurringMessages(back_ends, self.actions)
+        self.jobs: PipelineJobs = PipelineJobs(back_ends, self.actions)
 
     async def __aenter__(self) -> EndpointService:
         return self

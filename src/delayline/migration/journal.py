@@ -188,12 +188,10 @@ class MigrationJournal:
 
     def __init__(self, dialect: Dialect, schema: str | None) -> None:
         tables = migration_tables(schema)
-        self.runs, self.partitions, self.batches, self.rejected = (
-            tables.runs,
-            tables.partitions,
-            tables.batches,
-            tables.rejected,
-        )
+        self.runs: Table = tables.runs
+        self.partitions: Table = tables.partitions
+        self.batches: Table = tables.batches
+        self.rejected: Table = tables.rejected
         self._dialect = dialect
 
     def exists(self, connection: Connection) -> bool:

@@ -4,8 +4,8 @@ from delayline.errors import MissingExtra
 
 try:
     import pamqp as _client
-except ImportError as error:
-    raise MissingExtra("rabbitmq", "RabbitMQ") from error
+except ImportError as _error:
+    raise MissingExtra("rabbitmq", "RabbitMQ") from _error
 
 from delayline.rabbitmq.delivery import DelayLevelDelivery
 from delayline.rabbitmq.transport import RabbitMQTransport

@@ -110,7 +110,7 @@ class BrokerConnection:
         self._opening = asyncio.Lock()
         self._not_before = 0.0
         self._process = LoopGuard()
-        self.generation = 0
+        self.generation: int = 0
         """How often it was opened: facts read through an earlier connection may be outdated."""
 
     async def open(self) -> AmqpConnection:

@@ -52,7 +52,9 @@ class Unroutable(QueueNotFound):
 
     def __init__(self, exchange: str, routing_key: str, reason: str) -> None:
         super().__init__(routing_key or exchange)
-        self.args = (f"nothing takes messages at exchange {exchange!r} with routing key {routing_key!r}: {reason}",)
+        self.args: tuple[str] = (
+            f"nothing takes messages at exchange {exchange!r} with routing key {routing_key!r}: {reason}",
+        )
         self.exchange = exchange
         self.routing_key = routing_key
 

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 
     from delayline.rabbitmq.amqp.properties import Delivery
+    from delayline.rabbitmq.topology import Topology
     from delayline.transaction import Transaction
     from delayline.transport import TransportOperation
 
@@ -94,7 +95,7 @@ class RabbitMQTransport:
             if server_timeout is None
             else positive_seconds("server_timeout", server_timeout),
         )
-        self.topology = TOPOLOGY_TYPES[self.address.topology]
+        self.topology: Topology = TOPOLOGY_TYPES[self.address.topology]
         self.connection: BrokerConnection = BrokerConnection(self.address, name)
         self.event_routes: EventRoutes = EventRoutes(self.connection, self.topology)
         self.limits: DeliveryLimits = DeliveryLimits(self.address, self.connection)

@@ -180,7 +180,9 @@ class _Registered:
         self.type_name = ""
         self._coroutine = coroutine
         self._seconds = seconds
-        self.run = self._run if seconds is None else self._run_in_time
+        self.run: Callable[[Any, MessageContext], Coroutine[Any, Any, None]] = (
+            self._run if seconds is None else self._run_in_time
+        )
 
     def call(self, argument: Any) -> Call:  # noqa: ANN401 - a message, or a value of the type
         """Return the call with the message, or the typed value, as its first argument."""

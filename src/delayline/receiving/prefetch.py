@@ -37,7 +37,7 @@ class Prefetch:
         self._target = 0
         self._handled = 0
         self._since = 0.0
-        self.ended = 0
+        self.ended: int = 0
         """How many handlers have ended."""
 
     def __bool__(self) -> bool:

@@ -221,7 +221,9 @@ class DispatchCounter(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__(logging.DEBUG)
-        self.dispatched = self.retried = self.failed = 0
+        self.dispatched: int = 0
+        self.retried: int = 0
+        self.failed: int = 0
         self._late: deque[float] = deque(maxlen=RECENT)
 
     def emit(self, record: logging.LogRecord) -> None:

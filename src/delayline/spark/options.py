@@ -56,7 +56,7 @@ SOURCE_COLUMNS: Final = StructType(fields_of(BULK_COLUMNS))
 REQUIRED: Final = tuple(column.name for column in BULK_COLUMNS if not column.nullable and not column.is_content)
 CASTS: Final = {column.name: SPARK_TYPES[column.kind][1].format(column.name) for column in BULK_COLUMNS}
 #: Expressions that make an instant of a due time of another type, in any session's time zone.
-INSTANT_EXPRESSIONS: Final = {
+INSTANT_EXPRESSIONS: Final[Mapping[type[DataType], str]] = {
     TimestampNTZType: "CAST(concat(due, ' Europe/Berlin') AS TIMESTAMP), with the zone of its times",
     DateType: "CAST(concat(due, ' 00:00:00 Europe/Berlin') AS TIMESTAMP), for the start of the day in a zone",
     StringType: "CAST(due AS TIMESTAMP) where all texts have their offset from UTC",

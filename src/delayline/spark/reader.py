@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_PARTITIONS: Final = 2
 ROWS_AT_ONCE: Final = 10_000
 #: The filters of Spark that the store's table can evaluate exactly, with their operators.
-COMPARISONS: Final = {
+COMPARISONS: Final[Mapping[type[Filter], str]] = {
     datasource.EqualTo: "=",
     datasource.LessThan: "<",
     datasource.LessThanOrEqual: "<=",

@@ -35,7 +35,7 @@ class WaitingReceiver(ABC):
         self.queue = queue
         self.wanted = 0
         """How many messages a move may claim; 0 while the receiver does not wait for any."""
-        self.loop = asyncio.get_running_loop()
+        self.loop: asyncio.AbstractEventLoop = asyncio.get_running_loop()
 
     @abstractmethod
     def moved(self, rows: Sequence[tuple[Any, ...]]) -> None:

@@ -132,9 +132,9 @@ class AnswerDeadline:
     def __init__(self, descriptor: int | None, limit: float, stops: StopLimit) -> None:
         self.limit: float = limit
         self._stops = stops
-        self.since = 0.0
+        self.since: float = 0.0
         self.deadline: float | None = None
-        self.missed = False
+        self.missed: bool = False
         """Whether the connection was cut."""
         self._closing = threading.Lock()
         # A duplicate, so that the number cannot mean another connection when the driver has closed its own.

@@ -62,7 +62,7 @@ class BorrowedConnection:
     ) -> None:
         self.product = product
         self.cursor = cursor
-        self.info = {} if info is None else info
+        self.info: dict[Any, Any] = {} if info is None else info
         self._abort = abort
 
     @property

@@ -116,7 +116,7 @@ class WaitingGroups(ABC):
 
     def __init__(self) -> None:
         self._turns = Turns()
-        self.is_backlog = False
+        self.is_backlog: bool = False
         """Whether more messages wait than were taken at once."""
         self._looks_at = 0.0
         self._looks_wholly_at = 0.0

@@ -61,7 +61,7 @@ class FileDatabase(Database):
     def __init__(self, url: URL) -> None:
         super().__init__()
         self.dialect: Sqlite = Sqlite(url)
-        self.semaphore = FairSemaphore()
+        self.semaphore: FairSemaphore = FairSemaphore()
         self._group = GroupCommit(self.dialect)
         self._writer: Workers | None = None
         self._readers: Workers | None = None

@@ -62,7 +62,7 @@ class GoneNumbers:
         queue: str,
         found: Callable[[], None],
     ) -> None:
-        self.last = 0
+        self.last: int = 0
         """All messages up to this number are gone."""
         self._database = database
         self._claims = claims

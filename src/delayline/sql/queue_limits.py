@@ -60,7 +60,7 @@ class LimitStatements:
             update(tables.queues).where(named).values(handlers=columns.handlers), sql, ["queue"]
         )
         """Locks the row until the transaction ends, so that concurrent changes follow each other."""
-        self.change = {
+        self.change: dict[str, Prepared] = {
             name: Prepared(
                 update(tables.queues).where(named).values({name: bindparam("value")}), sql, ["value", "queue"]
             )

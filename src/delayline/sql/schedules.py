@@ -105,7 +105,7 @@ class SqlScheduleRows:
         self._database = database
         self._store = store
         self.table: Table = schedules_table(schema)
-        self.required = False
+        self.required: bool = False
         """Whether the store creates and checks the table."""
 
     @cached_property

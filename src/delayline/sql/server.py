@@ -32,7 +32,7 @@ from delayline.sql.urls import hosts_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from sqlalchemy import Column, ColumnElement, Connection, Table
+    from sqlalchemy import Column, ColumnElement, Connection, Engine, Table
     from sqlalchemy.sql.base import ReadOnlyColumnCollection
 
     from delayline.sql.claims import ServerClaims
@@ -103,15 +103,15 @@ class ServerConnections(Connections):
                 f"the {url.get_backend_name()} URL has more than one '@': write special characters in the password "
                 "as %XX, @ as %40 and / as %2F"
             )
-        self.url = url.set(drivername=self.driver)
-        self.identity = self.url.set(port=url.port or self.default_port)
-        self.stops = StopLimit()
+        self.url: URL = url.set(drivername=self.driver)
+        self.identity: URL = self.url.set(port=url.port or self.default_port)
+        self.stops: StopLimit = StopLimit()
         self.server_timeout = SERVER_TIMEOUT
         self._connect: Callable[[], object] | None = None
         # The URL itself wins over our defaults.
         arguments = {name: value for name, value in connect_args.items() if name not in url.query}
         try:
-            self.engine = create_engine(
+            self.engine: Engine = create_engine(
                 self.url,
                 poolclass=NullPool,
                 isolation_level="AUTOCOMMIT",
@@ -392,7 +392,7 @@ class LeaseColumn:
 
     def __init__(self, table: Table, dialect: Server) -> None:
         sql, until, by_ids = dialect.sql, table.c.leased_until, dialect.words.one_of(table.c.id, "keys")
-        self.free = or_(until.is_(None), until < dialect.values.in_seconds(0))
+        self.free: ColumnElement[bool] = or_(until.is_(None), until < dialect.values.in_seconds(0))
         self._take = Prepared(
             update(table).where(by_ids).values(leased_until=dialect.values.in_seconds(LEASE)), sql, ["keys"]
         )

@@ -146,7 +146,7 @@ class ServerDatabase(Database):
         """Use up to so many connections from the next `open` on, or as many as were given before if that is more."""
         self._pool_sizes.append(size)
         if self._workers is None:
-            self.semaphore = FairSemaphore(self.transactions)
+            self.semaphore: FairSemaphore = FairSemaphore(self.transactions)
 
     def _begin_anew(self) -> None:
         self.semaphore = FairSemaphore(self.transactions)

@@ -320,11 +320,11 @@ class SessionPool:
         self._probing = threading.Lock()
         self._all: set[Session] = set()
         self._idle: list[Session] = []
-        self.generation = 0
+        self.generation: int = 0
         """Counts how often the server was found gone."""
-        self.usable_since = 0
+        self.usable_since: int = 0
         """The oldest generation of connections that are used; earlier ones are outdated, as by a failover."""
-        self.silent = False
+        self.silent: bool = False
         """Whether a request was left without an answer, and none has been answered since."""
         self._silent_until = 0.0
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -149,8 +149,8 @@ class WorkResult(Generic[Result]):
     __slots__ = ("afterwards", "finished", "outcome")
 
     def __init__(self, outcome: asyncio.Future[Result]) -> None:
-        self.outcome = outcome
-        self.finished = False
+        self.outcome: asyncio.Future[Result] = outcome
+        self.finished: bool = False
         self.afterwards: asyncio.Future[None] | None = None
 
     async def end(self) -> Result:
@@ -185,13 +185,13 @@ class WorkItem(WorkResult[Result]):
 
     def __init__(self, work: Callable[[], Result], outcome: asyncio.Future[Result]) -> None:
         super().__init__(outcome)
-        self.work = work
-        self.task = asyncio.current_task()
-        self.given = time.monotonic()
+        self.work: Callable[[], Result] = work
+        self.task: asyncio.Task[Any] | None = asyncio.current_task()
+        self.given: float = time.monotonic()
         self.begun: float | None = None
-        self.factor = 1
+        self.factor: int = 1
         """By how much the limit of its waits is multiplied."""
-        self.reported = False
+        self.reported: bool = False
 
     def give_up(self, error: Exception) -> None:
         """Answer with the error instead of the work's outcome; from any thread."""

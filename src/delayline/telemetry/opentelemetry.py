@@ -34,8 +34,8 @@ try:
     from opentelemetry import context, metrics, propagate, trace
     from opentelemetry.metrics import Observation
     from opentelemetry.trace import Link, SpanKind, Status, StatusCode
-except ImportError as missing:
-    raise MissingExtra("telemetry", "OpenTelemetry") from missing
+except ImportError as _missing:
+    raise MissingExtra("telemetry", "OpenTelemetry") from _missing
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -28,8 +28,8 @@ try:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.exposition import choose_encoder
     from prometheus_client.parser import text_string_to_metric_families
-except ImportError as missing:
-    raise MissingExtra("telemetry", "the Prometheus format") from missing
+except ImportError as _missing:
+    raise MissingExtra("telemetry", "the Prometheus format") from _missing
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
     Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
-FAMILIES: Final = {
+FAMILIES: Final[Mapping[Kind, type[CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily]]] = {
     Kind.COUNTER: CounterMetricFamily,
     Kind.GAUGE: GaugeMetricFamily,
     Kind.HISTOGRAM: HistogramMetricFamily,

@@ -13,10 +13,10 @@ try:
         TimeoutPersisterConformance,
         TransportConformance,
     )
-except ModuleNotFoundError as error:
-    if error.name is None or not error.name.startswith("pytest"):
+except ModuleNotFoundError as _error:
+    if _error.name is None or not _error.name.startswith("pytest"):
         raise
-    raise MissingExtra("testing", "delayline.testing") from error
+    raise MissingExtra("testing", "delayline.testing") from _error
 from delayline.testing.clock import ManualClock
 from delayline.testing.faults import Call, Fault, Faults
 from delayline.testing.faulty_store import FaultyStore, FaultyTimeoutPersister

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from delayline.lazy_imports import lazy_imports
+from delayline.lazy_imports import lazy_imports as _lazy_imports
 
 if TYPE_CHECKING:
     from delayline.contrib.django.sending import sender
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 
 __all__ = ["endpoint", "sender"]
 
-# Imported on first use: Django's settings are not there yet when Django imports the app.
-__getattr__, __dir__ = lazy_imports(
-    __name__,
-    {"endpoint": "delayline.contrib.django.project_endpoint", "sender": "delayline.contrib.django.sending"},
-)
+if not TYPE_CHECKING:
+    # Imported on first use: Django's settings are not there yet when Django imports the app.
+    __getattr__, __dir__ = _lazy_imports(
+        __name__,
+        {"endpoint": "delayline.contrib.django.project_endpoint", "sender": "delayline.contrib.django.sending"},
+    )

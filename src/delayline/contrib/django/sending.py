@@ -34,7 +34,7 @@ class DjangoSender(SyncEndpoint):
     def __init__(self, project: ProjectSettings) -> None:
         super().__init__(project.sending_endpoint())
         self.database: str = project.database
-        self.place = database_name(project.database)
+        self.place: object = database_name(project.database)
 
     @property
     def is_usable(self) -> bool:

@@ -53,7 +53,7 @@ class PlainSession(DeliverySession):
         self.url: str = target.url
         self.schema: str | None = target.schema
         self.endpoint = endpoint
-        self.queues = target.queues()
+        self.queues: frozenset[str] | None = target.queues()
         self.largest_message: int = target.largest_message
 
     async def open(self, stack: AsyncExitStack) -> None:

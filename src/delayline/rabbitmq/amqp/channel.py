@@ -45,7 +45,10 @@ FRAME_MAX: Final = 1 << 17  # the largest frame that this side takes
 PROTOCOL: Final = b"AMQP"
 KINDS: Final = {FRAME_METHOD, FRAME_HEADER, FRAME_BODY, FRAME_HEARTBEAT}
 #: The methods that end a channel or a connection, with the reason.
-CLOSES: Final = {(10, 50): commands.Connection.Close, (20, 40): commands.Channel.Close}
+CLOSES: Final[Mapping[tuple[int, int], type[commands.Connection.Close | commands.Channel.Close]]] = {
+    (10, 50): commands.Connection.Close,
+    (20, 40): commands.Channel.Close,
+}
 RETURN, DELIVER, GET_OK, ACK, NACK = 50, 60, 71, 80, 120
 
 

@@ -20,8 +20,8 @@ class PublishBatch(Generic[AnyPublication]):
     __slots__ = ("failures", "left", "not_taken", "over", "publications", "settled")
 
     def __init__(self, publications: Sequence[AnyPublication]) -> None:
-        self.publications = publications
-        self.left = len(publications)
+        self.publications: Sequence[AnyPublication] = publications
+        self.left: int = len(publications)
         self.failures: dict[int, Exception] = {}
         self.over: list[int] = []
         """Positions whose channel was closed before they were settled."""
@@ -70,9 +70,9 @@ class Confirms:
 
     def __init__(self) -> None:
         self._outstanding: dict[int, ConfirmRange] = {}
-        self.answers = 0
+        self.answers: int = 0
         """How many answers the broker has given."""
-        self.refused = False
+        self.refused: bool = False
         """Whether one of them was a refusal."""
         self._lowest = 1
         self._next = 1

@@ -73,10 +73,10 @@ class AmqpConnection(asyncio.Protocol):
         self._received_at = self._loop.time()
         self._silent = 0
         self._most_channels = MOST_CHANNELS
-        self.frame_max = FRAME_MAX
+        self.frame_max: int = FRAME_MAX
         self.lost: AmqpError | None = None
         self.blocked: str | None = None
-        self.version = ""
+        self.version: str = ""
 
     async def open(self, limit: float) -> None:
         """Connect and log in, within so many seconds. Raises NotConnected, ConnectionEnded or Unavailable."""

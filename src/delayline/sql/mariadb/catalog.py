@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import re
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from delayline.errors import BackendUnavailable
 from delayline.sql import journal_triggers
@@ -41,8 +41,9 @@ EXPLAINED: Final = {
 class MariadbCatalog(Catalog):
     """The tables of a MariaDB or MySQL database."""
 
-    journal = journal_triggers.MYSQL
-    rights_to_store = (*TO_PUT, "UPDATE")  # its insert of a row that may be there already is an update
+    journal: ClassVar[journal_triggers.JournalTriggers] = journal_triggers.MYSQL
+    # Its insert of a row that may be there already is an update.
+    rights_to_store: ClassVar[Sequence[str]] = (*TO_PUT, "UPDATE")
 
     def __init__(self, dialect: Mariadb) -> None:
         self._dialect = dialect

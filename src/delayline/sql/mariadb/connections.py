@@ -61,7 +61,7 @@ class MariadbConnections(ServerConnections):
         self.errors: MariadbErrors = MariadbErrors(self)
         super().__init__(url, connect_args=arguments, paramstyle="format")
         event.listen(self.engine, "do_connect", _connected)
-        self.room = 0
+        self.room: int = 0
         """Bytes that a statement may have; unknown before `check`."""
 
     def connect(self) -> Connection:
@@ -148,7 +148,8 @@ class MysqlConnections(MariadbConnections):
     product = "MySQL"
     driver = "mysql+pymysql"
     extra = "mysql"
-    oldest = (8, 0, 17)  # the first with a collation for names that are equal only when they are the same
+    # The first with a collation for names that are equal only when they are the same.
+    oldest: ClassVar[tuple[int, ...]] = (8, 0, 17)
     recover = "XA RECOVER CONVERT XID"  # in hexadecimal: its names are sent as text otherwise, which bytes may not be
 
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ColumnElement, Connection, Delete, Dialect, FromClause, Insert, Select, Update
     from sqlalchemy.sql.dml import _DMLTableElement
 
+    from delayline.sql.mariadb.errors import MariadbErrors
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import ServerSessions
     from delayline.sql.staging import Stage
@@ -170,6 +171,9 @@ class MariadbBulk(BulkStatements):
 class MariadbTransactions(ServerTransactions):
     """Transactions that can wait for others' locks no longer than a second, and can be prepared."""
 
+    decides: MariadbTransactions
+    two_phase: MariadbTwoPhase
+
     def __init__(self, connections: MariadbConnections) -> None:
         super().__init__(connections.errors)
         self._connections = connections
@@ -191,7 +195,13 @@ class Mariadb(Server):
     exact_collation: ClassVar[str] = "utf8mb4_nopad_bin"
     connections_of: ClassVar[type[MariadbConnections]] = MariadbConnections
     connections: MariadbConnections
-    values = MariadbValues()
+    sql: Dialect
+    values: MariadbValues = MariadbValues()
+    words: MariadbWords
+    bulk: MariadbBulk
+    catalog: MariadbCatalog
+    transactions: MariadbTransactions
+    errors: MariadbErrors
     timeouts = TIMEOUTS
 
     def __init__(self, url: URL) -> None:
@@ -219,8 +229,8 @@ class Mysql(Mariadb):
     """A MySQL database."""
 
     exact_collation = "utf8mb4_0900_bin"
-    connections_of = MysqlConnections
-    timeouts = replace(TIMEOUTS, headers=mysql.JSON())
+    connections_of: ClassVar[type[MariadbConnections]] = MysqlConnections
+    timeouts: TimeoutShape = replace(TIMEOUTS, headers=mysql.JSON())
 
 
 def _adding_up(estimates: list[float], total: float) -> list[float]:

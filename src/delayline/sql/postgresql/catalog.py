@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from delayline.errors import BackendUnusable
 from delayline.sql import journal_triggers
@@ -70,7 +70,7 @@ def distributed(connection: Connection, query: str, *values: str) -> list[str]:
 class PostgresqlCatalog(Catalog):
     """The tables of a PostgreSQL database."""
 
-    journal = journal_triggers.POSTGRESQL
+    journal: ClassVar[journal_triggers.JournalTriggers] = journal_triggers.POSTGRESQL
     folds_column_case = False
 
     def __init__(self, dialect: Postgresql) -> None:

@@ -12,6 +12,8 @@ from delayline.sql.server import ServerConnections, run, watch_of
 from delayline.sql.urls import Host, listed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from sqlalchemy import URL, Connection
 
 OLDEST_POSTGRESQL: Final = 13
@@ -37,7 +39,7 @@ SERVER_OPTIONS: Final = "-c jit=off"
 NAMED: Final = re.compile(r"(?:-c\s*|--)([\w.-]+)=")
 PREPARE_THRESHOLD: Final = 2  # times that a statement runs before the server prepares it
 #: A machine that is gone is noticed by the system, also where nothing is asked of it.
-PSYCOPG_ARGUMENTS: Final = {
+PSYCOPG_ARGUMENTS: Final[Mapping[str, str | int | None]] = {
     "application_name": "delayline",
     "client_encoding": "UTF8",
     "keepalives_idle": 10,

@@ -7,7 +7,7 @@ import json
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import BigInteger, String, Text, Uuid, and_, cast, extract, func, literal_column, null, select, tuple_
 from sqlalchemy.dialects import postgresql
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from sqlalchemy import URL, ClauseElement, Column, ColumnElement, Connection, Dialect, Insert, Select, Table
 
     from delayline.sql.postgresql.binary import LoopStatements
+    from delayline.sql.postgresql.errors import PostgresqlErrors
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import ServerSessions
     from delayline.sql.staging import Stage
@@ -85,9 +86,9 @@ class PostgresqlWords(StatementWords):
     deletes_by_list = True
     sees_whole_commits = True
     returns_deleted = True
-    table_of_row = "tableoid"
+    table_of_row: ClassVar[str | None] = "tableoid"
 
-    transactions_in_progress = tuple(
+    transactions_in_progress: ClassVar[Sequence[ColumnElement[int]]] = tuple(
         cast(cast(function(func.pg_current_snapshot()), Text), BigInteger)
         for function in (func.pg_snapshot_xmin, func.pg_snapshot_xmax)
     )
@@ -186,6 +187,9 @@ INERROR: Final = 3  # psycopg.pq.TransactionStatus.INERROR
 class PostgresqlTransactions(ServerTransactions):
     """Transactions that read what is committed, and can be prepared."""
 
+    decides: PostgresqlTwoPhase
+    two_phase: PostgresqlTwoPhase
+
     def __init__(self, connections: PostgresqlConnections) -> None:
         super().__init__(connections.errors)
         self._connections = connections
@@ -269,6 +273,15 @@ class PostgresqlBulk(BulkStatements):
 class Postgresql(Server):
     """A PostgreSQL database."""
 
+    sql: Dialect
+    values: PostgresqlValues
+    words: PostgresqlWords
+    groups: PostgresqlGroups
+    bulk: PostgresqlBulk
+    catalog: PostgresqlCatalog
+    timeouts: TimeoutShape
+    transactions: PostgresqlTransactions
+    errors: PostgresqlErrors
     connections: PostgresqlConnections
 
     def __init__(self, url: URL) -> None:

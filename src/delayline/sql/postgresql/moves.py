@@ -101,7 +101,7 @@ class PostgresqlForwarding:
         self.can_claim: bool = not dialect.connections.pgbouncer
         """Messages are claimed by locks of a session, which clients of a pooler would share."""
         by_due_time = {"due": HEADS.format(**BY_DUE_TIME, **names), "next_due": NEXT_DUE.format(**names), "turned": ""}
-        self.statements = {
+        self.statements: Mapping[tuple[bool, bool], Sequence[Prepared]] = {
             (counted, claiming): tuple(
                 Prepared.of_text(
                     MOVE_DUE.format(
@@ -120,7 +120,9 @@ class PostgresqlForwarding:
             for counted in (False, True)
             for claiming in (False, True)
         }
-        self.fair_statements = {} if fair_by_of(table) is None else _fair_statements(group_column(table).name, names)
+        self.fair_statements: Mapping[bool, Sequence[Prepared]] = (
+            {} if fair_by_of(table) is None else _fair_statements(group_column(table).name, names)
+        )
 
     def run(
         self,

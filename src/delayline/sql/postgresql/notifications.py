@@ -90,9 +90,10 @@ class PostgresqlNotifications:
         self._registered: dict[str, datetime] = {}
         self._thread: threading.Thread | None = None
         self._failures = FailureLog(SystemClock())
+        self.wake: int
         self.wake, self._woken = os.pipe()
-        self.closing = False
-        self.renewals = 0
+        self.closing: bool = False
+        self.renewals: int = 0
         """How often listeners' connections were to be replaced."""
 
     def takes_writes(self, connection: Connection) -> bool:

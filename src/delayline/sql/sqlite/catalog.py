@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from delayline.errors import ConfigurationError
 from delayline.sql import journal_triggers
@@ -26,7 +26,7 @@ SYNCHRONOUS: Final = {0: "OFF", 1: "NORMAL", 2: "FULL", 3: "EXTRA"}
 class SqliteCatalog(Catalog):
     """The tables of an SQLite file."""
 
-    journal = journal_triggers.SQLITE
+    journal: ClassVar[journal_triggers.JournalTriggers] = journal_triggers.SQLITE
 
     def identify(self, connection: Connection, table: Table, known: TableIdentity | None = None) -> TableIdentity:
         """Return the main file, whatever its path is called."""

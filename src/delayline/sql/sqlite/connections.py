@@ -21,7 +21,7 @@ from delayline.sql.sqlite.errors import busy, file_identity, held_by_this_proces
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from sqlalchemy import URL, Connection
+    from sqlalchemy import URL, Connection, Engine
     from sqlalchemy.engine.interfaces import DBAPIConnection
 
 BUSY_TIMEOUT: Final = 5.0  # seconds, sqlite3's own default; `?timeout=` in the URL changes it
@@ -48,7 +48,7 @@ class SqliteConnections(Connections):
         self.stops: StopLimit = StopLimit()
         self.thread_waits = False
         """Whether a thread waits until the file is open, as `THREAD_WAITS` says."""
-        self.engine = create_engine(
+        self.engine: Engine = create_engine(
             "sqlite://", creator=self._connect, poolclass=NullPool, isolation_level="AUTOCOMMIT"
         )
         self._opened_file: tuple[int, int] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import threading
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from sqlalchemy import BigInteger, String, Text, delete, literal_column, select
 from sqlalchemy.dialects.sqlite import insert
@@ -33,6 +33,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import sqlalchemy
     from sqlalchemy import URL, ColumnElement, Connection, Insert, Table
 
     from delayline.sql.staging import Stage
@@ -62,7 +63,7 @@ TIMEOUTS: Final = TimeoutShape(
 class SqliteValues(ColumnValues):
     """Due times are microseconds since 1970 UTC, by this machine's clock."""
 
-    clock_tick = timedelta(milliseconds=1)
+    clock_tick: ClassVar[timedelta] = timedelta(milliseconds=1)
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
 
     def in_seconds(self, seconds: int) -> ColumnElement[Any]:
@@ -133,13 +134,16 @@ class SqliteBulk(BulkStatements):
 class Sqlite(Dialect):
     """An SQLite file."""
 
-    values = SqliteValues()
-    words = SqliteWords()
-    groups = RowValueGroups()
-    catalog = SqliteCatalog()
+    sql: sqlalchemy.Dialect
+    values: SqliteValues = SqliteValues()
+    words: SqliteWords = SqliteWords()
+    groups: RowValueGroups = RowValueGroups()
+    bulk: SqliteBulk
+    catalog: SqliteCatalog = SqliteCatalog()
     timeouts = TIMEOUTS
     connections: SqliteConnections
     transactions: SqliteTransactions
+    errors: SqliteErrors
 
     def __init__(self, url: URL) -> None:
         self.connections = connections = SqliteConnections(url)
@@ -149,7 +153,7 @@ class Sqlite(Dialect):
         self._directory = connections.path.with_name(f"{connections.path.name}-run")
         self._claims: dict[str, FileClaims] = {}
         self._claiming = threading.Lock()
-        self.notifications = PipeNotifications(self._directory)
+        self.notifications: PipeNotifications = PipeNotifications(self._directory)
 
     def opened(self) -> None:
         """Make the place beside the file where processes meet: notifications and claims. Safe to delete when idle."""

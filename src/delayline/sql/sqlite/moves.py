@@ -61,7 +61,7 @@ class FileForwarding:
             return in_turn(select(*selected), table, dialect).limit(bindparam("number"))
 
         self._by_due_time = statements(by_due_time, ["until"])
-        self.of_turn = None if fair_by_of(table) is None else statements(of_turn, OF_TURN)
+        self.of_turn: MoveStatements | None = None if fair_by_of(table) is None else statements(of_turn, OF_TURN)
 
     def run(
         self,
@@ -130,8 +130,8 @@ class FilePart:
         self._limit = limit
         self._bytes_left = max_bytes
         self.counts = counts
-        self.number = 0
-        self.stopped = 0
+        self.number: int = 0
+        self.stopped: int = 0
         """How often a message has ended a move that needs more than moving."""
         self.known: dict[str, bool] = {}
         """Whether the queues exist that messages are for."""

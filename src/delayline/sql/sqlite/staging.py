@@ -46,8 +46,8 @@ class SqliteStage:
         self.dialect = dialect
         self.store = store
         self.name = name
-        self.folder = Path(f"{dialect.connections.path}-stage") / name
-        self.table = stage_table(GATHERED, "temp")
+        self.folder: Path = Path(f"{dialect.connections.path}-stage") / name
+        self.table: Table = stage_table(GATHERED, "temp")
 
     def named(self, name: str) -> SqliteStage:
         """Return another staging area."""

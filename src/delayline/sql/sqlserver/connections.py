@@ -54,7 +54,7 @@ class SqlServerConnections(ServerConnections):
     """The connections to an SQL Server database."""
 
     product = "SQL Server"
-    extra = "sqlserver"
+    extra: str = "sqlserver"
     default_port = 1433
 
     def __init__(self, url: URL) -> None:

@@ -46,11 +46,12 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Insert
+    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Insert
 
     from delayline.message import Message
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Columns, ServerSessions
+    from delayline.sql.sqlserver.errors import SqlServerErrors
     from delayline.sql.staging import Stage
 
 
@@ -68,7 +69,7 @@ TIMEOUTS: Final = TimeoutShape(
 class SqlServerValues(ColumnValues):
     """The document's table keeps times as `datetime` and headers as XML."""
 
-    clock_tick = timedelta(milliseconds=16)  # on Windows the clock may stand still for 15.625 ms
+    clock_tick: ClassVar[timedelta] = timedelta(milliseconds=16)  # on Windows the clock may stand still for 15.625 ms
 
     def to_due(self, due: datetime) -> datetime:
         """Return the instant in UTC without its zone, rounded up to the type's resolution. Raises InvalidDueTime."""
@@ -158,9 +159,9 @@ class SqlServerBulk(BulkStatements):
 class SqlServerTransactions(ServerTransactions):
     """Savepoints cannot be released: each depth has its own name."""
 
-    BEGIN = "BEGIN TRANSACTION"
-    COMMIT = "COMMIT TRANSACTION"
-    ROLLBACK = "IF @@TRANCOUNT > 0 ROLLBACK TRANSACTION"
+    BEGIN: ClassVar[str] = "BEGIN TRANSACTION"
+    COMMIT: ClassVar[str] = "COMMIT TRANSACTION"
+    ROLLBACK: ClassVar[str] = "IF @@TRANCOUNT > 0 ROLLBACK TRANSACTION"
     prepares_nothing = (
         "prepares transactions for Microsoft's distributed transaction coordinator only (MS DTC), which its drivers "
         "for Python do not speak to"
@@ -196,8 +197,13 @@ class SqlServerTransactions(ServerTransactions):
 class SqlServer(Server):
     """An SQL Server database."""
 
-    values = SqlServerValues()
-    words = SqlServerWords()
+    sql: Dialect
+    values: SqlServerValues = SqlServerValues()
+    words: SqlServerWords = SqlServerWords()
+    bulk: SqlServerBulk
+    catalog: SqlServerCatalog
+    transactions: SqlServerTransactions
+    errors: SqlServerErrors
     timeouts = TIMEOUTS
     connections: SqlServerConnections
 
@@ -307,7 +313,9 @@ class LeaseTable:
         leases, sql, self._dialect, self._store = tables.leases, dialect.sql, dialect, table.name
         now, of_store = dialect.values.in_seconds(0), leases.c.store == bindparam("store")
         ours = leases.c.store == bindparam("this_store", table.name)
-        self.free = not_(exists().where(ours, leases.c.id == table.c.id.collate(BINARY), leases.c.until >= now))
+        self.free: ColumnElement[bool] = not_(
+            exists().where(ours, leases.c.id == table.c.id.collate(BINARY), leases.c.until >= now)
+        )
         of_ids = delete(leases).where(of_store, dialect.words.one_of(leases.c.id, "keys"))
         take = insert(leases).values(until=dialect.values.in_seconds(LEASE))
         self._take = Prepared(take, sql, ["store", "id"])

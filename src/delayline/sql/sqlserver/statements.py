@@ -60,8 +60,8 @@ def _centisecond(instant: datetime) -> tuple[datetime, int]:
 class DueTime(TypeDecorator[datetime]):
     """`datetime`, also for compared values: the server would compare datetime2 with more digits than it stores."""
 
-    impl = mssql.DATETIME
-    cache_ok = True
+    impl: type[mssql.DATETIME] = mssql.DATETIME
+    cache_ok: bool | None = True
 
     def bind_expression(self, bindvalue: BindParameter[datetime]) -> ColumnElement[datetime]:
         """Return the parameter as the column's own type."""

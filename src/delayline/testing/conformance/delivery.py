@@ -240,7 +240,7 @@ def to(destination: str, operations: Sequence[TransportOperation]) -> bool:
 class DeliveryFixtures:
     """Fixtures of the delivery suite."""
 
-    pytestmark = pytest.mark.asyncio
+    pytestmark: pytest.MarkDecorator = pytest.mark.asyncio
 
     #: How many messages fall due at the same instant in the burst tests.
     burst: int = 1000
@@ -738,7 +738,7 @@ class DeliveryFailures(DeliveryFixtures):
 
 
 IDS = [f"m{number}" for number in range(10)]
-ERRORS = [BackendUnavailable("gone for a moment"), RuntimeError("unexpected")]
+ERRORS: list[Exception] = [BackendUnavailable("gone for a moment"), RuntimeError("unexpected")]
 Step = str | tuple[str, ...]
 DELIVERY_STEPS: list[Step] = ["next_due", FETCH, "dispatch", REMOVE, "commit"]
 

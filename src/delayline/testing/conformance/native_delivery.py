@@ -56,7 +56,7 @@ class Arrivals:
 class NativeDeliveryConformance:
     """The delivery suite for back ends that delay messages themselves."""
 
-    pytestmark = pytest.mark.asyncio
+    pytestmark: pytest.MarkDecorator = pytest.mark.asyncio
 
     #: How late a message may be handled here, in seconds, rounding up to the back end's steps included.
     lateness: float = 3.0

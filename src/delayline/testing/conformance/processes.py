@@ -126,7 +126,7 @@ class Urls(NamedTuple):
 class DeliveryBetweenProcesses:
     """What a process does is seen by another, with its own connections."""
 
-    pytestmark = pytest.mark.asyncio
+    pytestmark: pytest.MarkDecorator = pytest.mark.asyncio
 
     async def make_backends(self, tmp_path: Path) -> tuple[Transport, DelayedMessageStore]:
         """Return a new transport and a new store; see `DeliveryFixtures`."""

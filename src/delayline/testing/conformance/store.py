@@ -97,7 +97,7 @@ async def closed(store: DelayedMessageStore) -> None:
 class StoreFixtures:
     """Fixtures of the store suite."""
 
-    pytestmark = pytest.mark.asyncio
+    pytestmark: pytest.MarkDecorator = pytest.mark.asyncio
 
     #: True if a second store over the same storage sees the first store's messages.
     durable: bool = False

@@ -87,7 +87,7 @@ async def taken(
 class TimeoutPersisterConformance:
     """The conformance suite of timeout persisters: subclass it, override `make_persister`, run pytest."""
 
-    pytestmark = pytest.mark.asyncio
+    pytestmark: pytest.MarkDecorator = pytest.mark.asyncio
     #: True if a second persister over the same storage sees the first persister's timeouts.
     durable: bool = False
     #: The steps in which due times are kept; they are rounded up.

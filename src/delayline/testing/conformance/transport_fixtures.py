@@ -72,7 +72,7 @@ async def nothing_left(transport: Transport, queue: str) -> None:
 class TransportFixtures:
     """Fixtures of the transport suite."""
 
-    pytestmark = pytest.mark.asyncio
+    pytestmark: pytest.MarkDecorator = pytest.mark.asyncio
 
     #: Whether a receiver holds more than `receive` has returned, until it is stopped.
     reads_ahead: bool = False
