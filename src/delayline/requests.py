@@ -60,13 +60,17 @@ class Requests:
     """
 
     def __init__(self, endpoint_name: str, transport: Transport, serializer: Serializer) -> None:
-        self._prefix: str = f"{_qualified(transport, endpoint_name)}-"
+        self._endpoint_name = endpoint_name
         self._transport = transport
         self._serializer = serializer
         self._waiting: dict[str, asyncio.Future[Message]] = {}
         self._opening: asyncio.Lock | None = None
         self._queue = ""
         self._receiving: RunningSatellite | None = None
+
+    @property
+    def _prefix(self) -> str:
+        return f"{_qualified(self._transport, self._endpoint_name)}-"
 
     async def request(
         self, host: DeliveryHost, sender: Sender, send: Send, timeout: timedelta, reply_type: object
