@@ -63,10 +63,10 @@ from delayline.transaction import (
 from delayline.transport import (
     VERBS_OF_TRANSPORTS,
     SupportsPublishing,
-    SupportsQueueAddresses,
     SupportsQueueLimits,
     SupportsQueueManagement,
     SupportsStopDeadline,
+    address_in,
     limited,
 )
 
@@ -216,7 +216,7 @@ class Endpoint(RegistersHandlers):
         self._critical_error = CriticalErrors(self, on_critical_error).raised
         self._setup = setup_infrastructure
         self._clock = clock or (None if delayed_delivery is None else delayed_delivery.clock) or SystemClock()
-        self._queue = transport.address_of(name) if isinstance(transport, SupportsQueueAddresses) else name
+        self._queue = address_in(transport, name)
         self._composer = Composer(
             name,
             self._clock,

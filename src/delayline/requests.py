@@ -23,10 +23,11 @@ from delayline.transaction import TransactionMode
 from delayline.transport import (
     SupportsExpiringQueues,
     SupportsQualifiedQueues,
-    SupportsQueueAddresses,
     SupportsQueueLookup,
     SupportsQueueRemoval,
     SupportsReceiverLookup,
+    address_in,
+    qualified_queue,
 )
 
 if TYPE_CHECKING:
@@ -68,10 +69,6 @@ class Requests:
         self._queue = ""
         self._receiving: RunningSatellite | None = None
 
-    @property
-    def _prefix(self) -> str:
-        return f"{_qualified(self._transport, self._endpoint_name)}-"
-
     async def request(
         self, host: DeliveryHost, sender: Sender, send: Send, timeout: timedelta, reply_type: object
     ) -> Any:  # noqa: ANN401 - a message, or a value of the type
@@ -85,7 +82,7 @@ class Requests:
         try:
             async with limit:
                 queue = await self._open(host)
-                headers = {**(send.headers or {}), Headers.REPLY_TO: _address(self._transport, queue)}
+                headers = {**(send.headers or {}), Headers.REPLY_TO: address_in(self._transport, queue)}
                 await sender.send(send._replace(message_id=message_id, headers=headers), UNSET, check_destination=True)
                 message = await reply
         except TimeoutError as error:
@@ -138,9 +135,9 @@ class Requests:
             self._opening = asyncio.Lock()
         async with self._opening:
             if self._receiving is None:
-                await self._remove_abandoned(host.clock.now())
-                created = int(host.clock.now().timestamp())
-                queue = f"{self._prefix}{created:08x}-{secrets.token_hex(6)}"
+                prefix, now = f"{_qualified(self._transport, self._endpoint_name)}-", host.clock.now()
+                await self._remove_abandoned(prefix, now)
+                queue = f"{prefix}{int(now.timestamp()):08x}-{secrets.token_hex(6)}"
                 if isinstance(self._transport, SupportsExpiringQueues):
                     await self._transport.create_expiring(queue, REMOVED_AFTER)
                 else:
@@ -152,7 +149,7 @@ class Requests:
                 self._queue, self._receiving = queue, receiving
         return self._queue
 
-    async def _remove_abandoned(self, now: datetime) -> None:
+    async def _remove_abandoned(self, prefix: str, now: datetime) -> None:
         """Remove the queues of processes of this endpoint that were killed."""
         transport = self._transport
         if isinstance(transport, SupportsExpiringQueues) or not isinstance(transport, SupportsQueueLookup):
@@ -160,26 +157,23 @@ class Requests:
         if not isinstance(transport, SupportsReceiverLookup) or not isinstance(transport, SupportsQueueRemoval):
             return
         for queue in await transport.queues():
-            created = self._created(queue)
+            created = _created(queue, prefix)
             if created is not None and now - created > REMOVED_AFTER:
                 with contextlib.suppress(DelaylineError):  # another process removes it
                     if not await transport.is_received(queue):
                         await transport.remove_queue(queue)
 
-    def _created(self, queue: str) -> datetime | None:
-        """Return when a queue for replies to this endpoint was created; None for any other queue."""
-        written = queue.removeprefix(self._prefix).partition("-")[0] if queue.startswith(self._prefix) else ""
-        try:
-            return datetime.fromtimestamp(int(written, 16), UTC)
-        except (ValueError, OverflowError, OSError):
-            return None
+
+def _created(queue: str, prefix: str) -> datetime | None:
+    """Return when a queue for replies, whose name begins so, was created; None for any other queue."""
+    written = queue.removeprefix(prefix).partition("-")[0] if queue.startswith(prefix) else ""
+    try:
+        return datetime.fromtimestamp(int(written, 16), UTC)
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _qualified(transport: Transport, endpoint_name: str) -> str:
     if isinstance(transport, SupportsQualifiedQueues):
-        return transport.qualified(endpoint_name[:LONGEST_IN_SHORT_NAME].strip("-"), REPLIES)
-    return f"{endpoint_name[:LONGEST_ENDPOINT]}.{REPLIES}"
-
-
-def _address(transport: Transport, queue: str) -> str:
-    return transport.address_of(queue) if isinstance(transport, SupportsQueueAddresses) else queue
+        endpoint_name = endpoint_name[:LONGEST_IN_SHORT_NAME].strip("-")
+    return qualified_queue(transport, endpoint_name[:LONGEST_ENDPOINT], REPLIES)

@@ -597,3 +597,15 @@ class SupportsSubscriptionRights(Protocol):
             BackendUnavailable, BackendUnusable: The database cannot be queried.
         """
         ...
+
+
+def address_in(transport: Transport, queue: str) -> str:
+    """Return how others have to address a queue of the transport."""
+    return transport.address_of(queue) if isinstance(transport, SupportsQueueAddresses) else queue
+
+
+def qualified_queue(transport: Transport, queue: str, qualifier: str) -> str:
+    """Return the name of a queue that belongs to an endpoint beside its own; see `SupportsQualifiedQueues`."""
+    if isinstance(transport, SupportsQualifiedQueues):
+        return transport.qualified(queue, qualifier)
+    return f"{queue}.{qualifier}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 from delayline.observer import Observers
-from delayline.transport import SupportsQualifiedQueues
+from delayline.transport import qualified_queue
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -26,9 +26,10 @@ def satellite_queues(transport: Transport, endpoint_name: str) -> tuple[str, str
 
     NServiceBus names them so: https://docs.particular.net/nservicebus/messaging/timeout-manager
     """
-    if isinstance(transport, SupportsQualifiedQueues):
-        return transport.qualified(endpoint_name, TIMEOUTS_QUEUE), transport.qualified(endpoint_name, DISPATCHER)
-    return f"{endpoint_name}.{TIMEOUTS_QUEUE}", f"{endpoint_name}.{DISPATCHER}"
+    return (
+        qualified_queue(transport, endpoint_name, TIMEOUTS_QUEUE),
+        qualified_queue(transport, endpoint_name, DISPATCHER),
+    )
 
 
 class SatelliteWork(Protocol):
