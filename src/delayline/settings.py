@@ -197,6 +197,9 @@ class Settings:
 
 _KNOWN: Final = {setting.name: setting.metadata for setting in fields(Settings)}
 
+#: The settings that say where queues and delayed messages are.
+PLACES: Final = ("url", "store_url", "transport_url")
+
 
 def setting_names() -> tuple[str, ...]:
     """Return the names of all settings, in the order of Settings."""

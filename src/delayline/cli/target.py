@@ -16,7 +16,7 @@ from delayline.cli.screen import Screen
 from delayline.composition import store_of, transport_of
 from delayline.endpoint import Endpoint
 from delayline.errors import ConfigurationError, DelaylineError
-from delayline.settings import GivenSetting, Settings, flag_of, given_settings
+from delayline.settings import PLACES, GivenSetting, Settings, flag_of, given_settings
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from delayline.settings import CommandLine
 #: How files begin whose frames are no part of the user's program.
 FRAMES_OF_IMPORTS: Final = ("<frozen importlib", importlib.__file__, __file__)
-#: The settings that are compared by what is at the URLs.
-PLACES: Final = ("url", "transport_url", "store_url")
 
 
 def load_endpoint(target: str) -> Endpoint:

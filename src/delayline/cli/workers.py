@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from delayline.cli.options import WRONG_USAGE
 from delayline.events import Event, emit
 from delayline.telemetry.http_server import Response
 from delayline.telemetry.probes import Probes, Verdict
@@ -44,7 +45,6 @@ STEADY: Final = 60.0
 BEYOND_GRACE: Final = 25.0
 #: Seconds between two looks at the source files.
 LOOK_EVERY: Final = 0.5
-WRONG_USAGE: Final = 2
 #: Folders in which no source of the user's is.
 OTHER_FOLDERS: Final = frozenset({"__pycache__", "node_modules", "site-packages", "venv"})
 #: Files that make workers start again.

@@ -15,7 +15,7 @@ from delayline.composition import endpoint_from, outbox_of, set_up_queues
 from delayline.contrib.django.database_url import url_of
 from delayline.errors import ConfigurationError
 from delayline.setting_values import did_you_mean
-from delayline.settings import Settings, setting_names, variable_of
+from delayline.settings import PLACES, Settings, setting_names, variable_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 NAME: Final = "DELAYLINE"
 #: What DELAYLINE may hold beside delayline's own settings.
 OWN_KEYS: Final = ("DATABASE", "QUEUES")
-PLACES: Final = ("url", "store_url", "transport_url")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +98,7 @@ class ProjectSettings:
     def sending_endpoint(self) -> Endpoint:
         """Return the endpoint that views send with, not started: it dispatches nothing, but what is in an outbox."""
         checked = replace(self.checked(), inbox_url=None, history=False)
-        has_outbox = outbox_of(checked) is not None
+        has_outbox = checked.resolved_outbox_url is not None
         return endpoint_from(checked, polling=has_outbox, send_only=True, setup_infrastructure=False)
 
     async def set_up(self, checked: Settings) -> None:
