@@ -24,6 +24,7 @@ from delayline.errors import (
     TransactionAborted,
 )
 from delayline.events import Event
+from delayline.filters import MessageFilter
 from delayline.lazy_imports import lazy_imports as _lazy_imports
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
@@ -83,6 +84,7 @@ __all__ = [
     "MemoryTransport",
     "Message",
     "MessageContext",
+    "MessageFilter",
     "MoveToErrors",
     "NoReply",
     "NotStarted",

@@ -1,0 +1,254 @@
+"""Filters: which messages an action or a search means, as people write it, and as a message is checked against it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from datetime import UTC, datetime, timedelta
+from typing import TYPE_CHECKING, Final, Self
+
+from delayline.errors import ConfigurationError, CorruptHeaders, InvalidDueTime
+from delayline.message import Headers, in_utc
+from delayline.readable import DELAYS, INSTANTS, parse_delay, parse_instant
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from delayline.message import Message
+
+#: The conditions of a filter by the names that people write, and the fields of `MessageFilter` that have them.
+CONDITIONS: Final[Mapping[str, str]] = {
+    "id": "message_id",
+    "id-prefix": "id_prefix",
+    "destination": "destination",
+    "type": "message_type",
+    "header": "header",
+    "due": "due",
+    "exception": "exception",
+}
+LONGEST_FILTER: Final = 10_000
+"""Characters of a written filter."""
+HOW_TO_WRITE: Final = (
+    "write name=value, several with commas between, and \\, for a comma of a value; the names are "
+    + ", ".join(CONDITIONS)
+)
+DUE_FORMS: Final = (
+    "due=<TIME for earlier than, due=>=TIME for not earlier than, due=TIME..TIME for from the first and before the "
+    f"second; a TIME is a day as 2026-12-01 in UTC, {INSTANTS}, now, or a delay from now as {DELAYS}"
+)
+_PART: Final = re.compile(r"((?:[^,\\]|\\.?)*)(?:,|$)", re.DOTALL)
+_ESCAPED: Final = re.compile(r"\\([,\\])")
+_DAY: Final = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageFilter:
+    """Which messages: those that fulfil all conditions that are given. Texts are compared with case.
+
+    A filter without a condition means every message. A message whose headers are damaged fulfils no condition on a
+    header.
+    """
+
+    message_id: str | None = None
+    """The whole id."""
+    id_prefix: str | None = None
+    """How the id begins."""
+    destination: str | None = None
+    """The whole name of the queue it is for; of a failed message, of the queue that it failed in."""
+    message_type: str | None = None
+    """A part of the header `NServiceBus.EnclosedMessageTypes`."""
+    header: str | None = None
+    """The name of a header that it has."""
+    header_value: str | None = None
+    """A part of the value of that header; of any header where no name is given."""
+    due_from: datetime | None = None
+    """Its earliest due time."""
+    due_before: datetime | None = None
+    """The time before which it is due."""
+    exception: str | None = None
+    """A part of the type of the exception that a failed message has failed with."""
+
+    def __post_init__(self) -> None:
+        """Refuse conditions that mean nothing. Raises ConfigurationError."""
+        for condition in fields(self):
+            value = getattr(self, condition.name)
+            if value == "":
+                raise ConfigurationError(f"{condition.name} is empty, which would mean every message: leave it out")
+            if isinstance(value, datetime):
+                object.__setattr__(self, condition.name, in_utc(value))
+        if self.due_from is not None and self.due_before is not None and self.due_from >= self.due_before:
+            raise ConfigurationError(
+                f"no message is due from {self.due_from.isoformat()} on and before {self.due_before.isoformat()}: "
+                "the second time must be later"
+            )
+
+    @classmethod
+    def parse(cls, written: Iterable[str], now: datetime) -> Self:
+        """Return the filter that people have written as `name=value,name=value`.
+
+        Args:
+            written: The texts; their conditions hold together.
+            now: The present time, for due times such as `now` and `2h`.
+
+        Raises:
+            ConfigurationError: A condition is unknown, empty, given twice, or cannot be read.
+        """
+        given: dict[str, str] = {}
+        conditions: dict[str, object] = {}
+        for text in written:
+            if len(text) > LONGEST_FILTER:
+                raise ConfigurationError(f"a filter has at most {LONGEST_FILTER:,} characters, not {len(text):,}")
+            for part in _parts(text):
+                name, value = _condition(part)
+                if name in given:
+                    raise ConfigurationError(
+                        f"{name} is given twice, as {_shown(given[name])} and {_shown(value)}: all conditions must "
+                        "hold together, give one"
+                    )
+                given[name] = value
+                conditions |= _fields_of(name, value, now)
+        return cls(**conditions)  # type: ignore[arg-type] # by the names of the fields
+
+    @property
+    def names_nothing(self) -> bool:
+        """Whether it has no condition, and so means every message."""
+        return all(getattr(self, condition.name) is None for condition in fields(self))
+
+    @property
+    def checks_headers(self) -> bool:
+        """Whether the headers of messages have to be read."""
+        return any((self.message_type, self.header, self.header_value, self.exception))
+
+    @property
+    def checks_due(self) -> bool:
+        """Whether it has a condition on due times."""
+        return self.due_from is not None or self.due_before is not None
+
+    def matches(self, message: Message, destination: str, due: datetime | None = None) -> bool:
+        """Return whether a message fulfils all conditions.
+
+        Args:
+            message: The message.
+            destination: The queue it is for, or that it failed in.
+            due: Its due time; a message without one fulfils no condition on due times.
+        """
+        if self.message_id is not None and message.id != self.message_id:
+            return False
+        if self.id_prefix is not None and not message.id.startswith(self.id_prefix):
+            return False
+        if self.destination is not None and destination != self.destination:
+            return False
+        if self.checks_due and due is None:
+            return False
+        if self.due_from is not None and due is not None and due < self.due_from:
+            return False
+        if self.due_before is not None and due is not None and due >= self.due_before:
+            return False
+        return not self.checks_headers or self.matches_headers(message)
+
+    def matches_headers(self, message: Message) -> bool:
+        """Return whether a message's headers fulfil the conditions on headers."""
+        try:
+            headers = message.headers
+        except CorruptHeaders:
+            return False
+        if self.message_type is not None and self.message_type not in headers.get(Headers.ENCLOSED_MESSAGE_TYPES, ""):
+            return False
+        if self.exception is not None and self.exception not in headers.get(Headers.EXCEPTION_TYPE, ""):
+            return False
+        if self.header is not None:
+            value = headers.get(self.header)
+            return value is not None and (self.header_value is None or self.header_value in value)
+        return self.header_value is None or any(self.header_value in value for value in headers.values())
+
+    def __str__(self) -> str:
+        """Return the filter as `parse` reads it; empty for every message."""
+        conditions = {
+            "id": self.message_id,
+            "id-prefix": self.id_prefix,
+            "destination": self.destination,
+            "type": self.message_type,
+            "header": None if self.header is None and self.header_value is None else self._written_header,
+            "due": self._written_due if self.checks_due else None,
+            "exception": self.exception,
+        }
+        return ",".join(f"{name}={_escape(value)}" for name, value in conditions.items() if value is not None)
+
+    @property
+    def _written_header(self) -> str:
+        return (self.header or "") + ("" if self.header_value is None else f":{self.header_value}")
+
+    @property
+    def _written_due(self) -> str:
+        start = "" if self.due_from is None else self.due_from.isoformat()
+        return f"{start}..{'' if self.due_before is None else self.due_before.isoformat()}"
+
+
+def _parts(text: str) -> list[str]:
+    """Return the conditions between commas; a comma behind a backslash is one of a value."""
+    parts = [match.group(1).strip() for match in _PART.finditer(text)]
+    return [part for part in parts if part]
+
+
+def _condition(part: str) -> tuple[str, str]:
+    name, equals, value = part.partition("=")
+    name, value = name.strip().lower(), _ESCAPED.sub(r"\1", value.strip())
+    if not equals:
+        raise ConfigurationError(f"{_shown(part)} is no condition of a filter: {HOW_TO_WRITE}")
+    if name not in CONDITIONS:
+        raise ConfigurationError(f"{_shown(name)} is nothing that a filter can ask for: {HOW_TO_WRITE}")
+    if not value:
+        raise ConfigurationError(f"{name}= is empty, which would mean every message: give a value, or leave it out")
+    return name, value
+
+
+def _fields_of(name: str, value: str, now: datetime) -> dict[str, object]:
+    """Return the fields of a condition with their values."""
+    if name == "due":
+        start, end = _due_range(value, now)
+        return {"due_from": start, "due_before": end}
+    if name == "header":
+        header, _, part = value.partition(":")
+        return {"header": header.strip() or None, "header_value": part.strip() or None}
+    return {CONDITIONS[name]: value}
+
+
+def _due_range(value: str, now: datetime) -> tuple[datetime | None, datetime | None]:
+    if value.startswith(">="):
+        return _instant(value[2:], now), None
+    if value.startswith("<") and not value.startswith("<="):
+        return None, _instant(value[1:], now)
+    start, dots, end = value.partition("..")
+    if not dots or not (start.strip() or end.strip()):
+        raise ConfigurationError(f"due={_shown(value)} is not understood: write {DUE_FORMS}")
+    return (_instant(start, now) if start.strip() else None), (_instant(end, now) if end.strip() else None)
+
+
+def _instant(written: str, now: datetime) -> datetime:
+    """Return the instant of a filter: `now`, a day, an instant, or a delay from now."""
+    written = written.strip()
+    if written == "now":
+        return now
+    try:
+        if _DAY.fullmatch(written):
+            return datetime.fromisoformat(written).replace(tzinfo=UTC)
+        if written[:4].isdigit() and written[4:5] == "-":
+            return parse_instant(written)
+        return now + _signed(written)
+    except (InvalidDueTime, ValueError, OverflowError) as error:
+        raise ConfigurationError(
+            f"due time {_shown(written)} is not understood ({error}): write {DUE_FORMS}"
+        ) from error
+
+
+def _signed(written: str) -> timedelta:
+    return -parse_delay(written[1:]) if written.startswith("-") else parse_delay(written)
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace(",", "\\,")
+
+
+def _shown(text: str) -> str:
+    """Return the beginning of a text for an error."""
+    return repr(text if len(text) <= 100 else f"{text[:100]}...")

@@ -1,0 +1,139 @@
+"""Filters of messages: how they are written, what they refuse, and which messages fulfil them."""
+
+from __future__ import annotations
+
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from delayline import ConfigurationError, Headers, InvalidDueTime, Message, MessageFilter
+from delayline.message import MAXIMUM_ID_LENGTH
+
+NOW = datetime(2026, 11, 27, 5, tzinfo=UTC)
+DAY = timedelta(days=1)
+
+
+def parsed(*written: str) -> MessageFilter:
+    return MessageFilter.parse(written, NOW)
+
+
+def message(message_id: str = "order-17", **headers: str) -> Message:
+    return Message(message_id, {name.replace("_", "."): value for name, value in headers.items()}, b"{}")
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [
+        ("destination=billing", MessageFilter(destination="billing")),
+        (" destination = billing , type = Reminder ", MessageFilter(destination="billing", message_type="Reminder")),
+        ("id=a,id-prefix=b", MessageFilter(message_id="a", id_prefix="b")),
+        ("header=Tenant", MessageFilter(header="Tenant")),
+        ("header=Tenant:acme", MessageFilter(header="Tenant", header_value="acme")),
+        ("header=:acme", MessageFilter(header_value="acme")),
+        ("exception=ValueError", MessageFilter(exception="ValueError")),
+        (r"id-prefix=a\,b\\c\d", MessageFilter(id_prefix=r"a,b\c\d")),
+        ("id-prefix=a\\", MessageFilter(id_prefix="a\\")),
+        ("due=<2026-12-01", MessageFilter(due_before=datetime(2026, 12, 1, tzinfo=UTC))),
+        ("due=>=now", MessageFilter(due_from=NOW)),
+        ("due=now..2h", MessageFilter(due_from=NOW, due_before=NOW + timedelta(hours=2))),
+        ("due=-1d..", MessageFilter(due_from=NOW - DAY)),
+        ("due=..2026-11-28T05:00:00Z", MessageFilter(due_before=NOW + DAY)),
+        ("", MessageFilter()),
+        (" , ", MessageFilter()),
+    ],
+)
+def test_a_written_filter_means_its_conditions(written: str, expected: MessageFilter) -> None:
+    assert parsed(written) == expected
+    assert parsed(written).names_nothing == (expected == MessageFilter())
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        ("billing", "is no condition"),
+        ("colour=red", "'colour' is nothing that a filter can ask for"),
+        ("destination=", "would mean every message"),
+        ("destination=a,destination=b", "given twice"),
+        ("id=a,b", "'b' is no condition"),
+        ("due=2026-12-01", "due=<TIME"),
+        ("due=..", "due=<TIME"),
+        ("due=<=2026-12-01", "due=<TIME"),
+        ("due=<2026-13-01", "'2026-13-01' is not understood"),
+        ("due=<2026-12-01T00:00", "no time zone"),
+        ("due=<soon", "'soon' is not understood"),
+        ("due=<99999999999w", "is not understood"),
+        ("due=2026-12-02..2026-12-01", "must be later"),
+        ("x" * 20_000, "at most 10,000 characters"),
+    ],
+)
+def test_a_wrong_filter_is_refused_with_what_to_write(written: str, said: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        parsed(written)
+
+
+def test_conditions_of_several_texts_hold_together() -> None:
+    assert parsed("destination=billing", "type=Reminder") == parsed("destination=billing,type=Reminder")
+    with pytest.raises(ConfigurationError, match="given twice"):
+        parsed("destination=billing", "destination=shipping")
+
+
+def test_an_empty_condition_and_a_naive_time_are_refused_in_code_too() -> None:
+    with pytest.raises(ConfigurationError, match="id_prefix is empty"):
+        MessageFilter(id_prefix="")
+    with pytest.raises(InvalidDueTime, match="no time zone"):
+        MessageFilter(due_from=datetime(2026, 12, 1))  # noqa: DTZ001 - what is refused
+
+
+@pytest.mark.parametrize(
+    ("written", "fulfils"),
+    [
+        ("", True),
+        ("id=order-17", True),
+        ("id=order-1", False),
+        ("id-prefix=order-", True),
+        ("id-prefix=Order-", False),
+        ("destination=billing", True),
+        ("destination=bill", False),
+        ("type=Reminder", True),
+        ("type=reminder", False),
+        ("header=Tenant", True),
+        ("header=Tenant:ac", True),
+        ("header=Tenant:other", False),
+        ("header=Missing", False),
+        ("header=:acme", True),
+        ("header=:nowhere", False),
+        ("exception=ValueError", True),
+        ("exception=KeyError", False),
+        ("due=now..1s", True),
+        ("due=>=1s", False),
+        ("due=<now", False),
+        ("destination=billing,type=Reminder,header=Tenant:acme,due=now..", True),
+        ("destination=billing,type=Reminder,header=Tenant:other", False),
+    ],
+)
+def test_a_message_fulfils_all_conditions_or_is_left_out(written: str, fulfils: bool) -> None:
+    headers = {
+        Headers.ENCLOSED_MESSAGE_TYPES: "Shop.Reminder, Shop",
+        "Tenant": "acme",
+        Headers.EXCEPTION_TYPE: "builtins.ValueError",
+    }
+    assert parsed(written).matches(Message("order-17", headers, b""), "billing", NOW) is fulfils
+
+
+def test_damaged_headers_and_a_missing_due_time_fulfil_no_condition() -> None:
+    damaged = Message.from_encoded("order-17", b"{", b"")
+    assert parsed("id=order-17").matches(damaged, "billing")
+    assert not parsed("header=:acme").matches(damaged, "billing")
+    assert not parsed("due=<9999-01-01").matches(damaged, "billing")
+
+
+texts = st.text(min_size=1, max_size=MAXIMUM_ID_LENGTH).map(str.strip).filter(bool)
+
+
+@given(texts, texts, st.datetimes(timezones=st.just(UTC)))
+def test_a_filter_reads_back_as_it_is_written(prefix: str, kind: str, due: datetime) -> None:
+    written = MessageFilter(id_prefix=prefix, message_type=kind, due_from=due)
+    assert parsed(str(written)) == written
