@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from delayline.backends import backend_of
@@ -21,15 +22,15 @@ from delayline.composition import (
     uses_of,
 )
 from delayline.delayed.store import DueBucket, SupportsDueForecast, SupportsRightsCheck
-from delayline.error_queue import managed_queues
-from delayline.errors import DelaylineError, QueueNotFound
+from delayline.errors import BackendUnavailable, DelaylineError
 from delayline.masking import masked
 from delayline.opening import open_transport, open_waiting
+from delayline.queue_states import states_of
 from delayline.readable import duration, local, relative
 from delayline.timeouts.draining import remaining_timeouts
 from delayline.timeouts.persister import TO_GIVE_A_TIME
 from delayline.transaction import TransactionMode
-from delayline.transport import SupportsQueueComparison, SupportsReceiverLookup
+from delayline.transport import SupportsQueueComparison, SupportsQueueLookup
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -37,10 +38,30 @@ if TYPE_CHECKING:
     from delayline.delayed.store import SupportsManagement
     from delayline.settings import Settings
     from delayline.timeouts.draining import RemainingTimeouts
+    from delayline.transport import QueueState
 
 #: A message overdue for longer means that no poller dispatches.
 STALE_AFTER: Final = timedelta(seconds=10)
 LONGEST_SPAN: Final = timedelta(days=365_000)
+CONNECTION: Final = "connection"
+#: Queues without a problem that are shown, beside the endpoint's own.
+MOST_SHOWN: Final = 100
+
+
+class State(StrEnum):
+    """The result of a check, or of several: the worst of them."""
+
+    OK = "ok"
+    """All is as it should be."""
+    PROBLEM = "problem"
+    """Something is wrong, or a number is above its limit."""
+    NOT_CHECKED = "not checked"
+    """It could not be looked at: a right is missing, nothing answered, or the back end cannot tell."""
+
+    @classmethod
+    def of(cls, ok: bool | None) -> State:
+        """Return the state of a back end's finding; None for what could not be looked at."""
+        return cls.NOT_CHECKED if ok is None else cls.OK if ok else cls.PROBLEM
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +69,16 @@ class Finding:
     """What an examination found about a subject."""
 
     what: str
-    ok: bool | None
-    """None if it is unknown, because it could not be looked at."""
+    state: State
     text: str
     numbers: Mapping[str, float] = field(default_factory=dict)
     """The numbers in the text, by name: `messages`, `oldest_seconds`."""
+
+
+def worst(findings: Sequence[Finding]) -> State:
+    """Return the state of all findings together: a problem before what was not checked."""
+    states = {finding.state for finding in findings}
+    return next((state for state in (State.PROBLEM, State.NOT_CHECKED) if state in states), State.OK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +87,8 @@ class Thresholds:
 
     overdue: timedelta = STALE_AFTER
     """How long the oldest pending message may be overdue."""
-    errors: int | None = None
-    """How many messages may be in the error queue; None for any number."""
+    errors: int = 0
+    """How many messages may be in the error queue: from the first on, somebody waits for what was not done."""
     queue: int | None = None
     """How many messages may be in the endpoint's queue; None for any number."""
 
@@ -83,12 +109,17 @@ async def examine_endpoint(settings: Settings, thresholds: Thresholds | None = N
         try:
             async for finding in look(settings, limits):
                 findings.append(finding)  # noqa: PERF401 - findings before an error are kept
+        except BackendUnavailable as error:  # it was reached before: what could not be looked at may be well
+            state = State.PROBLEM if what == CONNECTION else State.NOT_CHECKED
+            findings.append(
+                Finding(what, state, text=f"not looked at: {error}" if state is State.NOT_CHECKED else str(error))
+            )
         except DelaylineError as error:
-            findings.append(Finding(what, ok=False, text=str(error)))
+            findings.append(Finding(what, state=State.PROBLEM, text=str(error)))
         return findings
 
-    findings = [_guarantee(settings), *await examined("connection", _connection)]
-    if findings[-1].ok:
+    findings = [_guarantee(settings), *await examined(CONNECTION, _connection)]
+    if findings[-1].state is State.OK:
         parts = await asyncio.gather(
             examined("rights", _rights),
             examined("database", _database),
@@ -105,20 +136,20 @@ def _guarantee(settings: Settings) -> Finding:
     try:
         endpoint = endpoint_from(settings)
     except DelaylineError as error:
-        return Finding("guarantee", ok=False, text=str(error))
+        return Finding("guarantee", state=State.PROBLEM, text=str(error))
     url = delays_url(settings)
     if url is not None:
         waiting = backend_of(url).native_delays
     else:
         waiting = "a timeout manager" if settings.timeout_manager else "stored delayed delivery"
     parts = f"{type(endpoint.transport).__name__} with {waiting} in {endpoint.transaction_mode.name}"
-    return Finding("guarantee", ok=True, text=f"{endpoint.guarantee}: {parts}")
+    return Finding("guarantee", state=State.OK, text=f"{endpoint.guarantee}: {parts}")
 
 
 async def _connection(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
     backend_of(settings.resolved_store_url).must_exist(settings.resolved_store_url)
     async with open_transport(settings):
-        yield Finding("connection", ok=True, text=masked(settings.resolved_transport_url))
+        yield Finding(CONNECTION, state=State.OK, text=masked(settings.resolved_transport_url))
 
 
 async def _rights(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
@@ -130,7 +161,7 @@ async def _rights(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
         if isinstance(part, SupportsRightsCheck):
             missing |= dict.fromkeys(await part.missing_rights(endpoint.name, takes=True))
     if missing:
-        yield Finding("rights", ok=False, text="\n".join(["run this as the owner of the tables:", *missing]))
+        yield Finding("rights", state=State.PROBLEM, text="\n".join(["run this as the owner of the tables:", *missing]))
 
 
 async def _database(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
@@ -139,60 +170,82 @@ async def _database(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]
     options = options_of(settings, two_phase=two_phase_of(settings))
     for url, use in uses.items():
         for what, ok, finding in await backend_of(url).examine(url, options, use):
-            yield Finding(what, ok, finding)
+            yield Finding(what, State.of(ok), finding)
 
 
 async def _queues(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
-    endpoint = settings.named_endpoint
+    own = [settings.named_endpoint, settings.error_queue, *satellites_of(settings)]
     async with open_transport(settings) as transport:
-        queues = managed_queues(transport)
-        listed: Sequence[str] = await transport.queues() if hasattr(transport, "queues") else ()
-        for name in dict.fromkeys([endpoint, settings.error_queue, *satellites_of(settings), *listed]):
-            try:
-                number = await queues.count(name)
-            except QueueNotFound:
-                finding = f"does not exist. Create it with: delayline setup --endpoint {endpoint}"
-                yield Finding(f"queue {name}", ok=False, text=finding)
+        listed = await transport.queues() if isinstance(transport, SupportsQueueLookup) else ()
+        names = list(dict.fromkeys([*own, *listed]))
+        states = await states_of(transport, names)
+        shown = left_out = 0
+        for name in names:
+            if name not in states:
+                text = f"does not exist. Create it with: delayline setup --endpoint {settings.named_endpoint}"
+                if name in own:  # others were removed a moment ago
+                    yield Finding(f"queue {name}", state=State.PROBLEM, text=text)
                 continue
-            limit = {settings.error_queue: limits.errors, endpoint: limits.queue}.get(name)
-            many = limit is not None and number > limit
-            finding = f"{number} messages" + (f", more than {limit}" if many else "")
-            ok: bool | None = not many
-            if name != settings.error_queue:
-                receiving, well = await _receiving(transport, name, number)
-                finding, ok = f"{finding}; {receiving}", False if many else well
-            finding += ": see them with delayline errors list" if number and name == settings.error_queue else ""
-            differs = await transport.difference(name) if isinstance(transport, SupportsQueueComparison) else ""
-            finding += differs and f"; {differs}"
-            yield Finding(f"queue {name}", ok=ok, text=finding, numbers={"messages": number})
+            finding = _queue(states[name], settings, limits)
+            if name not in own and finding.state is State.OK:
+                shown += 1
+                left_out += shown > MOST_SHOWN
+                if shown > MOST_SHOWN:
+                    continue
+            if isinstance(transport, SupportsQueueComparison) and (differs := await transport.difference(name)):
+                finding = replace(finding, text=f"{finding.text}; {differs}")
+            yield finding
+        if left_out:
+            yield Finding("further queues", state=State.OK, text=f"{left_out} more, of which none has a problem")
 
 
-async def _receiving(transport: object, queue: str, number: int) -> tuple[str, bool | None]:
-    """Return whether a process receives from a queue with so many messages, and whether that is as it should be."""
-    why = ""
-    if isinstance(transport, SupportsReceiverLookup):
-        try:
-            if await transport.is_received(queue):
-                return "a process receives from it", True
-        except DelaylineError as error:
-            why = f" ({error})"
-        else:
-            if not number:
-                return "no process receives from it", True
-            return "no process receives from it: start the endpoint of this name, with handlers", False
-    return f"whether a process receives from it is unknown{why}", None if number else True
+def _queue(state: QueueState, settings: Settings, limits: Thresholds) -> Finding:
+    """Return what there is to say of a queue."""
+    name, number = state.queue, state.messages
+    what, is_error_queue = f"queue {name}", name == settings.error_queue
+    limit = {settings.error_queue: limits.errors, settings.named_endpoint: limits.queue}.get(name)
+    if number is None:
+        return Finding(what, state=State.NOT_CHECKED, text="how many messages it has is unknown")
+    texts, found = [f"{number} messages"], State.OK
+    if limit is not None and number > limit:
+        texts, found = [f"{number} messages, more than {limit}"], State.PROBLEM
+    if is_error_queue and number:
+        texts[0] += ": see them with delayline errors list"
+    if not is_error_queue:
+        if state.paused:
+            texts.append(f"it is paused: delayline resume {name}")
+            found = State.PROBLEM
+        text, received = _receiving(state)
+        texts.append(text)
+        found = found if found is State.PROBLEM else received
+    return Finding(what, found, "; ".join(texts), {"messages": number})
+
+
+def _receiving(state: QueueState) -> tuple[str, State]:
+    """Return whether a process receives from a queue, and whether that is as it should be."""
+    if state.received is None:
+        return "whether a process receives from it is unknown", State.NOT_CHECKED if state.messages else State.OK
+    if state.received:
+        return "a process receives from it", State.OK
+    if not state.messages:
+        return "no process receives from it", State.OK
+    return "no process receives from it: start the endpoint of this name, with handlers", State.PROBLEM
 
 
 async def _delayed_messages(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
-    unlisted = None if settings.timeout_manager else backend_of(settings.resolved_store_url).unlisted
+    url = settings.resolved_store_url
+    unlisted = None if settings.timeout_manager else backend_of(url).unlisted
     if unlisted is not None:
-        yield Finding("pending", ok=True, text=unlisted)
+        counted = await backend_of(url).count_pending(url)
+        number = sum(within.count for within in counted)
+        state, text = (State.OK, f"{number} messages") if counted else (State.NOT_CHECKED, "not counted")
+        yield Finding("pending", state, f"{text}, {unlisted}", {"messages": number} if counted else {})
         return
     async with open_waiting(settings, timeouts=False) as store:
         now = datetime.now(UTC)
         overdue, later = await _counts(store, now)
         pending = {"messages": overdue.count + later.count}
-        yield Finding("pending", ok=True, text=f"{_about(overdue, later)} messages", numbers=pending)
+        yield Finding("pending", state=State.OK, text=f"{_about(overdue, later)} messages", numbers=pending)
         yield await _overdue(store, now, overdue, limits.overdue)
 
 
@@ -229,12 +282,13 @@ async def _overdue(store: SupportsManagement, now: datetime, overdue: DueBucket,
     first = next(iter(await store.pending(limit=1)), None)
     if first is None or first.due > now:
         finding = "none" if first is None else f"none; the next is due {local(first.due)}, {relative(first.due, now)}"
-        return Finding("overdue", ok=True, text=finding, numbers={"messages": 0, "oldest_seconds": 0.0})
+        return Finding("overdue", state=State.OK, text=finding, numbers={"messages": 0, "oldest_seconds": 0.0})
     oldest = f"the oldest is {first.id} for {first.destination}, {duration(now - first.due)} overdue"
     stale = now - first.due > limit
     remedy = ". No process dispatches: is an endpoint of this name running?" if stale else ""
     numbers = {"messages": overdue.count, "oldest_seconds": (now - first.due).total_seconds()}
-    return Finding("overdue", ok=not stale, text=f"{_about(overdue)} messages; {oldest}{remedy}", numbers=numbers)
+    state = State.PROBLEM if stale else State.OK
+    return Finding("overdue", state, text=f"{_about(overdue)} messages; {oldest}{remedy}", numbers=numbers)
 
 
 async def _timeouts(settings: Settings, _: Thresholds) -> AsyncIterator[Finding]:
@@ -256,7 +310,7 @@ def _without_time(remains: RemainingTimeouts) -> Finding:
         f"{number} in table {remains.table} have no time and are never due: {', '.join(remains.without_time)}{more}. "
         f"{TO_GIVE_A_TIME}"
     )
-    return Finding("timeouts without a time", ok=False, text=finding, numbers={"messages": number})
+    return Finding("timeouts without a time", state=State.PROBLEM, text=finding, numbers={"messages": number})
 
 
 def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
@@ -271,10 +325,10 @@ def _drained(remains: RemainingTimeouts, settings: Settings) -> Finding:
         elif first is not None:
             finding += f"; the first is due {local(first)}, {relative(first, now)}"
             finding += ". No process dispatches: is an endpoint of this name running?" if stale else ""
-        return Finding(what, ok=not (disabled or stale), text=finding)
+        return Finding(what, State.PROBLEM if disabled or stale else State.OK, text=finding)
     keeps_table = timeouts is None or bool(remains.without_time)
     left = [f"queue {name}" for name in remains.queues] + ([] if keeps_table else [f"table {remains.table}"])
     deletable = f"these can be deleted: {', '.join(left)}" if left else "nothing of it is left"
     if disabled:
-        return Finding(what, ok=True, text=f"empty and disabled; {deletable}")
-    return Finding(what, ok=True, text=f"empty. Set disable_timeout_manager = true; then {deletable}")
+        return Finding(what, state=State.OK, text=f"empty and disabled; {deletable}")
+    return Finding(what, state=State.OK, text=f"empty. Set disable_timeout_manager = true; then {deletable}")

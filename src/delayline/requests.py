@@ -25,7 +25,7 @@ from delayline.transport import (
     SupportsQualifiedQueues,
     SupportsQueueLookup,
     SupportsQueueRemoval,
-    SupportsReceiverLookup,
+    SupportsQueueStates,
     address_in,
     qualified_queue,
 )
@@ -154,13 +154,13 @@ class Requests:
         transport = self._transport
         if isinstance(transport, SupportsExpiringQueues) or not isinstance(transport, SupportsQueueLookup):
             return
-        if not isinstance(transport, SupportsReceiverLookup) or not isinstance(transport, SupportsQueueRemoval):
+        if not isinstance(transport, SupportsQueueStates) or not isinstance(transport, SupportsQueueRemoval):
             return
         for queue in await transport.queues():
             created = _created(queue, prefix)
             if created is not None and now - created > REMOVED_AFTER:
                 with contextlib.suppress(DelaylineError):  # another process removes it
-                    if not await transport.is_received(queue):
+                    if any(state.received is False for state in await transport.queue_states([queue])):
                         await transport.remove_queue(queue)
 
 

@@ -298,19 +298,31 @@ class SupportsTransportTransactions(Protocol):
         ...
 
 
-@runtime_checkable
-class SupportsReceiverLookup(Protocol):
-    """Capability of a transport: tell whether a process receives from a queue, which `delayline doctor` asks."""
+@dataclass(frozen=True, slots=True)
+class QueueState:
+    """A queue at a moment; None is unknown."""
 
-    async def is_received(self, queue: str) -> bool:
-        """Return whether any process receives from the queue now.
+    queue: str
+    messages: int | None = None
+    """How many messages are in it; of some back ends without those that a receiver holds."""
+    received: bool | None = None
+    """Whether any process receives from it, or has it open to receive again after a pause."""
+    paused: bool | None = None
+    """Whether it is paused; False also where queues cannot be paused."""
+
+
+@runtime_checkable
+class SupportsQueueStates(Protocol):
+    """Capability of a transport: tell the states of many queues at the cost of a few questions."""
+
+    async def queue_states(self, queues: Sequence[str] | None) -> Sequence[QueueState]:
+        """Return the states of the queues, in any order; queues that do not exist are left out.
 
         Args:
-            queue: The queue.
+            queues: Names of queues; None for all that can be listed.
 
         Raises:
-            QueueNotFound: The queue does not exist.
-            DelaylineError: It cannot be told.
+            DelaylineError: Nothing can be told.
         """
         ...
 

@@ -158,9 +158,12 @@ def test_messages_without_a_destination_are_caught_on_request(on_broker: Callabl
     assert "it was off already" in on_broker("catch-all", "off").out
 
 
+OKS = {"ok": True, "problem": False, "not checked": None}
+
+
 def levels_of(ran: Result) -> dict[str, tuple[bool | None, str]]:
     found = ran.document["findings"]
-    return {one["what"]: (one["ok"], one["text"]) for one in found if one["what"].startswith("delay levels")}
+    return {one["what"]: (OKS[one["state"]], one["text"]) for one in found if one["what"].startswith("delay levels")}
 
 
 @pytest.mark.slow
@@ -417,9 +420,11 @@ def test_doctor_does_without_the_management_plugin(
 ) -> None:
     closed = f"{rabbitmq_url}?management=http://127.0.0.1:1"
     assert run("setup", "--url", closed, "--without-management").code == 0
-    assert run("doctor", "--url", closed).code == 1
+    assert run("doctor", "--url", closed).code == 3
     ran = run("doctor", "--url", closed, "--json", "--without-management")
     assert ran.code == 0, ran.out
+    [alarms] = [one for one in ran.document["findings"] if one["what"] == "alarms"]
+    assert (ran.document["state"], alarms["state"]) == ("not checked", "not checked")
     ok, text = levels_of(ran)["delay levels"]
     assert ok is None
     assert "not looked at more closely: no management API at http://127.0.0.1:1" in text
@@ -435,13 +440,40 @@ def test_doctor_does_without_the_management_plugin(
 
 
 def test_doctor_looks_for_no_levels_where_messages_wait_in_a_database(
-    run: Callable[..., Result], rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Result], rabbitmq: RabbitmqServer, rabbitmq_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DELAYLINE_TRANSPORT_URL", rabbitmq_url)
+    monkeypatch.setenv("DELAYLINE_TRANSPORT_URL", f"{rabbitmq_url}?management={rabbitmq.management_url}")
     assert run("setup").code == 0
     ran = run("doctor", "--json")
     assert ran.code == 0, ran.out
     assert levels_of(ran) == {}
+
+
+@pytest.mark.slow
+def test_doctor_reports_a_broker_without_memory(
+    run: Callable[..., Result], crashing_rabbitmq: RabbitmqServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given a broker in a memory alarm, which takes no messages, then doctor is not green until it is over."""
+
+    def alarms() -> tuple[int, bool | None, str]:
+        ran = run("doctor", "--json")
+        [found] = [one for one in ran.document["findings"] if one["what"] == "alarms"]
+        return ran.code, OKS[found["state"]], found["text"]
+
+    monkeypatch.setenv(
+        "DELAYLINE_URL", f"{crashing_rabbitmq.new_vhost()}?management={crashing_rabbitmq.management_url}"
+    )
+    assert run("setup").code == 0
+    well = (0, True, "none: memory and disk space suffice")
+    assert alarms() == well
+    crashing_rabbitmq.control("set_vm_memory_high_watermark", "0.00001")
+    eventually(lambda: alarms()[0] == 1)
+    code, ok, text = alarms()
+    assert (code, ok) == (1, False)
+    assert text.startswith("memory of ")
+    assert "the broker accepts no messages until there is more" in text
+    crashing_rabbitmq.control("set_vm_memory_high_watermark", "0.6")
+    eventually(lambda: alarms() == well)
 
 
 @pytest.mark.parametrize("command", ["create", "verify", "migrate", "pending"])

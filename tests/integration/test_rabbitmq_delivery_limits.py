@@ -311,7 +311,7 @@ class TestNamed:
         # And so does the doctor; a start only warns
         code, text = await run("doctor", "--endpoint", "shop", "--url", url, "--json")
         assert code == 1
-        wrong = [one["text"] for one in json.loads(text)["findings"] if not one["ok"]]
+        wrong = [one["text"] for one in json.loads(text)["findings"] if one["state"] == "problem"]
         assert any(named in one for one in wrong), wrong
         caplog.clear()
         async with endpoint(url):

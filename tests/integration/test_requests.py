@@ -139,7 +139,8 @@ async def test_the_queue_of_a_killed_process_is_removed_by_another(url: str) -> 
                 # Then one queue is gone, and that of the process that runs is there
                 left = [queue for queue in await reply_queues(pricing) if queue != shop._requests._queue]
                 assert len(left) == 1
-                assert await pricing.transport.is_received(left[0])  # type: ignore[attr-defined]
+                [state] = await pricing.transport.queue_states(left[:1])  # type: ignore[attr-defined]
+                assert state.received
         finally:
             for process in processes:
                 process.kill()

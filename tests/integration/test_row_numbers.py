@@ -120,7 +120,7 @@ def test_set_up_shows_and_mends_them_and_the_doctor_names_them(filled_url: str) 
     # And the doctor finds nothing else but messages that no process receives
     findings = command(filled_url, "doctor", code=1)["findings"]
     assert isinstance(findings, list)
-    assert [finding["what"] for finding in findings if not finding["ok"]] == ["queue parked"]
+    assert [finding["what"] for finding in findings if finding["state"] != "ok"] == ["queue parked"]
     with psycopg.connect(filled_url) as connection:
         for table in TABLES:
             numbers = connection.execute(

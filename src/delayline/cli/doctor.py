@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import click
 
 from delayline.cli.connection import table_groups
 from delayline.cli.due import delay_given
-from delayline.cli.options import EXIT_FAILED, examples, json_option, settings_options, without_management_option
+from delayline.cli.options import (
+    EXIT_FAILED,
+    EXIT_NOT_CHECKED,
+    examples,
+    json_option,
+    settings_options,
+    without_management_option,
+)
 from delayline.cli.screen import MARKS
-from delayline.doctor import Thresholds, check_urls, examine_endpoint
+from delayline.doctor import State, Thresholds, check_urls, examine_endpoint, worst
 from delayline.opening import other_endpoints, refuse_memory
 
 if TYPE_CHECKING:
@@ -21,6 +28,9 @@ if TYPE_CHECKING:
     from delayline.cli.screen import Screen
     from delayline.settings import Settings
 
+OKS: Final = {State.OK: True, State.PROBLEM: False, State.NOT_CHECKED: None}
+EXIT_CODES: Final = {State.OK: 0, State.PROBLEM: EXIT_FAILED, State.NOT_CHECKED: EXIT_NOT_CHECKED}
+
 
 @click.command(
     epilog=examples(
@@ -28,7 +38,13 @@ if TYPE_CHECKING:
         "delayline doctor --endpoint sales --max-errors 0 --max-overdue 60s --max-queue 10000 --json",
     )
 )
-@click.option("--max-errors", type=click.IntRange(min=0), help="How many messages may be in the error queue.")
+@click.option(
+    "--max-errors",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="How many messages may be in the error queue.",
+)
 @click.option(
     "--max-overdue",
     callback=delay_given,
@@ -43,7 +59,7 @@ if TYPE_CHECKING:
 def doctor(
     settings: Settings,
     screen: Screen,
-    max_errors: int | None,
+    max_errors: int,
     max_overdue: timedelta,
     max_queue: int | None,
     *,
@@ -51,7 +67,8 @@ def doctor(
 ) -> None:
     """Check connection, tables, queues and pending messages, and print the guarantee.
 
-    Exit code 1 for a problem, a number above its limit, or what is unknown; 2 for wrong settings.
+    Exit code 0 if all was checked and is well, 1 for a problem or a number above its limit, 3 if nothing is wrong as
+    far as could be seen, but something could not be checked, 2 for wrong settings.
     """
     refuse_memory(settings)
     check_urls(settings)
@@ -59,11 +76,11 @@ def doctor(
     findings = asyncio.run(examine_endpoint(settings, Thresholds(max_overdue, max_errors, max_queue)))
     width = max(len(finding.what) for finding in findings)
     for finding in findings:
-        mark, style = MARKS[finding.ok]
+        mark, style = MARKS[OKS[finding.state]]
         screen.echo(f"{mark} {finding.what:<{width}}  {finding.text}", style)
-    if not all(finding.ok for finding in findings) and (others := asyncio.run(other_endpoints(settings))):
+    state = worst(findings)
+    if state is not State.OK and (others := asyncio.run(other_endpoints(settings))):
         screen.echo(others, "red")
-    healthy = all(finding.ok or (finding.ok is None and without_management) for finding in findings)
-    screen.document({"healthy": healthy, "findings": [asdict(finding) for finding in findings]})
-    if not healthy:
-        click.get_current_context().exit(EXIT_FAILED)
+    screen.document({"state": state, "findings": [asdict(finding) for finding in findings]})
+    accepted = state is State.NOT_CHECKED and without_management
+    click.get_current_context().exit(0 if accepted else EXIT_CODES[state])

@@ -32,6 +32,8 @@ from delayline.settings import (
 
 EXIT_FAILED: Final = 1
 WRONG_USAGE: Final = 2
+#: Nothing is wrong as far as could be seen, but something could not be checked; as of monitoring plugins.
+EXIT_NOT_CHECKED: Final = 3
 #: The key of a click context's `meta` that holds the settings file and flags which were given.
 COMMAND_LINE: Final = "delayline.command_line"
 #: Likewise: whether a line has --json, and whether its wrong usage has been printed as JSON.
@@ -137,7 +139,7 @@ def settings_options(*names: str) -> Callable[[Command], Command]:
 
 def without_management_option(command: Command) -> Command:
     """Give a command `without_management`."""
-    description = "RabbitMQ: accept what is unknown without the management API, in place of exit code 1."
+    description = "RabbitMQ: accept what is unknown without the management API: exit code 0."
     return click.option("--without-management", is_flag=True, help=description)(command)
 
 

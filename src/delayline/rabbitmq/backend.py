@@ -27,7 +27,7 @@ class RabbitMQBackend(Backend):
     """A virtual host's queues, and delay levels in which delayed messages wait."""
 
     native_delays: ClassVar[str | None] = "delay levels"
-    unlisted: ClassVar[str | None] = "in delay levels. Count it with: delayline rabbitmq pending"
+    unlisted: ClassVar[str | None] = "in delay levels. See when they are due with: delayline rabbitmq pending"
     bulk_route = BulkRoute.DELAY_LEVELS
     longest_delay: ClassVar[timedelta | None] = timedelta(seconds=MAXIMUM_DELAY)
     grain: ClassVar[timedelta] = timedelta(seconds=1)
@@ -59,9 +59,10 @@ class RabbitMQBackend(Backend):
 
     async def examine(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:
         """Return findings about the broker, the queues and the levels."""
-        from delayline.rabbitmq.admin.doctor import examine
+        from delayline.rabbitmq.admin.doctor import alarms, examine
 
-        return await examine(url, delay_levels=use.delays, endpoint=options.name, queues=use.queues or ())
+        found = await examine(url, delay_levels=use.delays, endpoint=options.name, queues=use.queues or ())
+        return [*found, await alarms(url)]
 
     async def set_up_queues(self, url: str, options: BackendOptions, queues: Sequence[str]) -> None:
         """Create the queues; the levels, where there are any, deliver to them as well."""

@@ -15,6 +15,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, InvalidMessage
 from delayline.message import Message
 from delayline.rabbitmq.amqp.methods import QueueDeclare, QueuePurge
 from delayline.rabbitmq.decoding import crashes_of, message_from
+from delayline.transport import QueueState
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
@@ -44,10 +45,18 @@ async def must_exist(channel: Channel, queue: str) -> int:
     return answer.message_count if isinstance(answer, commands.Queue.DeclareOk) and answer.message_count else 0
 
 
-async def has_consumer(channel: Channel, queue: str) -> bool:
-    """Return whether anything consumes from the queue. Raises NotFound for none."""
+async def state(channel: Channel, queue: str) -> QueueState:
+    """Return what the broker tells of the queue in one answer. Raises NotFound for none.
+
+    The number is unknown where the broker answers slowly that there are no messages; see `count`.
+    """
+    time = asyncio.get_running_loop().time
+    asked = time()
     answer = await channel.call(QueueDeclare(queue=queue, passive=True))
-    return isinstance(answer, commands.Queue.DeclareOk) and bool(answer.consumer_count)
+    if not isinstance(answer, commands.Queue.DeclareOk):
+        return QueueState(queue)
+    number = answer.message_count or (0 if time() - asked < LEADER_PATIENCE else None)
+    return QueueState(queue, number, received=bool(answer.consumer_count), paused=False)
 
 
 async def count(channel: Channel, queue: str) -> int:

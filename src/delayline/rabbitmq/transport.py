@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.amqp.properties import Delivery
     from delayline.rabbitmq.topology import Topology
     from delayline.transaction import Transaction
-    from delayline.transport import TransportOperation
+    from delayline.transport import QueueState, TransportOperation
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -300,9 +300,13 @@ class RabbitMQTransport:
         """Return how many messages are in the queue, without messages that a receiver holds."""
         return await self._look(queue, browsing.count)
 
-    async def is_received(self, queue: str) -> bool:
-        """Return whether the queue has a consumer."""
-        return await self._look(queue, browsing.has_consumer)
+    async def queue_states(self, queues: Sequence[str] | None) -> Sequence[QueueState]:
+        """Return the states of the queues, of those that were set up here where None; see `SupportsQueueStates`."""
+        states = []
+        for queue in sorted(self._declared) if queues is None else queues:
+            with contextlib.suppress(QueueNotFound):
+                states.append(await self._look(queue, browsing.state))
+        return states
 
     @contextlib.asynccontextmanager
     async def passing(self, queue: str) -> AsyncIterator[QueuePass]:

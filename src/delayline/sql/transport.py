@@ -33,6 +33,7 @@ from delayline.sql.queue_limits import (
     limits_of,
     merged,
 )
+from delayline.sql.queue_states import read_states
 from delayline.sql.receiver import OUT_OF_ORDER, IdleQueues, SqlReceiver
 from delayline.sql.schema import (
     CRASHES,
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from delayline.sql.dialect import Dialect
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
-    from delayline.transport import QueueLimits, TransportOperation
+    from delayline.transport import QueueLimits, QueueState, TransportOperation
 
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -323,18 +324,10 @@ class SqlTransport(OnDatabase):
 
         return await self._database.read(counted)
 
-    async def is_received(self, queue: str) -> bool:
-        """Return whether a receiver is noted for the queue whose process runs."""
-        crashes = crash_statements(self._tables, self._database.dialect)
-
-        def looked(connection: Connection) -> bool:
-            self._statements.must_exist(connection, queue)
-            noted = [number for number, _ in crashes.others.rows(connection, queue, 0)]
-            crashed = self._claims.take(noted, len(noted))
-            self._claims.release(crashed)
-            return len(crashed) < len(noted)
-
-        return await self._database.read(looked)
+    @long_work
+    async def queue_states(self, queues: Sequence[str] | None) -> Sequence[QueueState]:
+        """Return the states of the queues, of all where None; see `SupportsQueueStates`."""
+        return await read_states(self._database, self._tables, self._claims, queues)
 
     @long_work
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:

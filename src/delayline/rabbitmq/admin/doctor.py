@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from delayline.errors import BackendUnavailable, BackendUnusable
+from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import verification
 from delayline.rabbitmq.admin.management_api import ManagementApi
 from delayline.rabbitmq.admin.operations import NOT_CAUGHT
@@ -18,8 +19,6 @@ from delayline.rabbitmq.transport import RabbitMQTransport
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
-
-    from delayline.rabbitmq.address import BrokerAddress
 
 WHAT: Final = "delay levels"
 
@@ -68,6 +67,26 @@ async def examine(
             finding += f". It may be that {NOT_CAUGHT}"
         exchange = Check(f"{WHAT}: {CATCH_ALL}" if refused else WHAT, ok=False if refused else None, text=finding)
         return [*version, exchange, _names(endpoint, crossing)] if endpoint else [*version, exchange]
+
+
+async def alarms(url: str) -> Check:
+    """Return whether the broker has an alarm of memory or disk space, in which it accepts no messages.
+
+    Only the management API tells it: over AMQP a broker tells those whose messages it holds up already.
+
+    Args:
+        url: the broker's URL, with its options.
+    """
+    what = "alarms"
+    try:
+        async with ManagementApi(BrokerAddress.parse(url)) as api:
+            raised = await api.alarms()
+    except (BackendUnavailable, BackendUnusable) as error:
+        return Check(what, ok=None, text=f"whether it lacks memory or disk space was not looked at: {error}")
+    if raised:
+        finding = f"{', '.join(raised)}: the broker accepts no messages until there is more. See rabbitmqctl status"
+        return Check(what, ok=False, text=finding)
+    return Check(what, ok=True, text="none: memory and disk space suffice")
 
 
 async def limits_of(transport: RabbitMQTransport, queues: Collection[str]) -> Sequence[Check]:

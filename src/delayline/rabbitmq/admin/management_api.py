@@ -129,6 +129,14 @@ class ManagementApi:
         return str((await self._get("overview")).get("rabbitmq_version", "unknown"))
 
     @_understood
+    async def alarms(self) -> Sequence[str]:
+        """Return the alarms that the nodes have raised, as `disk of rabbit@host`; none if none has."""
+        answer = await self._ask("GET", "health/checks/alarms", accepted=httpx.codes.SERVICE_UNAVAILABLE)
+        if answer.is_success:
+            return []
+        return [f"{alarm['resource']} of {alarm['node']}" for alarm in self._json(answer)["alarms"]]
+
+    @_understood
     async def feature_flags(self) -> Mapping[str, str]:
         """Return the state of each feature flag: enabled, disabled or unavailable."""
         return {flag["name"]: flag["state"] for flag in await self._get("feature-flags")}
@@ -191,14 +199,16 @@ class ManagementApi:
 
     async def delete_policy(self, name: str) -> bool:
         """Delete a policy; False when there was none."""
-        answer = await self._ask("DELETE", f"policies/{self._vhost}/{quote(name, safe='')}", missing=True)
+        answer = await self._ask(
+            "DELETE", f"policies/{self._vhost}/{quote(name, safe='')}", accepted=httpx.codes.NOT_FOUND
+        )
         return answer.status_code != httpx.codes.NOT_FOUND
 
     async def _get(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON has no narrower type
         return self._json(await self._ask("GET", path, params=parameters))
 
     async def _get_if_there(self, path: str, **parameters: str) -> Any:  # noqa: ANN401 - JSON has no narrower type
-        answer = await self._ask("GET", path, missing=True, params=parameters)
+        answer = await self._ask("GET", path, accepted=httpx.codes.NOT_FOUND, params=parameters)
         return None if answer.status_code == httpx.codes.NOT_FOUND else self._json(answer)
 
     def _json(self, answer: httpx.Response) -> Any:  # noqa: ANN401 - JSON has no narrower type
@@ -211,12 +221,15 @@ class ManagementApi:
         """Return the error for an answer that is not a management API's."""
         return BackendUnusable(f"{self._places[0].url} is not a RabbitMQ management API: {PLUGIN_HINT}")
 
-    async def _ask(self, method: str, path: str, *, missing: bool = False, **content: Any) -> httpx.Response:  # noqa: ANN401 - httpx's
-        """Ask the node that answered last, and the others in turn where it is unavailable; each call is idempotent."""
+    async def _ask(self, method: str, path: str, *, accepted: int | None = None, **content: Any) -> httpx.Response:  # noqa: ANN401 - httpx's
+        """Ask the node that answered last, and the others in turn where it is unavailable; each call is idempotent.
+
+        `accepted`: a status that is an answer too.
+        """
         errors = []
         for management in list(self._places):
             try:
-                return await self._ask_at(management, method, path, missing=missing, **content)
+                return await self._ask_at(management, method, path, accepted=accepted, **content)
             except BackendUnavailable as error:
                 errors.append(error)
                 self._places.append(self._places.pop(0))
@@ -230,7 +243,7 @@ class ManagementApi:
         method: str,
         path: str,
         *,
-        missing: bool,
+        accepted: int | None,
         **content: Any,  # noqa: ANN401 - httpx's
     ) -> httpx.Response:
         try:
@@ -239,7 +252,7 @@ class ManagementApi:
         except (httpx.RequestError, httpx.InvalidURL) as error:
             reason = str(error) or type(error).__name__
             raise BackendUnavailable(f"no management API at {management.url}: {reason}. {PLUGIN_HINT}") from error
-        if answer.is_success or (missing and answer.status_code == httpx.codes.NOT_FOUND):
+        if answer.is_success or answer.status_code == accepted:
             return answer
         raise self._refused(management, answer)
 

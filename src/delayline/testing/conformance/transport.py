@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
 import pytest
@@ -32,9 +33,10 @@ from delayline.testing.conformance.transport_fixtures import (
 )
 from delayline.transaction import SupportsSavepoints, TransactionMode
 from delayline.transport import (
+    QueueState,
     SupportsQueueManagement,
     SupportsQueuePass,
-    SupportsReceiverLookup,
+    SupportsQueueStates,
     SupportsTransportTransactions,
     Transport,
     TransportOperation,
@@ -338,24 +340,31 @@ class TransportManagement(TransportFixtures):
         await receiver.acknowledge(first)
         assert [message.id for message in await managed.browse("billing", 9)] == ["m1", "m2", "m3"]
 
-    async def test_it_tells_whether_a_process_receives(self, managed: ManagedTransport) -> None:
-        """From the first `receive` on, while nothing comes too, until the receiver stops."""
-        if not isinstance(managed, SupportsReceiverLookup):
-            pytest.skip("not claimed: SupportsReceiverLookup")
-        assert not await managed.is_received("billing")
+    async def test_it_tells_the_states_of_queues(self, managed: ManagedTransport) -> None:
+        """Received from the first `receive` on, while nothing comes too, until the receiver stops."""
+        if not isinstance(managed, SupportsQueueStates):
+            pytest.skip("not claimed: SupportsQueueStates")
+        asking: SupportsQueueStates = managed
+
+        async def states() -> dict[str, QueueState]:
+            return {state.queue: state for state in await asking.queue_states(["billing", "nosuch", "sales"])}
+
+        idle = QueueState("sales", messages=0, received=False, paused=False)
+        assert await states() == {"sales": idle, "billing": replace(idle, queue="billing")}
         await managed.dispatch([operation("billing", "m")])
-        assert not await managed.is_received("billing")
+        assert await states() == {"sales": idle, "billing": QueueState("billing", 1, received=False, paused=False)}
         receiver = await managed.receiver("billing")
         (message,) = await received(receiver)
-        assert await managed.is_received("billing")
+        found = (await states())["billing"]
+        assert (found.received, found.messages) in {(True, 1), (True, 0)}  # a broker leaves out what is held
         await receiver.acknowledge(message)
-        assert await managed.is_received("billing")
+        assert (await states())["billing"].received
         await receiver.stop()
         async with asyncio.timeout(PATIENCE):
-            while await managed.is_received("billing"):
+            while await states() != {"sales": idle, "billing": replace(idle, queue="billing")}:
                 pass
-        with pytest.raises(QueueNotFound):
-            await managed.is_received("nosuch")
+        listed = {state.queue for state in await asking.queue_states(None)}
+        assert listed >= {"billing", "sales"}
 
     async def test_a_pass_removes_what_it_is_told_to(self, managed: ManagedTransport) -> None:
         """Each message once, oldest first; removed messages are gone at once, and all others stay."""
