@@ -192,12 +192,16 @@ class SupportsHoldingOne(Protocol):
 
 
 @runtime_checkable
-class SupportsServerTimeout(Protocol):
-    """Capability of a receiver: its waits for an answer have a limit, after which `receive` raises."""
+class SupportsAnswers(Protocol):
+    """Capability of a receiver: it tells when its server has last answered, also where the queue was empty.
+
+    After a fault an empty queue looks like a server that hangs. Without this capability an endpoint counts as recovered
+    only when `receive` returns.
+    """
 
     @property
-    def server_timeout(self) -> float:
-        """Seconds that an answer may take."""
+    def answered_at(self) -> float:
+        """When the server has last answered for this queue, by `time.monotonic`; minus infinity for never."""
         ...
 
 

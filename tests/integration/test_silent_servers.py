@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import socket
 import subprocess
 import sys
@@ -19,7 +17,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
-from tests.eventually import eventually
+from tests.servers.frozen import Frozen
 
 from delayline import (
     BackendUnavailable,
@@ -63,35 +61,6 @@ endpoint = Endpoint("orders", transport=transport, delayed_delivery=StoredDelive
 async def handle(message, context):
     pass
 """
-
-
-class Frozen:
-    """Stops a server's processes, and lets them go on."""
-
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._stopped: list[int] = []
-
-    def stop(self) -> None:
-        """Stop the server, then its child processes; return when every thread of the server has stopped."""
-        os.kill(self._pid, signal.SIGSTOP)
-        eventually(self._has_stopped)
-        children = Path(f"/proc/{self._pid}/task/{self._pid}/children").read_text().split()
-        self._stopped = [self._pid, *map(int, children)]
-        for pid in self._stopped[1:]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGSTOP)
-
-    def _has_stopped(self) -> bool:
-        threads = Path(f"/proc/{self._pid}/task").glob("*/stat")
-        return all(stat.read_text().rpartition(")")[2].split()[0] == "T" for stat in threads)
-
-    def go_on(self) -> None:
-        """Let them go on. Idempotent."""
-        for pid in self._stopped:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        self._stopped = []
 
 
 class Swallower:
@@ -139,7 +108,7 @@ def server_url(request: pytest.FixtureRequest) -> str:
 def frozen(server_url: str, request: pytest.FixtureRequest) -> Iterator[Frozen]:
     if server_url.startswith("postgresql"):
         postgresql: PostgresqlServer = request.getfixturevalue("postgresql")
-        pid = int((postgresql.data / "postmaster.pid").read_text().splitlines()[0])
+        pid = postgresql.pid
     else:
         mariadb: MariadbServer = request.getfixturevalue("mariadb")
         assert mariadb._process is not None
@@ -360,7 +329,7 @@ async def test_a_stop_returns_in_time_with_the_default_limit(
     postgresql_url: str, postgresql: PostgresqlServer, moment: str
 ) -> None:
     """Given the limit of 15 s, when the server falls silent at any moment, then the waits of a stop add up to less."""
-    frozen = Frozen(int((postgresql.data / "postmaster.pid").read_text().splitlines()[0]))
+    frozen = Frozen(postgresql.pid)
     endpoint = Endpoint(
         "orders",
         transport=SqlTransport(postgresql_url),
@@ -411,7 +380,7 @@ def end_listener(url: str) -> None:
 @pytest.mark.slow
 async def test_a_start_that_finds_silence_is_stopped_in_time(postgresql_url: str, postgresql: PostgresqlServer) -> None:
     """Given set-up, whose limit is ten times as long, when the server is silent, then a stop ends it all the same."""
-    frozen = Frozen(int((postgresql.data / "postmaster.pid").read_text().splitlines()[0]))
+    frozen = Frozen(postgresql.pid)
     endpoint = Endpoint(
         "orders",
         transport=SqlTransport(postgresql_url),

@@ -96,13 +96,18 @@ class PostgresqlServer:
         options = " ".join(f"-c {setting}" for setting in self._settings)
         self._run("pg_ctl", "-D", str(self.data), "-l", str(self.folder / "log"), "-w", "-o", options, "start")
 
+    @property
+    def pid(self) -> int:
+        """The process id of the postmaster, for signals; it is running."""
+        return int((self.data / "postmaster.pid").read_text().splitlines()[0])
+
     def stop(self, mode: str = "fast") -> None:
         """Stop; `immediate` is a crash of every process."""
         self._run("pg_ctl", "-D", str(self.data), "-m", mode, "-w", "stop")
 
     def kill(self) -> None:
         """Kill the postmaster; its children notice and end. Return when none of them can answer any more."""
-        pid = int((self.data / "postmaster.pid").read_text().splitlines()[0])
+        pid = self.pid
         children = [Path("/proc", child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
         os.kill(pid, signal.SIGKILL)
         deadline = time.monotonic() + PATIENCE

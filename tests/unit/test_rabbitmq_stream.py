@@ -48,6 +48,7 @@ class Broker:
 
     parameters = parameters_of(BrokerAddress(), "test", None)
     frame_max = 4096
+    silent_for = 0.0
 
     def __init__(self) -> None:
         self.channel = Channel(self, 7)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Final
@@ -77,6 +79,8 @@ class AzureReceiver:
         self._numbers = count()
         self._held: dict[int, InvisibleMessage] = {}
         self._stopped = asyncio.Event()
+        self.answered_at: float = -math.inf
+        """When a look at the queue was last answered, by `time.monotonic`."""
         self._renewing: asyncio.Task[None] | None = None
         self._alone: int | None = None
         """The number of the only message that may be held."""
@@ -146,6 +150,7 @@ class AzureReceiver:
     async def _page(self, number: int) -> list[ReceivedMessage]:
         async with self._asking():
             page = await page_of(self._client, number, self._hidden_for)
+        self.answered_at = time.monotonic()
         received = [self._hold(message) for message in page]
         if received and self._renewing is None:
             self._renewing = asyncio.create_task(self._renew(), name=f"delayline visibility {self._queue}")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -165,6 +167,13 @@ class RabbitMQReceiver:
         self._opening = asyncio.Lock()
         self._lost: Exception | None = None
         self._stopped = False
+
+    @property
+    def answered_at(self) -> float:
+        """When the broker last sent something, a heartbeat at least, on the connection that consumes from the queue."""
+        if self._channel is None or not self._consumers:
+            return -math.inf
+        return time.monotonic() - self._channel.silent_for
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and return up to `limit` of the messages that the broker has pushed."""
@@ -601,21 +610,22 @@ class RabbitMQReceiver:
                 await self.flushed()
         if self._channel is channel:
             self._channel = None
-            self._closing = asyncio.create_task(self._close(channel))
+            self._closing = asyncio.create_task(_close(channel, self._queue))
             self._closing.add_done_callback(retrieve_exception)
             with contextlib.suppress(BackendUnavailable):
                 await asyncio.shield(self._closing)
 
-    async def _close(self, channel: Channel) -> None:
-        """Close the channel when the broker has processed every acknowledgement; raises BackendUnavailable if not."""
-        try:
-            async with asyncio.timeout(STOP_PATIENCE):
-                try:
-                    await channel.call(commands.Channel.Flow(active=True))
-                finally:
-                    await channel.close()
-        except TimeoutError as error:
-            raise BackendUnavailable(f"RabbitMQ has not answered the end of the channel of {self._queue!r}") from error
+
+async def _close(channel: Channel, queue: str) -> None:
+    """Close the channel when the broker has processed every acknowledgement; raises BackendUnavailable if not."""
+    try:
+        async with asyncio.timeout(STOP_PATIENCE):
+            try:
+                await channel.call(commands.Channel.Flow(active=True))
+            finally:
+                await channel.close()
+    except TimeoutError as error:
+        raise BackendUnavailable(f"RabbitMQ has not answered the end of the channel of {queue!r}") from error
 
 
 def _receipt_of(received: ReceivedMessage) -> DeliveryTag:

@@ -29,7 +29,7 @@ import asyncio
 import logging
 import time
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime, first_of, is_cancelled
 from delayline.events import Event, emit
@@ -41,7 +41,7 @@ from delayline.receiving.prefetch import Prefetch
 from delayline.receiving.recovery import Recovery
 from delayline.receiving.suspects import Suspects
 from delayline.transaction import TransactionMode
-from delayline.transport import SupportsHandlerSlots, SupportsServerTimeout
+from delayline.transport import SupportsAnswers, SupportsHandlerSlots
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -60,7 +60,8 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger(__name__)
 
 TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # the time of NServiceBus's receive circuit breaker
-RECOVERED_AFTER: Final = 5.0
+#: Seconds between looks whether the server has answered, after the start and after a fault.
+ANSWER_LOOKED_FOR_EVERY: Final = 0.5
 #: Prefetched messages go back to the queue when no handler has ended for so many seconds.
 PREFETCH_KEPT: Final = 1.0
 #: Seconds that a message that must be handled alone waits for the handlers of others to end.
@@ -105,6 +106,8 @@ class Pipeline:
         """Whether a crash gives a message back: in mode NONE it has left its queue before it is handled."""
         self._is_alone = False
         """Whether a message is handled, or is about to be, beside no others."""
+        self._is_answered = False
+        """Whether the server has answered since the start: an endpoint may wait for its first message for days."""
         self._prefetch = Prefetch(receiver)
         self._ahead: asyncio.Future[Sequence[ReceivedMessage]] | None = None
         self._returning: asyncio.Task[None] | None = None
@@ -174,8 +177,10 @@ class Pipeline:
                 )
                 await self.intake.tasks.until_stopping(self._breaker.failure(error))
                 continue
-            self._breaker.success()
-            self.intake.reports.received(len(batch))
+            if batch:  # none after `stop`, or when prefetched messages go back: nobody has answered
+                self._is_answered = True
+                self._breaker.success()
+                self.intake.reports.received(len(batch))
             self._prefetch.add(batch, waited=time.monotonic() - asked)
             self._start_handlers()
             if self._prefetch and (self._returning is None or self._returning.done()):
@@ -193,20 +198,26 @@ class Pipeline:
 
     async def _next_batch(self, limit: int) -> Sequence[ReceivedMessage]:
         receiver = self.intake.receiver
-        if self._breaker.state is BreakerState.DISARMED:
+        is_known = self._is_answered and self._breaker.state is BreakerState.DISARMED
+        if is_known or not isinstance(receiver, SupportsAnswers):
             return await receiver.receive(limit)
-        # After a fault an empty queue looks like a hanging queue: a wait that does not fail for a while is a recovery.
         receiving = asyncio.ensure_future(receiver.receive(limit))
         try:
-            # A wait shorter than the server timeout proves nothing.
-            unanswered = receiver.server_timeout if isinstance(receiver, SupportsServerTimeout) else 0.0
-            await first_of(asyncio.wait([receiving]), self.intake.host.clock.sleep(RECOVERED_AFTER + unanswered))
-            if not receiving.done():
-                self._breaker.success()
-                self.intake.reports.received(0)
+            await self._answered(receiver, receiving)
             return await receiving
         finally:
             receiving.cancel()
+
+    async def _answered(self, receiver: SupportsAnswers, receiving: asyncio.Future[Any]) -> None:
+        """Note that receiving works once the server has answered, though the queue is empty; it may as well hang."""
+        asked = time.monotonic()
+        while not receiving.done():
+            if receiver.answered_at >= asked:
+                self._is_answered = True
+                self._breaker.success()
+                self.intake.reports.received(0)
+                return
+            await first_of(asyncio.wait([receiving]), self.intake.host.clock.sleep(ANSWER_LOOKED_FOR_EVERY))
 
     async def _return_unhandled(self) -> None:
         """Give prefetched messages back to the queue once no handler has ended for a while."""

@@ -209,7 +209,9 @@ class QueueAdmission:
         self._queue = queue
         self._slots_name = slots
         self._limits = QueueLimits(queue)
-        self._read_at = -math.inf
+        self.read_at: float = -math.inf
+        """When the limits were last read, by `time.monotonic`."""
+        self._is_outdated = True
         self._free: list[int] = []
         """Slots that this receiver holds for messages that it is about to receive."""
         self._slots: dict[int, int] = {}
@@ -235,7 +237,7 @@ class QueueAdmission:
 
     def expire(self) -> None:
         """Read the limits again before the next message."""
-        self._read_at = -math.inf
+        self._is_outdated = True
 
     async def admit(self, number: int) -> int:
         """Return how many messages may be received now, at most `number`; `received` has to follow.
@@ -268,9 +270,9 @@ class QueueAdmission:
 
     async def read(self) -> None:
         """Read the limits again if it is time for that."""
-        if time.monotonic() - self._read_at >= LIMITS_READ_EVERY:
+        if self._is_outdated or time.monotonic() - self.read_at >= LIMITS_READ_EVERY:
             self._limits = await self._database.read(partial(self._statements.limits, queue=self._queue))
-            self._read_at = time.monotonic()
+            self._is_outdated, self.read_at = False, time.monotonic()
             self._resize_handlers()
 
     def _resize_handlers(self) -> None:

@@ -118,6 +118,8 @@ class SqlReceiver(WaitingReceiver):
         """Whether the last messages were claimed in turn: a full look, however often it is due, comes after a turn."""
         self._event = asyncio.Event()
         self._stopped = False
+        self._looked_at = -math.inf
+        """When a look at the queue last ended."""
         self._recent = RecentNumbers(OVERLAP if database.locks_rows else 0.0)  # a file has a single writer
         self._full_at = -math.inf
         """When messages were last looked for from the first one on."""
@@ -141,9 +143,9 @@ class SqlReceiver(WaitingReceiver):
         self._unsubscribe = database.notifications.subscribe(queue_channel(queue), self._notified)
 
     @property
-    def server_timeout(self) -> float:
-        """Seconds that an answer may take."""
-        return self._database.dialect.connections.server_timeout
+    def answered_at(self) -> float:
+        """When the server has last answered a look at the queue or at its limits, by `time.monotonic`."""
+        return max(self._looked_at, self._admission.read_at)
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
         """Wait for messages and claim up to `limit` of them."""
@@ -199,8 +201,8 @@ class SqlReceiver(WaitingReceiver):
                 await self.release_many(batch)
                 continue
             self._admission.received([_number(received) for received in batch])
+            ended = self._looked_at = time.monotonic()
             if self._exhausted:
-                ended = time.monotonic()
                 self._rests_until = min(ended + RESTS * (ended - began), began + LOOKS_WITHIN)
             if batch:
                 self._pause = self._first_pause

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
 from delayline.testing.faults import Fault, Faults, Faulty, with_capabilities
 from delayline.transport import (
     ReceivedMessage,
     Receiver,
+    SupportsAnswers,
     SupportsFlush,
     SupportsPrefetch,
     SupportsPublishing,
@@ -103,9 +106,18 @@ class FaultyReceiver:
     def __init__(self, receiver: Receiver, faults: Faults) -> None:
         self._receiver = receiver
         self._call = faults.call
+        self._asked_at = -math.inf
+
+    @property
+    def answered_at(self) -> float:
+        return self._receiver.answered_at if isinstance(self._receiver, SupportsAnswers) else self._asked_at
 
     async def receive(self, limit: int) -> Sequence[ReceivedMessage]:
-        return await self._call("receive", lambda: self._receiver.receive(limit), limit)
+        return await self._call("receive", lambda: self._receive(limit), limit)
+
+    async def _receive(self, limit: int) -> Sequence[ReceivedMessage]:
+        self._asked_at = time.monotonic()
+        return await self._receiver.receive(limit)
 
     async def acknowledge(self, received: ReceivedMessage, transaction: Transaction | None = None) -> bool:
         return await self._call("acknowledge", lambda: self._receiver.acknowledge(received, transaction), received)

@@ -58,6 +58,10 @@ class Connection(Protocol):
     parameters: Parameters
     frame_max: int
 
+    @property
+    def silent_for(self) -> float:
+        """Seconds since something has come."""
+
     def write(self, data: bytes) -> None:
         """Send frames; raises AmqpError."""
 
@@ -105,6 +109,11 @@ class Channel:
         self._properties = b""
         self._size = self._received = 0
         self._body: list[bytes] = []
+
+    @property
+    def silent_for(self) -> float:
+        """Seconds since something has come on the connection."""
+        return self._connection.silent_for
 
     async def call(self, method: frame.FrameTypes) -> Any:  # noqa: ANN401 - each method has its own answer
         """Send a method and return the broker's answer.
