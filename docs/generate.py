@@ -343,7 +343,7 @@ EVENT_MEANING: Final = {
     Event.LEASE_LOST: "Another process may have the lease on the delayed messages: those in flight may be duplicated.",
     Event.INDEX_MISSING: "A table of timeouts that .NET made lacks an index; the text has the SQL that creates it.",
     Event.WITHOUT_TIME: "A table of timeouts has rows without a time, which are never due; the text has what to do.",
-    Event.DASHBOARD_ACTION: "An action was taken in the dashboard; the text has its actor.",
+    Event.OPERATOR_ACTION: "A person changed messages, or a job does: the text says who, what, which and how many.",
     Event.DASHBOARD_FAILED: "A page of the dashboard, or a part of one, failed; pages show the reference in the text.",
     Event.OBSERVER_FAILED: "A method of an observer has raised; delivery goes on. After the first time: DEBUG.",
     Event.HTTP_REQUEST: "The server of probes and metrics has answered a request.",

@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple
 
-from delayline.errors import ConfigurationError, CorruptHeaders, DispatchFailed, QueueNotFound
-from delayline.failures import FAILURE_HEADERS
-from delayline.message import Headers, from_wire_time
-from delayline.readable import duration
+from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
+from delayline.failures import no_queue, retry_of
 from delayline.transport import (
     SupportsQueueManagement,
     SupportsQueuePass,
@@ -152,34 +149,10 @@ async def retry(
             have been handled. None for any age.
     """
     message = held.message
-    if window is not None and (too_old := _failed_before(message, window)) is not None:
-        return RetryOutcome(message.id, None, too_old)
-    try:
-        destination = to or message.headers.get(Headers.FAILED_QUEUE)
-        again = message.with_headers({}, without=FAILURE_HEADERS)
-    except CorruptHeaders as error:
-        destination, again = to, message
-        if to is None:
-            return RetryOutcome(message.id, None, f"{error}. {remedy}")
-    if not destination:
-        return RetryOutcome(message.id, None, f"it has no {Headers.FAILED_QUEUE} header. {remedy}")
-    return await replace(transport, queue, held, again, destination)
-
-
-def _failed_before(message: Message, window: timedelta) -> str | None:
-    """Return why a message is not retried that failed longer ago than an inbox keeps records; None if it is."""
-    try:
-        failed_at = from_wire_time(message.headers[Headers.TIME_OF_FAILURE])
-    except (CorruptHeaders, KeyError, ValueError):
-        since = "it is not known when it failed"
-    else:
-        if datetime.now(UTC) - failed_at <= window:
-            return None
-        since = f"it failed at {failed_at:%Y-%m-%d %H:%M} UTC"
-    return (
-        f"{since}, and the inbox keeps records for {duration(window)}: whether a copy of it was handled may not be "
-        "known any more. Handle it, perhaps a second time, with: delayline errors retry --past-window"
-    )
+    operation = retry_of(message, to=to, remedy=remedy, window=window)
+    if isinstance(operation, str):
+        return RetryOutcome(message.id, None, operation)
+    return await replace(transport, queue, held, operation.message, operation.destination)
 
 
 async def replace(
@@ -193,8 +166,7 @@ async def replace(
         reason = next(iter(failed.failures.values()))
         stays = "it stays in " + queue
         if isinstance(reason, QueueNotFound):
-            stays += f". Create it with: delayline setup --queue {destination}"
-            return RetryOutcome(message_id, None, f"queue {destination!r} does not exist; {stays}")
+            return RetryOutcome(message_id, None, no_queue(destination, queue))
         return RetryOutcome(message_id, None, f"{reason}; {stays}")
     return RetryOutcome(message_id, destination, None if taken else "another process took it meanwhile")
 

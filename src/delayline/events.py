@@ -68,7 +68,7 @@ class Event(StrEnum):
     LISTENING_LOST = "delayed.listening_lost"
     LISTENING_RESUMED = "delayed.listening_resumed"
     LEASE_LOST = "delayed.lease_lost"
-    DASHBOARD_ACTION = "dashboard.action"
+    OPERATOR_ACTION = "operator.action"
     DASHBOARD_FAILED = "dashboard.failed"
     DASHBOARD_REFUSED = "dashboard.refused"
     DASHBOARD_SIGN_IN_FAILED = "dashboard.sign_in_failed"

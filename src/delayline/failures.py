@@ -7,7 +7,7 @@ import platform
 import socket
 import traceback
 import uuid
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
@@ -22,7 +22,8 @@ from delayline.errors import (
     QueueNotFound,
     TooManyCrashes,
 )
-from delayline.message import NO_VALUE, Headers, Message, to_wire_time, usable_id
+from delayline.message import NO_VALUE, Headers, Message, from_wire_time, to_wire_time, usable_id
+from delayline.readable import duration
 from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ EXCEPTION_TEXT_LIMITS: Final = (MAXIMUM_EXCEPTION_MESSAGE, 512, 0)
 CAUSES_AT_EACH_END: Final = 4
 FIRST_RETRY_DELAY: Final = timedelta(seconds=1)
 LONGEST_RETRY_DELAY: Final = timedelta(seconds=60)
+#: The remedy for a message without a header that names its queue.
+NAME_THE_QUEUE: Final = "Name the queue with --to QUEUE"
 #: Headers that describe a failure: removed when a message is sent on its way again.
 FAILURE_HEADERS: Final = (
     Headers.EXCEPTION_PREFIX,
@@ -93,6 +96,62 @@ def error_operations(
             own = {name: value for name, value in named.headers.items() if name != Headers.RETRIES}
             yield TransportOperation(Message(named.id, own | headers, named.body), error_queue)
     yield TransportOperation(named, error_queue)
+
+
+def retry_of(
+    message: Message, *, to: str | None = None, remedy: str = NAME_THE_QUEUE, window: timedelta | None = None
+) -> TransportOperation | str:
+    """Return the send that retries a failed message, without the headers that describe the failure; or why not.
+
+    Args:
+        message: The message, as it is in the error queue.
+        to: The queue to send it to; by default the queue it failed in.
+        remedy: How the caller's user names a queue where the message does not.
+        window: How long the endpoint's inbox keeps records: a message that failed longer ago stays, as a copy of it may
+            have been handled. None for any age.
+    """
+    if window is not None and (too_old := _failed_before(message, window)) is not None:
+        return too_old
+    try:
+        destination = to or message.headers.get(Headers.FAILED_QUEUE)
+        again = message.with_headers({}, without=FAILURE_HEADERS)
+    except CorruptHeaders as error:
+        if to is None:
+            return f"{error}. {remedy}"
+        return TransportOperation(message, to)
+    if not destination:
+        return f"it has no {Headers.FAILED_QUEUE} header. {remedy}"
+    return TransportOperation(again, destination)
+
+
+def failed_queue_of(message: Message) -> str:
+    """Return the queue that a message failed in; empty if that is unknown."""
+    try:
+        return message.headers.get(Headers.FAILED_QUEUE, "")
+    except CorruptHeaders:
+        return ""
+
+
+def no_queue(destination: str, queue: str) -> str:
+    """Return why a message was not sent from a queue to a destination that does not exist."""
+    stays = f"it stays in {queue}. Create it with: delayline setup --queue {destination}"
+    return f"queue {destination!r} does not exist; {stays}"
+
+
+def _failed_before(message: Message, window: timedelta) -> str | None:
+    """Return why a message is not retried that failed longer ago than an inbox keeps records; None if it is."""
+    try:
+        failed_at = from_wire_time(message.headers[Headers.TIME_OF_FAILURE])
+    except (CorruptHeaders, KeyError, ValueError):
+        since = "it is not known when it failed"
+    else:
+        if datetime.now(UTC) - failed_at <= window:
+            return None
+        since = f"it failed at {failed_at:%Y-%m-%d %H:%M} UTC"
+    return (
+        f"{since}, and the inbox keeps records for {duration(window)}: whether a copy of it was handled may not be "
+        "known any more. Handle it, perhaps a second time, with: delayline errors retry --past-window"
+    )
 
 
 def is_outage(error: Exception) -> bool:

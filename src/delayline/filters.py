@@ -8,7 +8,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidDueTime
-from delayline.message import Headers, in_utc
+from delayline.message import UNUSABLE_IN_IDS, Headers, in_utc
 from delayline.readable import DELAYS, INSTANTS, parse_delay, parse_instant
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class MessageFilter:
             value = getattr(self, condition.name)
             if value == "":
                 raise ConfigurationError(f"{condition.name} is empty, which would mean every message: leave it out")
+            if isinstance(value, str) and UNUSABLE_IN_IDS.search(value):
+                raise ConfigurationError(f"{condition.name} {_shown(value)} has a character that no message can have")
             if isinstance(value, datetime):
                 object.__setattr__(self, condition.name, in_utc(value))
         if self.due_from is not None and self.due_before is not None and self.due_from >= self.due_before:

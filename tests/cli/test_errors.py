@@ -67,11 +67,11 @@ def test_a_retried_message_arrives_without_the_headers_of_its_failure(failures: 
 
 
 def test_messages_that_cannot_be_retried_stay_in_the_error_queue(failures: Callable[..., Result]) -> None:
-    ran = failures("errors", "retry", "--all")
+    ran = failures("errors", "retry", "--all", "--yes")
     assert ran.code == 1
     assert "queue 'gone' does not exist; it stays in error" in ran.out
     assert "bare: it has no NServiceBus.FailedQ header. Name the queue with --to QUEUE" in ran.out
-    assert ran.out.endswith("2 retried, 2 not\n")
+    assert "✗ 2 retried, 2 not" in ran.out
     assert ids("billing") == ["a", "b"]
     assert ids("error") == ["lost", "bare"]
     assert failures("errors", "retry", "lost", "bare", "--to", "billing").code == 0
@@ -109,9 +109,9 @@ def test_damaged_headers_are_listed_and_can_be_sent_as_they_are(ready: Callable[
     put("error", [Message.from_encoded("damaged", b"{not json", b"body")])
     assert "corrupted headers" in ready("errors", "list").out
     assert ready("errors", "show", "damaged").code == 0
-    assert "--to QUEUE" in ready("errors", "retry", "--all").out
+    assert "--to QUEUE" in ready("errors", "retry", "--all", "--yes").out
     assert ids("error") == ["damaged"]
-    assert ready("errors", "retry", "--all", "--to", "billing").code == 0
+    assert ready("errors", "retry", "--all", "--yes", "--to", "billing").code == 0
     [message] = messages_in("billing")
     assert message.encoded_headers == b"{not json"
 
@@ -121,23 +121,43 @@ def test_retry_needs_ids_or_all_but_not_both(failures: Callable[..., Result]) ->
     assert failures("errors", "retry", "a", "--all").code == 2
 
 
-def test_purge_asks_first(failures: Callable[..., Result]) -> None:
-    ran = failures("errors", "purge", input="n\n")
-    assert ran.code == 1
-    assert "Drop 4 messages of 'error' for good?" in ran.out
-    assert failures("errors", "purge", input="").code == 1
-    assert failures("errors", "purge", "--json").code == 2
+def test_a_set_is_retried_by_a_filter(failures: Callable[..., Result]) -> None:
+    ran = failures("errors", "retry", "--where", "destination=billing,exception=ValueError", "--yes", "--json")
+    assert ran.code == 0
+    assert (ran.document["state"], ran.document["done"], ran.document["failed"]) == ("done", 2, 0)
+    assert ids("billing") == ["a", "b"]
+    assert ids("error") == ["lost", "bare"]
+
+
+def test_purge_has_the_number_typed(failures: Callable[..., Result]) -> None:
+    assert failures("errors", "purge").code == 2
+    assert failures("errors", "purge", "--where", "").code == 2
+    ran = failures("errors", "purge", "--all", input="3\n")
+    assert ran.code == 2
+    assert "4 failed messages, counted" in ran.out
+    assert "'3' is not the number of messages, 4: nothing was done" in ran.err
+    assert failures("errors", "purge", "--all", input="").code == 1
+    assert failures("errors", "purge", "--all", "--json").code == 2
     assert len(ids("error")) == 4
-    assert failures("errors", "purge", input="y\n").code == 0
+    assert failures("errors", "purge", "--where", "id=bare", input="1\n").code == 0
+    assert ids("error") == ["a", "b", "lost"]
+    assert failures("errors", "purge", "--all", input="3\n").code == 0
     assert ids("error") == []
 
 
 def test_purge_with_yes_does_not_ask(failures: Callable[..., Result]) -> None:
-    assert failures("errors", "purge", "--yes", "--json").document == {"queue": "error", "dropped": 4}
+    assert failures("errors", "purge", "--all", "--yes", "--json").document["done"] == 4
+    assert ids("error") == []
+
+
+def test_what_pending_messages_only_have_is_refused(failures: Callable[..., Result]) -> None:
+    ran = failures("errors", "purge", "--where", "due=<2030-01-01")
+    assert ran.code == 2
+    assert "failed messages have no due time" in ran.err
 
 
 def test_an_error_queue_that_is_not_there_is_reported(ready: Callable[..., Result]) -> None:
-    for command in (["list"], ["retry", "--all"], ["purge", "--yes"]):
+    for command in (["list"], ["retry", "--all", "--yes"], ["purge", "--all", "--yes"]):
         ran = ready("errors", *command, "--error-queue", "oops")
         assert (ran.code, ran.out) == (1, "")
         assert "queue 'oops' does not exist" in ran.err

@@ -88,8 +88,8 @@ def test_reschedule_moves_the_due_time(three: Callable[..., Result]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "error"),
     [
-        (["b"], 2, "one of --delay and --at"),
-        (["b", "--delay", "1h", "--at", "2090-01-01T00:00:00Z"], 2, "one of --delay and --at"),
+        (["b"], 2, "one of --delay, --at and --by"),
+        (["b", "--delay", "1h", "--at", "2090-01-01T00:00:00Z"], 2, "one of --delay, --at and --by"),
         (["b", "--at", "2020-01-01T00:00:00Z"], 2, "has passed"),
         (["b", "--delay", "0s"], 2, "has passed"),
         (["b", "--at", "2090-01-01"], 2, "no time zone"),

@@ -82,7 +82,7 @@ async def test_recorded_messages_go_the_whole_way(azure_url: str) -> None:
     async with endpoint:
         await eventually_async(lambda: count(endpoint, "error", len(TEXTS)))
     failed = {one["Headers"][Headers.MESSAGE_ID]: one for one in map(unwrapped, await texts_in(azure_url, "error"))}
-    ran = await asyncio.to_thread(CliRunner().invoke, main, ["errors", "retry", "--all", "--url", azure_url])
+    ran = await asyncio.to_thread(CliRunner().invoke, main, ["errors", "retry", "--all", "--yes", "--url", azure_url])
     assert ran.exit_code == 0, ran.output
     retried = {one["Headers"][Headers.MESSAGE_ID]: one for one in map(unwrapped, await texts_in(azure_url, "sales"))}
     fails = False

@@ -181,7 +181,7 @@ async def test_recorded_messages_go_the_whole_way(rabbitmq_url: str, file: str) 
     rows, url = marked(recorded(file)), f"{rabbitmq_url}{OPTIONS[file]}"
     sales = Failing(url, "sales", delays=[SECOND, SECOND])
     copies, failed = await sales.failed(rows)
-    arguments = ["errors", "retry", "--all", "--url", url]
+    arguments = ["errors", "retry", "--all", "--yes", "--url", url]
     ran = await asyncio.to_thread(CliRunner().invoke, main, arguments)
     assert ran.exit_code == 0, ran.output
     again = await look(url, "sales")

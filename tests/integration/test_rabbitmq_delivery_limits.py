@@ -547,9 +547,9 @@ class TestRetried:
         code, text = await run("errors", "retry", "B7", "B8", "none", *place)
         assert code == 1
         assert "2 retried, 1 not" in text
-        code, text = await run("errors", "retry", "--all", *place)
+        code, text = await run("errors", "retry", "--all", "--yes", *place)
         assert code == 0, text
-        assert "58 retried, 0 not" in text
+        assert "58 retried" in text
         assert await groups.count("old") == 0
         assert await groups.count("customers") == 60
 
@@ -647,7 +647,7 @@ class TestReceived:
             await eventually_counted(rabbitmq4, rabbitmq4_url, "failed", 2)
             await eventually_async(lambda: handled == ["m3"])
             # Then it is in the error queue, from where it can be retried
-            code, text = await run("errors", "retry", "--all", "--url", url, "--error-queue", "failed")
+            code, text = await run("errors", "retry", "--all", "--yes", "--url", url, "--error-queue", "failed")
             assert code == 0, text
             await eventually_async(lambda: sorted(handled) == ["m1", "m2", "m3"])
         await transport.stop()

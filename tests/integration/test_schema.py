@@ -23,6 +23,7 @@ from delayline.bulk.writer import BulkWriter
 from delayline.cli import main
 from delayline.errors import BackendUnusable, DifferentInput, NewerSchema
 from delayline.migration import journal as migrations
+from delayline.sql.actions import ACTIONS
 from delayline.sql.databases import database_at
 from delayline.sql.inbox import INBOX
 from delayline.sql.journal import JOURNAL
@@ -253,9 +254,12 @@ COLUMNS = {
     MINUTES: "delayline_minutes.content",
     INBOX: "delayline_inbox.expires",
     SCHEDULES: "delayline_schedules.missed",
+    ACTIONS: "delayline_actions.position",
 }
 #: The features whose tables revision 2 had.
-OF_REVISION_2 = [group for group in COLUMNS if group not in (MINUTES, CRASHES, SUBSCRIPTIONS, INBOX, SCHEDULES)]
+OF_REVISION_2 = [
+    group for group in COLUMNS if group not in (MINUTES, CRASHES, SUBSCRIPTIONS, INBOX, SCHEDULES, ACTIONS)
+]
 
 
 def test_every_feature_is_listed() -> None:

@@ -80,6 +80,12 @@ def test_conditions_of_several_texts_hold_together() -> None:
         parsed("destination=billing", "destination=shipping")
 
 
+def test_characters_that_no_message_can_have_are_refused() -> None:
+    for text in ("a\0b", "\ud800"):
+        with pytest.raises(ConfigurationError, match="a character that no message can have"):
+            MessageFilter(id_prefix=text)
+
+
 def test_an_empty_condition_and_a_naive_time_are_refused_in_code_too() -> None:
     with pytest.raises(ConfigurationError, match="id_prefix is empty"):
         MessageFilter(id_prefix="")
@@ -130,7 +136,8 @@ def test_damaged_headers_and_a_missing_due_time_fulfil_no_condition() -> None:
     assert not parsed("due=<9999-01-01").matches(damaged, "billing")
 
 
-texts = st.text(min_size=1, max_size=MAXIMUM_ID_LENGTH).map(str.strip).filter(bool)
+characters = st.characters(exclude_characters="\0", exclude_categories=["Cs"])
+texts = st.text(characters, min_size=1, max_size=MAXIMUM_ID_LENGTH).map(str.strip).filter(bool)
 
 
 @given(texts, texts, st.datetimes(timezones=st.just(UTC)))

@@ -7,6 +7,7 @@ from typing import Final
 
 import click
 
+from delayline.cli.actions import actions
 from delayline.cli.completion import completion
 from delayline.cli.dashboard import dashboard
 from delayline.cli.doctor import doctor
@@ -15,7 +16,7 @@ from delayline.cli.examples import examples
 from delayline.cli.migrate import migrate
 from delayline.cli.options import Commands
 from delayline.cli.options import examples as example_lines
-from delayline.cli.pending import cancel, pending, reschedule
+from delayline.cli.pending import cancel, pending, reschedule, send_now
 from delayline.cli.queues import limit, pause, peek, purge, queues, resume
 from delayline.cli.rabbitmq import rabbitmq
 from delayline.cli.run import run
@@ -46,9 +47,9 @@ def main() -> None:
     logging.getLogger(LOGGER_NAME).addHandler(QUIET)
 
 
-PENDING: Final = (pending, cancel, reschedule)
+PENDING: Final = (pending, cancel, reschedule, send_now)
 QUEUE_COMMANDS: Final = (queues, peek, pause, resume, limit, purge)
-OTHER_COMMANDS: Final = (schedules, errors, doctor, dashboard, rabbitmq, spark, migrate, examples, completion)
+OTHER_COMMANDS: Final = (schedules, errors, actions, doctor, dashboard, rabbitmq, spark, migrate, examples, completion)
 command: click.Command
 for command in (setup, run, send, *PENDING, *QUEUE_COMMANDS, *OTHER_COMMANDS):
     main.add_command(command)

@@ -26,11 +26,12 @@ def table_groups(*, migrations: bool = False) -> Mapping[str, TableGroup]:
         migrations: Include migrations' tables, which need the extra `spark` and take seconds to import.
     """
     from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
+    from delayline.sql.actions import ACTIONS
     from delayline.sql.schedules import SCHEDULES
     from delayline.telemetry import history
 
     groups = [cold_catalog.COLD_TIER, dispatchers.DISPATCHERS, ledger.LEDGER, partitions.PARTITIONS]
-    groups += [stream_claims.STREAM_CLAIMS, history.MINUTES, SCHEDULES]
+    groups += [stream_claims.STREAM_CLAIMS, history.MINUTES, SCHEDULES, ACTIONS]
     if migrations:
         from delayline.migration.journal import MIGRATIONS
 

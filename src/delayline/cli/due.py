@@ -21,6 +21,14 @@ def delay_given(ctx: click.Context, param: click.Parameter, value: str | None) -
         raise click.BadParameter(str(error), ctx, param) from error
 
 
+def shift_given(ctx: click.Context, param: click.Parameter, value: str | None) -> timedelta | None:
+    """Return how much later an option says, negative for earlier, or fail with how to write it."""
+    if value is None or not value.startswith("-"):
+        return delay_given(ctx, param, value)
+    earlier = delay_given(ctx, param, value[1:])
+    return None if earlier is None else -earlier
+
+
 def instant_given(ctx: click.Context, param: click.Parameter, value: str | None) -> datetime | None:
     """Return the aware instant of an option, or fail with how to write it."""
     try:

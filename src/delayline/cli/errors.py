@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import click
 
 from delayline import error_queue
+from delayline.actions import OperatorAction, SetRequest
 from delayline.cli.options import EXIT_FAILED, Commands, examples, json_option, settings_options
+from delayline.cli.sets import change_set, open_failed, set_options
 from delayline.error_queue import RetryOutcome, managed_queues
 from delayline.errors import CorruptHeaders
+from delayline.failures import NAME_THE_QUEUE
+from delayline.filters import MessageFilter
 from delayline.message import Headers, from_wire_time
 from delayline.opening import open_transport
 from delayline.readable import local, size
+from delayline.set_jobs import action_log, actor_here, keep_action
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from datetime import timedelta
 
     from delayline.cli.screen import Screen
+    from delayline.cli.sets import SetOptions
     from delayline.message import Message
     from delayline.settings import Settings
 
-#: The remedy for a message without a header that names its queue.
-NAME_THE_QUEUE: Final = "Name the queue with --to QUEUE"
 ERROR_QUEUE_SETTINGS: Final = ("url", "transport_url", "error_queue")
 
 
-@click.group(cls=Commands, epilog=examples("delayline errors list", "delayline errors retry --all"))
+@click.group(
+    cls=Commands, epilog=examples("delayline errors list", "delayline errors retry --where exception=TimeoutError")
+)
 def errors() -> None:
     """List, retry or delete the messages of the error queue."""
 
@@ -85,27 +92,32 @@ def show(settings: Settings, screen: Screen, message_id: str) -> None:
 @errors.command(
     epilog=examples(
         "delayline errors retry 0197a1c5-7e52-7d3e-b7a6-0242ac120002",
+        "delayline errors retry --where exception=TimeoutError,destination=billing --rate 50",
         "delayline errors retry --all --to billing",
         "delayline errors retry --all --past-window --inbox-url postgresql://server/billing",
     )
 )
 @click.argument("ids", nargs=-1, metavar="[ID...]")
-@click.option("--all", "every", is_flag=True, help="Retry everything that is in the error queue now.")
 @click.option("--to", metavar="QUEUE", help=f"Send there instead of to the message's {Headers.FAILED_QUEUE}.")
 @click.option("--past-window", is_flag=True, help="Retry messages that failed before the inbox's oldest record, too.")
+@set_options
 @settings_options(*ERROR_QUEUE_SETTINGS, "inbox_url", "inbox_seconds")
 @json_option
 def retry(
-    settings: Settings, screen: Screen, ids: tuple[str, ...], every: bool, to: str | None, *, past_window: bool
+    settings: Settings, screen: Screen, ids: tuple[str, ...], wanted: SetOptions, to: str | None, *, past_window: bool
 ) -> None:
     """Send failed messages to the queue they failed in, without the headers that describe the failure.
 
     A message leaves the error queue in the same transaction; a message that cannot be sent stays, and so does one that
     failed longer ago than the inbox, if there is one, keeps records. Exit code 1 when any was not sent.
     """
-    if bool(ids) == every:
-        raise click.UsageError("Give the IDs of messages to retry, or --all.")
-    outcomes = asyncio.run(_retry(settings, ids, to, None if past_window else settings.inbox_window))
+    chosen = wanted.filter(ids)
+    window, queue = None if past_window else settings.inbox_window, settings.error_queue
+    if chosen is not None:
+        request = SetRequest(OperatorAction.RETRY, chosen, queue=queue, destination=to, inbox_window=window)
+        change_set(screen, wanted, request, partial(open_failed, settings), "retry")
+        return
+    outcomes = asyncio.run(_retry(settings, ids, to, window))
     for outcome in outcomes:
         if outcome.problem is None:
             screen.echo(f"✓ {outcome.id}: sent to {outcome.queue}", "green")
@@ -125,48 +137,37 @@ def retry(
         click.get_current_context().exit(EXIT_FAILED)
 
 
-@errors.command(epilog=examples("delayline errors purge --yes"))
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@errors.command(
+    epilog=examples("delayline errors purge --where type=Ping", "delayline errors purge --all --yes"),
+)
+@set_options
 @settings_options(*ERROR_QUEUE_SETTINGS)
 @json_option
-def purge(settings: Settings, screen: Screen, yes: bool) -> None:
-    """Drop every message of the error queue, for good."""
-    if screen.as_json and not yes:
-        raise click.UsageError("--json cannot ask: add --yes to drop the messages for good.")
-
-    async def count() -> int:
-        async with open_transport(settings) as transport:
-            return await managed_queues(transport).count(settings.error_queue)
-
-    async def drop() -> int:
-        async with open_transport(settings) as transport:
-            return await managed_queues(transport).purge(settings.error_queue)
-
-    if not yes:
-        click.confirm(f"Drop {asyncio.run(count())} messages of {settings.error_queue!r} for good?", abort=True)
-    dropped = asyncio.run(drop())
-    screen.echo(f"{dropped} dropped from {settings.error_queue}")
-    screen.document({"queue": settings.error_queue, "dropped": dropped})
+def purge(settings: Settings, screen: Screen, wanted: SetOptions) -> None:
+    """Drop failed messages, for good: all that a filter means. Exit code 1 when any could not be dropped."""
+    chosen = wanted.filter(()) or MessageFilter()
+    request = SetRequest(OperatorAction.PURGE, chosen, queue=settings.error_queue)
+    change_set(screen, wanted, request, partial(open_failed, settings), "drop")
 
 
 async def _retry(
     settings: Settings, ids: tuple[str, ...], to: str | None, window: timedelta | None
 ) -> list[RetryOutcome]:
-    queue = settings.error_queue
+    queue, actor = settings.error_queue, actor_here()
+    outcomes: dict[str, RetryOutcome] = {}
     async with open_transport(settings) as transport:
-        holding = error_queue.holding_ids(transport, queue, set(ids)) if ids else error_queue.holding(transport, queue)
-        async with contextlib.aclosing(holding) as messages:
-            outcomes = [
-                await error_queue.retry(transport, queue, held, to=to, remedy=NAME_THE_QUEUE, window=window)
-                async for held in messages
-            ]
-    if not ids:
-        return outcomes
-    by_id = {outcome.id: outcome for outcome in outcomes}
-    return [
-        by_id.get(message_id) or RetryOutcome(message_id, None, f"not in {queue}. See: delayline errors list")
-        for message_id in dict.fromkeys(ids)
-    ]
+        log = action_log(transport, queue)
+        async with contextlib.aclosing(error_queue.holding_ids(transport, queue, set(ids))) as messages:
+            async for held in messages:
+                outcome = await error_queue.retry(transport, queue, held, to=to, remedy=NAME_THE_QUEUE, window=window)
+                outcomes[held.message.id] = outcome
+        for message_id in dict.fromkeys(ids):
+            missing = RetryOutcome(message_id, None, f"not in {queue}. See: delayline errors list")
+            outcome = outcomes.setdefault(message_id, missing)
+            text = outcome.problem or f"sent to {outcome.queue}"
+            done = outcome.problem is None
+            await keep_action(log, queue, OperatorAction.RETRY, actor, message_id, text, done=done)
+    return [outcomes[message_id] for message_id in dict.fromkeys(ids)]
 
 
 def _headers(message: Message) -> Mapping[str, str]:

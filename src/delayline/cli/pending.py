@@ -1,29 +1,36 @@
-"""`delayline pending`, `cancel`, `reschedule`: list and change pending messages."""
+"""`delayline pending`, `cancel`, `reschedule`, `send-now`: list and change pending messages."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
+from delayline.actions import OperatorAction, SetRequest
 from delayline.cli.connection import start_of_delay
-from delayline.cli.due import delay_given, due_options
+from delayline.cli.due import delay_given, due_options, shift_given
 from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, examples, json_option, settings_options
 from delayline.cli.screen import bar
+from delayline.cli.sets import change_set, open_waiting_set, set_options
+from delayline.clock import SystemClock, latest_of
 from delayline.delayed.store import Outcome, SupportsClock
 from delayline.opening import open_waiting
 from delayline.outgoing import due_time
 from delayline.readable import in_the_future, local, relative, size
+from delayline.set_jobs import action_log, actor_here, keep_action
 from delayline.timeouts.persister import TO_GIVE_A_TIME, SupportsWithoutTime
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
 
     from delayline.cli.options import Command
     from delayline.cli.screen import Screen
-    from delayline.delayed.store import DueCount
+    from delayline.cli.sets import SetOptions
+    from delayline.delayed.store import DueCount, SupportsManagement
     from delayline.message import DelayedMessage
     from delayline.settings import Settings
 
@@ -73,53 +80,133 @@ def pending(
         _show_messages(screen, messages, limit, _of(destination, without_time))
 
 
-@click.command(epilog=examples("delayline cancel 0197a1c5-7e52-7d3e-b7a6-0242ac120002 --endpoint sales"))
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.command(
+    epilog=examples(
+        "delayline cancel 0197a1c5-7e52-7d3e-b7a6-0242ac120002 --endpoint sales",
+        "delayline cancel --where destination=billing,due=<2026-12-01 --endpoint sales",
+    )
+)
+@click.argument("ids", nargs=-1, metavar="[ID...]")
+@set_options
 @timeouts_option
 @settings_options(*PLACE_SETTINGS)
 @json_option
-def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...], timeouts: bool) -> None:
-    """Cancel messages that wait. Exit code 1 when any could not be cancelled."""
-
-    async def work() -> dict[str, Outcome]:
-        async with open_waiting(settings, timeouts=timeouts) as store:
-            return {message_id: await store.cancel(message_id) for message_id in ids}
-
-    _print_outcomes(screen, asyncio.run(work()), "cancelled")
+def cancel(settings: Settings, screen: Screen, ids: tuple[str, ...], wanted: SetOptions, timeouts: bool) -> None:
+    """Cancel messages that wait: by id, or all that a filter means. Exit code 1 when any could not be cancelled."""
+    place = WaitingPlace(settings, timeouts)
+    if (chosen := wanted.filter(ids)) is not None:
+        change_set(
+            screen,
+            wanted,
+            SetRequest(OperatorAction.CANCEL, chosen),
+            partial(open_waiting_set, settings, timeouts=timeouts),
+            "cancel",
+        )
+        return
+    outcomes = asyncio.run(place.each(OperatorAction.CANCEL, ids, lambda store, each: store.cancel(each)))
+    _print_outcomes(screen, outcomes, "cancelled")
 
 
 @click.command(
     epilog=examples(
         "delayline reschedule order-17-reminder --delay 2h --endpoint sales",
         "delayline reschedule order-17-reminder --at 2026-05-01T09:00:00+02:00 --endpoint sales",
+        "delayline reschedule --where type=Reminder --by 1d --rate 1000 --endpoint sales",
     )
 )
-@click.argument("message_id", metavar="ID")
+@click.argument("ids", nargs=-1, metavar="[ID...]")
 @due_options
+@click.option("--by", callback=shift_given, metavar="DELAY", help="How much later; with a minus earlier: 2h, -30m.")
+@set_options
 @timeouts_option
 @settings_options(*PLACE_SETTINGS)
 @json_option
 def reschedule(
     settings: Settings,
     screen: Screen,
-    message_id: str,
+    ids: tuple[str, ...],
+    wanted: SetOptions,
     delay: timedelta | None,
     deliver_at: datetime | None,
+    by: timedelta | None,
     timeouts: bool,
 ) -> None:
-    """Give a message that waits another due time. Exit code 1 when it could not be done."""
-    if (delay is None) == (deliver_at is None):
-        raise click.UsageError("Give one of --delay and --at.")
-    now = datetime.now(UTC)
-    due = in_the_future(due_time(now, delay, deliver_at) or now, now)
+    """Give messages that wait another due time. Exit code 1 when it could not be done for any."""
+    if sum(given is not None for given in (delay, deliver_at, by)) != 1:
+        raise click.UsageError("Give one of --delay, --at and --by.")
+    place, now = WaitingPlace(settings, timeouts), datetime.now(UTC)
+    due = None if by is not None else in_the_future(due_time(now, delay, deliver_at) or now, now)
+    if (chosen := wanted.filter(ids)) is not None:
+        request = SetRequest(OperatorAction.RESCHEDULE, chosen, to=due, by=by)
+        change_set(screen, wanted, request, partial(open_waiting_set, settings, timeouts=timeouts), "reschedule")
+        return
+    if due is None:
+        raise click.UsageError("--by is for --where and --all: give one message its time with --delay or --at.")
+    fixed = due
 
-    async def work() -> Outcome:
-        async with open_waiting(settings, timeouts=timeouts) as store:
-            clock = store.clock() if isinstance(store, SupportsClock) else None
-            at = due if delay is None else start_of_delay(clock) + delay
-            return await store.reschedule(message_id, at)
+    async def move(store: SupportsManagement, message_id: str) -> Outcome:
+        clock = store.clock() if isinstance(store, SupportsClock) else None
+        return await store.reschedule(message_id, fixed if delay is None else start_of_delay(clock) + delay)
 
-    _print_outcomes(screen, {message_id: asyncio.run(work())}, f"due {local(due)}, {relative(due, now)}")
+    outcomes = asyncio.run(place.each(OperatorAction.RESCHEDULE, ids, move))
+    _print_outcomes(screen, outcomes, f"due {local(due)}, {relative(due, now)}")
+
+
+@click.command(
+    "send-now",
+    epilog=examples(
+        "delayline send-now order-17-reminder --endpoint sales",
+        "delayline send-now --where destination=billing --rate 50 --endpoint sales",
+    ),
+)
+@click.argument("ids", nargs=-1, metavar="[ID...]")
+@set_options
+@timeouts_option
+@settings_options(*PLACE_SETTINGS)
+@json_option
+def send_now(settings: Settings, screen: Screen, ids: tuple[str, ...], wanted: SetOptions, timeouts: bool) -> None:
+    """Make messages that wait due at once. Exit code 1 when it could not be done for any."""
+    place = WaitingPlace(settings, timeouts)
+    if (chosen := wanted.filter(ids)) is not None:
+        change_set(
+            screen,
+            wanted,
+            SetRequest(OperatorAction.SEND_NOW, chosen),
+            partial(open_waiting_set, settings, timeouts=timeouts),
+            "send",
+        )
+        return
+
+    async def send(store: SupportsManagement, message_id: str) -> Outcome:
+        clock = store.clock() if isinstance(store, SupportsClock) else SystemClock()
+        return await store.reschedule(message_id, latest_of(clock)())
+
+    _print_outcomes(screen, asyncio.run(place.each(OperatorAction.SEND_NOW, ids, send)), "due now")
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingPlace:
+    """Where the messages of a command wait."""
+
+    settings: Settings
+    timeouts: bool
+
+    async def each(
+        self,
+        action: OperatorAction,
+        ids: Sequence[str],
+        change: Callable[[SupportsManagement, str], Awaitable[Outcome]],
+    ) -> dict[str, Outcome]:
+        """Change message by message, and keep a record of it."""
+        outcomes: dict[str, Outcome] = {}
+        async with open_waiting(self.settings, timeouts=self.timeouts) as store:
+            name, actor = self.settings.named_endpoint, actor_here()
+            log = action_log(store, name)
+            for message_id in ids:
+                outcome = outcomes[message_id] = await change(store, message_id)
+                is_done = outcome is Outcome.DONE
+                await keep_action(log, name, action, actor, message_id, outcome.meaning, done=is_done)
+        return outcomes
 
 
 async def _messages(

@@ -110,7 +110,7 @@ class Actions(PageQueries):
         name = self.back_ends.name
         self._audit.append(AuditEntry(self.back_ends.clock.now(), actor, name, action, what, result))
         template = "Dashboard: %s by %s on endpoint %s: %s: %s"
-        emit(logger, logging.INFO, Event.DASHBOARD_ACTION, template, action.value, actor, name, what, result)
+        emit(logger, logging.INFO, Event.OPERATOR_ACTION, template, action.value, actor, name, what, result)
 
     async def each(
         self, action: OperatorAction, ids: Sequence[str], actor: str, change: Callable[[str], Awaitable[ActionOutcome]]

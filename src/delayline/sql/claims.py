@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
+
+    from sqlalchemy import Connection
+
+
+class LockFree(Protocol):
+    """Locks many messages until the transaction ends."""
+
+    def __call__(self, connection: Connection, numbers: Sequence[int]) -> set[int]:
+        """Lock those of the messages with the numbers that nobody has claimed, and return theirs."""
+        ...
 
 
 class Claims(Protocol):

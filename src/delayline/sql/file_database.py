@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from delayline.delayed.fairness import Turn
     from delayline.message import DelayedMessage
+    from delayline.sql.claims import LockFree
     from delayline.sql.schema import QueueTables
     from delayline.sql.sqlite.claims import FileClaims
     from delayline.sql.sqlite.notifications import PipeNotifications
@@ -528,6 +529,23 @@ class FileRowClaims:
             return await self._database.write(partial(self._if_unclaimed, message_id, work, taken), transaction)
         finally:
             self.claims.release(taken)  # after the commit: before it a poller would still see the row
+
+    async def manage_many(self, work: Callable[[Connection, LockFree], Result]) -> Result:
+        """Run `work` under the file's write lock, under which messages are claimed."""
+        taken: list[int] = []
+
+        def lock(connection: Connection, numbers: Sequence[int]) -> set[int]:
+            del connection
+            if self.claims.are_all_free():
+                return {*numbers}
+            free = self.claims.take(numbers, len(numbers))
+            taken.extend(free)
+            return {*free}
+
+        try:
+            return await self._database.write(lambda connection: work(connection, lock))
+        finally:
+            self.claims.release(taken)  # after the commit: before it a poller would still see the rows
 
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues, unless messages are claimed."""

@@ -222,10 +222,10 @@ class Journal:
         """Mark rows as failed, in the transaction that removes them next."""
         self._mark.change_each(connection, FAILED, keys=ids)
 
-    def mark_cancelled(self, connection: Connection, message_id: str) -> None:
-        """Mark a row as cancelled, in the transaction that removes it next."""
+    def mark_cancelled(self, connection: Connection, ids: Sequence[str]) -> None:
+        """Mark rows as cancelled, in the transaction that removes them next."""
         if self._kept:
-            self._mark.change_each(connection, CANCELLED, keys=[message_id])
+            self._mark.change_each(connection, CANCELLED, keys=ids)
 
     @property
     def _names(self) -> dict[str, str]:

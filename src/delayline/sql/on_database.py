@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, TypeVar
 
 from delayline.errors import BackendUnavailable, ConfigurationError, NotStarted
+from delayline.sql.actions import SqlActionLog
 from delayline.sql.databases import SqlDatabase, database_at, engine_at
 from delayline.sql.schema import EVERY_RIGHT, TO_READ, queue_tables
 
@@ -78,6 +79,10 @@ class OnDatabase:
         if self._stops < self._opened:
             self._stops += 1
             self._database.begin_stop()
+
+    def action_log(self, endpoint_name: str) -> SqlActionLog:
+        """Return the record of what people did to the endpoint's messages, in this database."""
+        return SqlActionLog(self._database, self._schema, endpoint_name)
 
     async def _missing_rights(self, needed: Mapping[Table, Sequence[str]], *, takes: bool | None = None) -> list[str]:
         """Return the GRANT statements for missing rights on existing tables.

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from delayline.delayed.fairness import Turn
     from delayline.message import DelayedMessage
+    from delayline.sql.claims import LockFree
     from delayline.sql.claims_in_statements import ClaimsInStatements
     from delayline.sql.database import Database
     from delayline.sql.file_database import FileDatabase
@@ -97,6 +98,10 @@ class RowClaims(Protocol):
         """Run `work` unless another process has claimed the message, which none can before the transaction's end."""
         ...
 
+    async def manage_many(self, work: Callable[[Connection, LockFree], Result]) -> Result:
+        """Run `work` in a transaction, with a function that locks those of many messages that nobody has claimed."""
+        ...
+
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues inside the database; with `counts` if `counted`."""
         ...
@@ -135,6 +140,10 @@ class LockStatements:
         self.full: Prepared = Prepared(full, sql, [])
         self.full_since: Prepared = Prepared(full.where(since), sql, ["since"])
         self.one: Prepared = Prepared(free, sql, ["key"])
+        if "seq" in columns:
+            by_numbers = dialect.words.by_key(columns.seq, "numbers")
+            many = select(columns.seq).where(by_numbers, leases.free).with_for_update(skip_locked=True)
+            self.many: Prepared = Prepared(many, sql, ["numbers"])
         exists = select(columns.id).where(by_id).with_hint(table, *WAITING)
         self.exists: Prepared = Prepared(exists, sql, ["key"])
         self.read: Prepared = Prepared(read if leases.in_row else read.where(leases.free), sql, ["keys"])
@@ -235,6 +244,14 @@ class ServerRowClaims:
             await asyncio.sleep(LOOKS_AT_LOCK_EVERY)
             outcome = await self._database.write(change, transaction)
         return outcome
+
+    async def manage_many(self, work: Callable[[Connection, LockFree], Result]) -> Result:
+        """Run `work` in a transaction, which may lock many messages."""
+
+        def lock(connection: Connection, numbers: Sequence[int]) -> set[int]:
+            return {number for (number,) in self._locks.many.rows_each(connection, keys=numbers)}
+
+        return await self._database.write(lambda connection: work(connection, lock))
 
     async def forward(self, until: object, limit: int, *, max_bytes: int, counted: bool = False) -> Moved:
         """Move due messages to their queues inside the server."""

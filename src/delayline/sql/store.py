@@ -29,6 +29,7 @@ from delayline.sql.fair_groups import fair_table
 from delayline.sql.journal import JOURNAL, Journal
 from delayline.sql.notifications import ChangePoller
 from delayline.sql.on_database import StoreOnDatabase
+from delayline.sql.pending_set import SqlPendingSet
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schedules import SCHEDULES, SqlScheduleRows
@@ -149,6 +150,10 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             self._database, self._schema, lambda: self._statements.table.name
         )
         """The schedules, in a table that all stores of the schema share."""
+        self.message_set: Callable[[str], SqlPendingSet | None] = lambda endpoint: SqlPendingSet.of(
+            self._database, self._statements, self._locking, self._kept_journal, self.action_log(endpoint), self._notify
+        )
+        """Returns an endpoint's messages as sets that actions change; None for a table without numbers."""
         self._open: StoreStatements | None = None
         self._channel = ""
         self._rows: RowClaims | None = None
@@ -410,7 +415,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         deletion, journal = self._statements.delete, self._kept_journal
 
         def remove(connection: Connection) -> None:
-            journal.mark_cancelled(connection, message_id)
+            journal.mark_cancelled(connection, [message_id])
             deletion.change(connection, [message_id])
 
         return await self._locking.manage(message_id, remove, transaction)

@@ -22,6 +22,7 @@ from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
 from delayline.sql.databases import SqlDatabase
 from delayline.sql.deadlines import long_work
+from delayline.sql.failed_set import SqlFailedSet
 from delayline.sql.fair_groups import QueuedGroups
 from delayline.sql.on_database import OnDatabase
 from delayline.sql.queue_limits import (
@@ -54,7 +55,7 @@ from delayline.topics import any_topic, copied, log_gone, topics_among
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from sqlalchemy import Connection, Engine, Executable, Table
 
@@ -109,6 +110,10 @@ class SqlTransport(OnDatabase):
         self._statements = queue_statements(self._tables, self._database.dialect)
         self._limits = limit_statements(self._tables, self._database.dialect)
         self._idle = IdleQueues(self._database, self._statements, interval)
+        self.message_set: Callable[[str], SqlFailedSet] = lambda endpoint: SqlFailedSet(
+            self._database, self._statements, lambda: self._claims, self.action_log(endpoint), self.dispatch
+        )
+        """Returns an endpoint's failed messages as sets that actions change."""
         self._checked = False
         self._checks = Grouping(self._check_once, maximum=sys.maxsize)
         self._sends = Grouping(self._dispatch_groups, maximum=MOST_SENDS_A_COMMIT, abandoned=_log_abandoned)
