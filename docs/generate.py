@@ -304,6 +304,7 @@ EVENT_MEANING: Final = {
     Event.SUBSCRIBER_GONE: "A queue subscribes to an event that was published, and does not exist.",
     Event.SEND_ABANDONED: "A send went on after its caller was cancelled, and has failed.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",
+    Event.HANDLED_UNRECORDED: "Messages were handled and removed; that the journal records it failed.",
     Event.HANDLED_BEFORE: "The inbox has a record of the message: it is acknowledged, and not handled again.",
     Event.HANDLER_FAILED: "One attempt to handle a message failed.",
     Event.HANDLER_REPEATED: "A handler runs again at once, as its own transaction gave way to another (a deadlock).",

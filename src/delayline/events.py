@@ -23,6 +23,7 @@ class Event(StrEnum):
     CRITICAL_ERROR_ACTION_FAILED = "endpoint.critical_error_action_failed"
     HANDLED = "receive.handled"
     HANDLED_BEFORE = "receive.handled_before"
+    HANDLED_UNRECORDED = "receive.handled_unrecorded"
     HANDLER_FAILED = "receive.handler_failed"
     HANDLER_REPEATED = "receive.handler_repeated"
     RETRIED_LATER = "receive.retried_later"

@@ -14,6 +14,7 @@ from delayline import (
     DelayedMessage,
     Endpoint,
     Message,
+    MessageContext,
     SqlDelayedMessageStore,
     SqlTransport,
     StoredDelivery,
@@ -77,7 +78,7 @@ async def test_every_way_out_of_the_store_has_its_entry(journaled: JournaledStor
     removed, retried, failed = await journaled.store.fetch_due(DUE, 10, max_bytes=PLENTY)
     await journaled.store.remove(removed)
     await journaled.store.retry_many([retried], FAR)
-    journaled.store.gave_up([failed])
+    journaled.store.journal.gave_up([failed])
     await journaled.store.remove(failed)
     assert await journaled.store.cancel("called off") is Outcome.DONE
     assert await journaled.store.reschedule("later", FAR + timedelta(hours=1)) is Outcome.DONE
@@ -111,7 +112,7 @@ async def test_a_message_that_was_given_up_in_vain_is_dispatched_in_the_end(jour
     # Given one that was to go to the error queue, which was undone
     await journaled.hold("m")
     (message,) = await journaled.store.fetch_due(DUE, 1, max_bytes=1)
-    journaled.store.gave_up([message])
+    journaled.store.journal.gave_up([message])
     await journaled.store.release_many([message])
     # When it is fetched again and removed
     (message,) = await journaled.store.fetch_due(DUE, 1, max_bytes=1)
@@ -134,6 +135,41 @@ async def test_the_journal_distinguishes_failed_from_dispatched_messages(journal
     # Then both outcomes are written down, and neither is early
     assert sorted(journaled.entries()[2:]) == [("dispatched", "good"), ("failed", "bad")]
     assert all(row.at >= row.due for row in journaled.rows()[2:])
+
+
+@pytest.mark.parametrize("mode", TransactionMode)
+async def test_an_endpoint_records_which_delayed_messages_it_has_handled(
+    journaled: JournaledStore, mode: TransactionMode
+) -> None:
+    # Given an endpoint with a journal, which handles some messages at its first attempt and one at its second
+    await journaled.store.close()
+    delivery = StoredDelivery(SqlDelayedMessageStore(journaled.url, table_name=NAME))
+    transport = SqlTransport(journaled.url)
+    endpoint = Endpoint("billing", transport=transport, delayed_delivery=delivery, transaction_mode=mode)
+    attempts: list[str] = []
+
+    @endpoint.handler
+    async def bill(message: Message, context: MessageContext) -> None:
+        attempts.append(message.id)
+        if message.id == "again" and attempts.count("again") == 1 and mode is not TransactionMode.NONE:
+            raise ValueError(message.id)
+        if message.id == "chained":
+            await context.send("billing", b"", message_id="next", delay=timedelta(milliseconds=1))
+
+    ids = {"delayed", "again", "chained", "next"}
+    # When it gets delayed messages, and one that has not waited
+    async with asyncio.timeout(60), endpoint:
+        await endpoint.send("billing", b"", message_id="at once")
+        for message_id in sorted(ids - {"next"}):
+            await endpoint.send("billing", b"", message_id=message_id, delay=timedelta(milliseconds=1))
+        while not {("handled", each) for each in ids} <= {*journaled.entries()}:  # noqa: ASYNC110 - without a notification
+            await asyncio.sleep(0.05)
+    # Then the journal has each of the delayed ones once, after its dispatch
+    entries = journaled.entries()
+    assert sorted(name for event, name in entries if event == "handled") == sorted(ids)
+    assert all(entries.index(("handled", name)) > entries.index(("dispatched", name)) for name in ids)
+    assert {(row.store, row.destination) for row in journaled.rows() if row.event == "handled"} == {(NAME, "billing")}
+    assert "at once" in attempts
 
 
 async def test_a_disabled_journal_keeps_its_entries(journaled: JournaledStore) -> None:

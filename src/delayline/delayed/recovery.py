@@ -136,7 +136,7 @@ class Recovery:
             else:
                 batch.sent.append(message)
                 if isinstance(self._store, SupportsJournal):
-                    self._store.gave_up([message])
+                    self._store.journal.gave_up([message])
                 _after_commit(sending, partial(self._log_moved, message, error))
                 self._report(Action.MOVED, message, error, sending)
 

@@ -303,9 +303,13 @@ class SupportsNotifications(Protocol):
         ...
 
 
-@runtime_checkable
-class SupportsJournal(Protocol):
-    """Capability: record the outcome of each message in a journal."""
+class MessageJournal(Protocol):
+    """What becomes of the messages of a store, beside what its back end writes down by itself."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it is kept; False until the store is open."""
+        ...
 
     def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
         """Record that the messages go to the error queue: their removal, which follows, is not a dispatch.
@@ -313,6 +317,25 @@ class SupportsJournal(Protocol):
         Args:
             messages: The messages.
         """
+        ...
+
+    async def handled(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
+        """Record that messages were handled, where the journal is kept.
+
+        Args:
+            messages: The messages, each with the queue that it was handled in as its destination.
+            transaction: The transaction of the entries; without it they are durable on return.
+        """
+        ...
+
+
+@runtime_checkable
+class SupportsJournal(Protocol):
+    """Capability: record the outcome of each message in a journal."""
+
+    @property
+    def journal(self) -> MessageJournal:
+        """The journal."""
         ...
 
 

@@ -144,7 +144,8 @@ class RecordedAttempt(HandlerAttempt):
         """Record the message with the sends, unless it is recorded, and acknowledge it."""
         try:
             if self._is_recorded or self._records.is_known:
-                await self._completion.acknowledge(self._received, self._context.own)
+                own, ran = self._context.own, not self._is_recorded
+                await self._completion.acknowledge(self._received, own, handled=ran)
             elif Headers.RETRY_ID in self._received.message.headers:
                 await super().complete()
             else:

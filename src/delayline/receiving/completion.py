@@ -19,6 +19,7 @@ from delayline.grouping import Grouping
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, control_message, to_wire_time
 from delayline.outgoing import Outgoing, PendingChange, check_name, hand_over
 from delayline.receiving.intake import MOST_OUTSIDE
+from delayline.receiving.journaling import HandledEntries
 from delayline.receiving.transactions import SupportsEarlyEnd
 from delayline.transaction import TransactionMode, again_after_conflicts
 from delayline.transport import (
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from delayline.delayed.delivery import DelayedDelivery
     from delayline.external import ExternalTransaction
-    from delayline.message import Message
+    from delayline.message import DelayedMessage, Message
     from delayline.observer import SupportsTraces
     from delayline.outgoing import Destinations, Effect
     from delayline.receiving.intake import Intake
@@ -63,6 +64,8 @@ class _Completion(NamedTuple):
     effects: Sequence[Effect] = ()
     work: Callable[[Transaction | None], Awaitable[None]] | None = None
     """The work of a satellite."""
+    handled: bool = False
+    """Whether its handlers have run, and not the work of a satellite."""
 
     @property
     def needs_transaction(self) -> bool:
@@ -101,6 +104,7 @@ class Completion:
         management = None if delivery is None else management_of(delivery)
         self.pending: SupportsManagement | None = management if isinstance(management, SupportsManagement) else None
         """Changes pending messages; None where they cannot be changed."""
+        self._entries = HandledEntries.of(delivery, intake.host.transport, intake.queue)
         self._destinations = destinations
         self._transactions = transactions
         self._traces = traces
@@ -126,7 +130,12 @@ class Completion:
         return True
 
     async def complete(
-        self, received: ReceivedMessage, effects: Sequence[Effect], own: HandlerTransaction | None = None
+        self,
+        received: ReceivedMessage,
+        effects: Sequence[Effect],
+        own: HandlerTransaction | None = None,
+        *,
+        handled: bool = True,
     ) -> None:
         """Let the handler's effects happen and remove the message from its queue, in the order of the transaction mode.
 
@@ -134,31 +143,40 @@ class Completion:
             received: The message.
             effects: The handler's sends and changes of pending messages, in its order.
             own: The handler's own transaction, in which all is done.
+            handled: Whether it was handled now, and not before.
 
         Raises:
             AlreadyHandled: It has left its queue meanwhile.
             DelaylineError: A send failed; the message is where it was.
         """
         with UNTRACED if self._traces is None else self._traces.settling(self._queue):
-            if own is not None and (own.connection is not None or own.ended is not None):
+            has_own = own is not None and (own.connection is not None or own.ended is not None)
+            if own is not None and has_own:
                 await self._complete_in(own, received, effects)
+            else:
+                await self._complete(received, effects, handled=handled)
+            if handled and self._entries is not None:
+                alone = has_own or self._mode is TransactionMode.NONE
+                await self._entries.write_after(received.message, removed_alone=alone)
+
+    async def _complete(self, received: ReceivedMessage, effects: Sequence[Effect], *, handled: bool) -> None:
+        if effects:
+            await self.check(effects)
+        completion = _Completion(received, handled=handled)
+        match self._mode:
+            case TransactionMode.NONE:
+                await self._take_effect(effects, None)
                 return
-            if effects:
-                await self.check(effects)
-            match self._mode:
-                case TransactionMode.NONE:
-                    await self._take_effect(effects, None)
-                    return
-                case TransactionMode.RECEIVE_ONLY:
-                    await self._take_effect(effects, None)
-                    completion = _Completion(received)
-                case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
-                    await self._take_effect([effect for effect in effects if _is_in_store(effect)], None)
-                    completion = _Completion(received, [effect for effect in effects if not _is_in_store(effect)])
-                case TransactionMode.TRANSACTION_SCOPE:
-                    completion = _Completion(received, effects)
-            if not await self._completions.run_to_end(completion):
-                raise self._already_handled(received)
+            case TransactionMode.RECEIVE_ONLY:
+                await self._take_effect(effects, None)
+            case TransactionMode.SENDS_ATOMIC_WITH_RECEIVE:
+                await self._take_effect([effect for effect in effects if _is_in_store(effect)], None)
+                sends = [effect for effect in effects if not _is_in_store(effect)]
+                completion = completion._replace(effects=sends)
+            case TransactionMode.TRANSACTION_SCOPE:
+                completion = completion._replace(effects=effects)
+        if not await self._completions.run_to_end(completion):
+            raise self._already_handled(received)
 
     async def complete_work(
         self, received: ReceivedMessage, work: Callable[[Transaction | None], Awaitable[None]]
@@ -248,7 +266,7 @@ class Completion:
 
     async def _complete_group(self, group: Sequence[_Completion]) -> Sequence[bool]:
         """Remove the messages from the queue, with the effects of those that were there, together."""
-        if not any(completion.needs_transaction for completion in group):
+        if not any(completion.needs_transaction for completion in group) and not self._entries_of(group):
             return await self._acknowledge(group, None)
         return await again_after_conflicts(partial(self._complete_in_transaction, group))
 
@@ -263,7 +281,15 @@ class Completion:
             for completion in completed:
                 if completion.work is not None:
                     await completion.work(transaction)
+            if self._entries is not None and (entries := self._entries_of(completed)):
+                await self._entries.write(entries, transaction)
         return removed
+
+    def _entries_of(self, group: Sequence[_Completion]) -> Sequence[DelayedMessage]:
+        """Return the journal's entries that are to be written in the transaction of the removal."""
+        if self._entries is None:
+            return ()
+        return self._entries.of_removal(completion.received.message for completion in group if completion.handled)
 
     async def _acknowledge(self, group: Sequence[_Completion], transaction: Transaction | None) -> Sequence[bool]:
         if len(group) > 1 and self._prefetching is not None:

@@ -202,7 +202,7 @@ class RecordedCompletion:
                 is_new = await self._records.run_to_end(handled)
             if not is_new:
                 self._intake.reports.duplicate(received.message)
-            await self.acknowledge(received)
+            await self.acknowledge(received, handled=is_new)
 
     async def _commit(self, own: HandlerTransaction, handled: _Handled) -> bool:
         """Record the message in the handler's own transaction and commit that; return False if it has a record."""
@@ -212,12 +212,20 @@ class RecordedCompletion:
 
         return await self._completion.commit_own(own, handled.effects, write)
 
-    async def acknowledge(self, received: ReceivedMessage, own: HandlerTransaction | None = None) -> None:
-        """Remove a message that has a record, after the commit of the handler's own transaction, if there is any."""
+    async def acknowledge(
+        self, received: ReceivedMessage, own: HandlerTransaction | None = None, *, handled: bool = False
+    ) -> None:
+        """Remove a message that has a record, after the commit of the handler's own transaction, if there is any.
+
+        Args:
+            received: The message.
+            own: The handler's own transaction.
+            handled: Whether it was handled now, and not before.
+        """
         if own is not None and own.connection is not None:
             await self._completion.commit_own(own, (), _nothing)
         try:
-            await self._completion.complete(received, ())
+            await self._completion.complete(received, (), handled=handled)
         except AlreadyHandled:  # the receiver that has it now finds the record
             await self._intake.receiver.release(received)
 

@@ -230,7 +230,8 @@ def audit(
     if delivered is not None and store is None:
         raise ConfigurationError("delivered does not name a store: give the table, store='sales.timeouts'")
     with translated_errors():
-        entries = journal if store is None else journal.where(F.col("store") == store)
+        entries = journal.where(F.col("event") != JournalEvent.HANDLED.value)  # of what receivers do, not the store
+        entries = entries if store is None else entries.where(F.col("store") == store)
         entries = entries.select("seq", "store", "event", "id", "destination", "due", "at")
         summary = entries.agg(F.count("*").alias("entries"), F.max("at").alias("last")).toArrow().to_pylist()
         [(number, last)] = [(row["entries"], row["last"]) for row in summary]

@@ -2,20 +2,21 @@
 
 Triggers on the store's table write it: any process that stores, moves or removes messages is covered, without a round
 trip, and stores without a journal pay nothing. A message that is removed for another reason than its due time is marked
-in the same transaction before.
+in the same transaction before. No trigger knows what happens in queues: endpoints write which messages they handled.
 """
 
 from __future__ import annotations
 
 import hashlib
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import (
     BigInteger,
     Column,
     Identity,
+    Index,
     Integer,
     MetaData,
     String,
@@ -39,16 +40,20 @@ from delayline.sql import schema
 from delayline.sql.prepared import Prepared
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection, Executable, Select
     from sqlalchemy.sql.compiler import DDLCompiler
 
+    from delayline.clock import Clock
     from delayline.message import DelayedMessage
     from delayline.sql.dialect import Dialect
+    from delayline.transaction import Transaction
 
 LONGEST_PATH: Final = 500
+#: The columns of an entry but its number.
+ENTRY_NAMES: Final = ("store", "event", *JOURNALED_NAMES, "at", "retries")
 #: In place of the number of retries of a row that is about to be removed.
 CANCELLED: Final = -1
 FAILED: Final = -2
@@ -67,6 +72,8 @@ class JournalEvent(StrEnum):
     CANCELLED = "cancelled"
     PROMOTED = "promoted"
     """It has left the cold tier for the store."""
+    HANDLED = "handled"
+    """An endpoint with a journal has handled it; the entry has the queue as destination, and the endpoint's store."""
 
 
 class JournalTables:
@@ -83,6 +90,8 @@ class JournalTables:
             *schema.message_columns(JOURNALED_COLUMNS),
             Column("at", schema.DUE, nullable=False),
             Column("retries", Integer, nullable=False),
+            # Since revision 2.
+            Index("delayline_journal_ids", "id", "seq", info={schema.ADDED_LATER: "the life of a message"}),
             sqlite_autoincrement=True,  # a number that was exported once is never given to another entry
         )
         self.exports: Table = Table(
@@ -106,7 +115,7 @@ def _tables_of(_: object, schema_name: str | None) -> list[Table]:
     return [tables.entries, tables.exports]
 
 
-JOURNAL: Final = schema.register(schema.TableGroup("journal", _tables_of))
+JOURNAL: Final = schema.register(schema.TableGroup("journal", _tables_of, revision=2))
 
 
 class Trigger(ExecutableDDLElement):
@@ -142,6 +151,7 @@ class Journal:
         by_ids = dialect.words.one_of(store.c.id, "keys")
         marking = update(store).where(by_ids).values(retry_count=bindparam("mark"))
         self._mark = Prepared(marking, dialect.sql, ["mark", "keys"])
+        self._add = Prepared(insert(self._tables.entries), dialect.sql, ENTRY_NAMES)
         self._given_up: set[str] = set()
         self._kept = False
 
@@ -207,8 +217,7 @@ class Journal:
         columns = messages.subquery().c
         now = self._dialect.values.in_seconds(0)
         rows = select(literal(self._store.name), literal(event.value), *columns, now, literal(0))
-        names = ["store", "event", *JOURNALED_NAMES, "at", "retries"]
-        connection.execute(insert(self._tables.entries).from_select(names, rows))
+        connection.execute(insert(self._tables.entries).from_select(ENTRY_NAMES, rows))
 
     def note_one(self, connection: Connection, event: JournalEvent, message: DelayedMessage) -> None:
         """Record an event of a message that is not in the store."""
@@ -217,6 +226,15 @@ class Journal:
         entry = {name: getattr(row, name) for name in JOURNALED_NAMES}
         entry |= {"store": self._store.name, "event": event.value, "at": values.in_seconds(0), "retries": 0}
         connection.execute(insert(self._tables.entries).values(entry))
+
+    def note_handled(self, connection: Connection, messages: Sequence[DelayedMessage], at: datetime) -> None:
+        """Record that messages were handled, each in the queue that is its destination."""
+        values, store, event = self._dialect.values, self._store.name, JournalEvent.HANDLED.value
+        entries = [
+            (store, event, message.id, message.destination, values.to_due(message.due), values.to_due(at), 0)
+            for message in messages
+        ]
+        self._dialect.bulk.insert_rows(connection, self._add, entries)
 
     def mark_failed(self, connection: Connection, ids: Sequence[str]) -> None:
         """Mark rows as failed, in the transaction that removes them next."""
@@ -240,6 +258,37 @@ class Journal:
             text(self._dialect.catalog.journal.found), {"table": self._store.name, "schema": self._store.schema}
         ).scalars()
         return {name for name in found if name in names}
+
+
+class StoreJournal:
+    """The journal of a store's messages, as the poller and the receivers of its endpoint write in it.
+
+    Args:
+        write: Writes in the store's database, in a transaction or by itself.
+        clock: Returns the database's clock.
+    """
+
+    def __init__(self, write: Callable[..., Awaitable[object]], clock: Callable[[], Clock]) -> None:
+        self._write = write
+        self._clock = clock
+        self.opened: Journal | None = None
+        """The journal of the store's table; None until the store is open."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a journal was kept when the store was opened."""
+        return self.opened is not None and self.opened.kept
+
+    def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
+        """Note that the messages go to the error queue: their removal, which follows, is not a dispatch."""
+        if self.opened is not None:
+            self.opened.gave_up(messages)
+
+    async def handled(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> None:
+        """Record that messages were handled, each in the queue that is its destination."""
+        if self.opened is not None:
+            note = partial(self.opened.note_handled, messages=messages, at=self._clock().now())
+            await self._write(note, transaction, one_statement=len(messages) == 1)
 
 
 #: Entries of a message that are returned at most.

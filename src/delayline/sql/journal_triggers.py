@@ -25,8 +25,6 @@ class JournalTriggers:
     drop: str
     found: str
     """The query for the names of a table's triggers."""
-    needs_rights: bool = False
-    """Whether triggers run with the rights of the user that changes a row, not with their owner's."""
 
 
 #: What an entry has of a message, of the row before a change and of the one after it.
@@ -116,7 +114,6 @@ SELECT tgname FROM pg_trigger JOIN pg_class ON pg_class.oid = tgrelid
 WHERE relname = :table AND CASE WHEN CAST(:schema AS text) IS NULL THEN pg_table_is_visible(pg_class.oid)
 ELSE relnamespace = (SELECT oid FROM pg_namespace WHERE nspname = :schema) END
 """,
-    needs_rights=True,
 )
 MYSQL: Final = JournalTriggers(
     create=_on_rows(trigger="{qualified}", begin="", end="", now="UTC_TIMESTAMP(6)", nowhere="FROM DUAL "),

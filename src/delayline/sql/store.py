@@ -26,7 +26,7 @@ from delayline.message import in_utc
 from delayline.sql.deadlines import long_work
 from delayline.sql.due_forecast import forecast
 from delayline.sql.fair_groups import fair_table
-from delayline.sql.journal import JOURNAL, Journal
+from delayline.sql.journal import JOURNAL, Journal, StoreJournal
 from delayline.sql.notifications import ChangePoller
 from delayline.sql.on_database import StoreOnDatabase
 from delayline.sql.pending_set import SqlPendingSet
@@ -157,7 +157,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         self._open: StoreStatements | None = None
         self._channel = ""
         self._rows: RowClaims | None = None
-        self._journal: Journal | None = None
+        self.journal: StoreJournal = StoreJournal(self._database.write, self.clock)
+        """What becomes of the messages, where a journal is kept."""
         self._keeps_journal = journal
         self._counts_forwarded = False
         self._fair_by: FairBy | None = None
@@ -196,7 +197,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             needed[self.schedules.table] = EVERY_RIGHT
         journal = Journal(table, dialect)
         await self._database.look(journal.look)
-        if journal.kept and dialect.catalog.journal is not None and dialect.catalog.journal.needs_rights:
+        if journal.kept:  # triggers may write as their owner, but not which messages were handled
             needed[journal.entries] = TO_WRITE
         return await self._missing_rights(needed, takes=takes)
 
@@ -218,7 +219,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             raise
         self._open = store_statements(table, self._database.dialect)
         self._channel = store_channel(table)
-        self._journal = setup.journal
+        self.journal.opened = setup.journal
         self._rows = row_claims(self._database, self._open, self._tables)
 
     async def close(self) -> None:
@@ -360,10 +361,6 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
 
         return await self._locking.change(mark_and_delete, messages, transaction, one_statement=False)
 
-    def gave_up(self, messages: Sequence[DelayedMessage]) -> None:
-        """Note for the journal that the messages go to the error queue."""
-        self._kept_journal.gave_up(messages)
-
     async def increment_failure_count(self, message: DelayedMessage) -> bool:
         """Count a failure and unlock."""
         count = partial(self._statements.count_failure.change_each, keys=[message.id])
@@ -498,8 +495,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
     @property
     def _kept_journal(self) -> Journal:
         _ = self._statements
-        assert self._journal is not None  # noqa: S101 - opened together
-        return self._journal
+        assert self.journal.opened is not None  # noqa: S101 - opened together
+        return self.journal.opened
 
     def _setup_of(self, table: Table) -> StoreSetup:
         return StoreSetup(
