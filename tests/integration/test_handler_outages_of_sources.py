@@ -16,7 +16,7 @@ from tests.integration import test_handler_transactions
 from tests.integration.test_handler_transactions import Shop, engine_at, insert, orders
 from tests.integration.wire_between import wire_to
 
-from delayline import Endpoint, Recoverability, SqlDatabase, SqlTransport
+from delayline import BackendUnavailable, Endpoint, Recoverability, SqlDatabase, SqlTransport
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,6 +36,13 @@ class StruckShop(Shop):
     def strike(self) -> None:
         """End the sessions with rows that are not committed."""
         end_open_transactions(self.url)
+
+    async def is_empty(self) -> bool:
+        """Return whether its queue is empty; a session that asks may be among those that are ended."""
+        try:
+            return await super().is_empty()
+        except BackendUnavailable:
+            return False
 
     def uses_session_again(self) -> bool:
         """Strike at the first call; return whether the handler goes on with its connection then."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import pytest
 from pamqp.commands import Basic
 from pamqp.header import ContentHeader
+from tests.eventually import PATIENCE
 from tests.integration.rabbitmq_queues import declare_levels
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 
@@ -278,10 +279,13 @@ async def test_a_number_that_the_broker_does_not_know_is_not_zero(
     transport = RabbitMQTransport(rabbitmq_url)
     await transport.start()
     monkeypatch.setattr(browsing, "COUNT_TRIES", 2)
-    await asyncio.to_thread(rabbitmq.halt_leader, rabbitmq_url, V2.level(6), 20)
-    with pytest.raises(BackendUnavailable, match=r"unknown how many messages 'nsb\.v2\.delay-level-06' has"):
-        await transport.count(V2.level(6))
-    await transport.stop()
+    await asyncio.to_thread(rabbitmq.halt_leader, rabbitmq_url, V2.level(6), PATIENCE)
+    try:
+        with pytest.raises(BackendUnavailable, match=r"unknown how many messages 'nsb\.v2\.delay-level-06' has"):
+            await transport.count(V2.level(6))
+    finally:
+        await asyncio.to_thread(rabbitmq.resume_leader, rabbitmq_url, V2.level(6))
+        await transport.stop()
 
 
 async def test_progress_is_reported_level_by_level(channel: Channel, rabbitmq_url: str) -> None:

@@ -159,12 +159,12 @@ class RabbitmqServer(OwnProcess):
 
     def halt_leader(self, url: str, queue: str, seconds: float) -> None:
         """Have the leader of a quorum queue answer nobody for so long."""
-        name = f'rabbit_misc:r(<<"{url.rsplit("/", 1)[1]}">>, queue, <<"{queue}">>)'
-        self.control(
-            "eval",
-            f"{{ok, Queue}} = rabbit_amqqueue:lookup({name}), {{Leader, _}} = amqqueue:get_pid(Queue), "
-            f"timer:apply_after({round(1000 * seconds)}, sys, resume, [Leader]), sys:suspend(Leader).",
-        )
+        resumed_later = f"timer:apply_after({round(1000 * seconds)}, sys, resume, [Leader])"
+        self.control("eval", f"{_leader_of(url, queue)}, {resumed_later}, sys:suspend(Leader).")
+
+    def resume_leader(self, url: str, queue: str) -> None:
+        """Have a leader that was halted answer again."""
+        self.control("eval", f"{_leader_of(url, queue)}, sys:resume(Leader).")
 
     def control(self, *arguments: str) -> str:
         """Run `rabbitmqctl` (a second or two) and return its output."""
@@ -264,3 +264,9 @@ def two_free_ports() -> int:
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", port + MANAGEMENT_ABOVE)) != 0:
                     return port
+
+
+def _leader_of(url: str, queue: str) -> str:
+    """Return what binds `Leader` to the process of a quorum queue, in Erlang."""
+    name = f'rabbit_misc:r(<<"{url.rsplit("/", 1)[1]}">>, queue, <<"{queue}">>)'
+    return f"{{ok, Queue}} = rabbit_amqqueue:lookup({name}), {{Leader, _}} = amqqueue:get_pid(Queue)"
