@@ -351,6 +351,8 @@ EVENT_MEANING: Final = {
     Event.HTTP_REQUEST_FAILED: "A request for probes or metrics failed: at DEBUG because the client went away.",
     Event.ENDED_AT_ONCE: "A second signal ended the process: what its handlers had in hand is handled again.",
     Event.WORKER_ENDED: "A process of `delayline run --processes` has died; it is started again.",
+    Event.COMMAND: "What a command prints for people, in a JSON log: its start, its end, a warning or its error.",
+    Event.UNCAUGHT: "The process, or a thread, has ended by an exception that nothing has caught, in a JSON log.",
     Event.SOURCE_CHANGED: "A source file has changed: the processes of `delayline run --reload` are started again.",
     Event.UNKNOWN_VARIABLE: "A DELAYLINE_* variable is no setting: a typing error, or another program's.",
     Event.HEARTBEAT_FAILED: "The heartbeat file could not be touched, or systemd not be notified; delivery goes on.",
@@ -366,6 +368,7 @@ EVENT_MEANING: Final = {
     Event.BREAKER_DISARMED: "The fault is over.",
     Event.BREAKER_ACTION_FAILED: "What a breaker does when it arms, triggers or disarms raised an error.",
     Event.DASHBOARD_REFUSED: "The dashboard refused a request: another host name, no permission, no CSRF token.",
+    Event.DASHBOARD_SIGNED_IN: "Somebody gave the dashboard a right token, or a right user name and password.",
     Event.DASHBOARD_SIGN_IN_FAILED: "A wrong token, user name or password was given to the dashboard.",
 }
 

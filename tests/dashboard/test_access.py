@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import re
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -13,6 +15,8 @@ from tests.dashboard.pages import client_of, csrf_of
 from delayline import ConfigurationError, Endpoint, MemoryTransport
 from delayline.dashboard import Actor, app
 from delayline.dashboard.security import HEADERS, LARGEST_FORM, Credentials, host_name
+from delayline.dashboard.sign_in import MOST_ADDRESSES, SignInLimits
+from delayline.testing import ManualClock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -208,3 +212,45 @@ def test_secrets_that_can_be_guessed_are_refused() -> None:
         Credentials(token=None, users={"ana": "abc"}, may_act=False)
     assert "abc" not in str(refused.value)
     assert TOKEN not in repr(Credentials(token=TOKEN, users={"ana": PASSWORD}, may_act=False))
+
+
+def test_guesses_are_slowed_down_and_hold_up_nobody_who_was_let_in() -> None:
+    """Given somebody who was let in, when guesses come from the same address, then only the guesses wait."""
+    # Given
+    clock = ManualClock()
+    right = {"authorization": f"Bearer {TOKEN}"}
+    with with_credentials(clock=clock) as client:
+        assert client.get("/jobs", headers=right).status_code == 200
+        # When
+        answers = [client.get("/jobs", headers={"authorization": f"Bearer {number}"}) for number in range(12)]
+        # Then
+        assert [answer.status_code for answer in answers] == [401] * 10 + [429] * 2
+        assert answers[-1].headers["retry-after"] == "6"
+        assert client.get("/jobs", headers=right).status_code == 200
+        assert client.get("/jobs").status_code == 401  # the page to sign in
+        assert client.get("/jobs", auth=("ana", PASSWORD)).status_code == 429
+        asyncio.run(clock.advance(timedelta(seconds=6)))
+        assert client.get("/jobs", auth=("ana", PASSWORD)).status_code == 200
+
+
+def test_guesses_from_many_addresses_are_slowed_down_together_in_bounded_memory() -> None:
+    clock = ManualClock()
+    limits = SignInLimits(clock)
+    for number in range(99):
+        limits.failed(f"10.0.0.{number}")
+    assert limits.wait("192.0.2.1") == 0
+    limits.failed("10.0.0.100")
+    assert limits.wait("192.0.2.1") == 1
+    for number in range(3 * MOST_ADDRESSES):
+        limits.failed(f"10.1.{number // 256}.{number % 256}")
+    assert len(limits._by_address) == MOST_ADDRESSES
+    asyncio.run(clock.advance(timedelta(days=1)))
+    assert limits.wait("10.1.0.1") == 0
+
+
+def test_an_ipv6_client_is_known_by_its_network() -> None:
+    limits = SignInLimits(ManualClock())
+    for number in range(10):
+        limits.failed(f"2001:db8::{number}")
+    assert limits.wait("2001:db8::ffff") == 6
+    assert limits.wait("2001:db8:0:1::1") == 0

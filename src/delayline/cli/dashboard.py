@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
+from delayline.cli.log_format import LogOnStderr, log_options
 from delayline.cli.options import PLACE_SETTINGS, examples, json_option, settings_options
 from delayline.cli.target import load_endpoint
 from delayline.errors import ConfigurationError, MissingExtra
@@ -88,11 +89,13 @@ class Address:
     metavar="FILE",
     help=f"Ask for a user name and password, which are lines NAME:PASSWORD of this file. [{USERS}: the lines]",
 )
+@log_options
 @settings_options(*PLACE_SETTINGS)
 @json_option
 def dashboard(
     settings: Settings,
     screen: Screen,
+    log: LogOnStderr,
     targets: tuple[str, ...],
     listen: str,
     allow_actions: bool,
@@ -111,6 +114,7 @@ def dashboard(
         refuse_memory(settings)
     address = Address(*parse_address(listen))
     endpoints = [_endpoint_at(target) for target in targets] or [settings]
+    log.keep()
     token = _secret(TOKEN, token_file)
     users = _users(_secret(USERS, users_file))
     if not address.is_loopback and token is None and not users:
@@ -189,28 +193,19 @@ def _user_name() -> str:
 
 async def _serve(application: ASGIApp, address: Address, screen: Screen, *, allow_actions: bool) -> None:
     try:
-        import uvicorn
+        from delayline.dashboard.server import server_of
     except ModuleNotFoundError as error:
         raise MissingExtra("dashboard", "delayline dashboard") from error
 
-    listening = _listening(address)
-    with listening:
-        bound = Address(address.host, listening.getsockname()[1])
+    made = _listening(address)
+    with made:
+        bound = Address(address.host, made.getsockname()[1])
         url = f"http://{bound}/"
-        config = uvicorn.Config(
-            application,
-            access_log=False,  # paths hold ids of messages
-            log_config=None,
-            proxy_headers=False,
-            server_header=False,
-            timeout_graceful_shutdown=2,  # responses with live parts end only with the connection
-            limit_concurrency=200,
-        )
         screen.echo(f"dashboard at {url}, {'actions allowed' if allow_actions else 'read-only'}. Ctrl+C stops it")
         screen.document({"url": url, "read_only": not allow_actions})
-        server = uvicorn.Server(config)
+        server = server_of(application)
         server.capture_signals = partial(_ended_by_signal, server)  # type: ignore[method-assign]
-        await server.serve(sockets=[listening])
+        await server.serve(sockets=[made])
 
 
 @contextlib.contextmanager
@@ -228,10 +223,10 @@ def _ended_by_signal(server: uvicorn.Server) -> Iterator[None]:
 
 def _listening(address: Address) -> socket.socket:
     """Return a socket that listens. Raises ConfigurationError with what to do."""
+    from delayline.dashboard.server import listening
     from delayline.telemetry.http_server import refusal
 
-    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        return socket.create_server((address.host, address.port), family=family, backlog=128)
+        return listening(address.host, address.port)
     except OSError as error:
         raise ConfigurationError(refusal(str(address), error)) from error

@@ -1,20 +1,37 @@
-"""Logs of `delayline run`: lines for people, or a JSON document a line for machines."""
+"""Logs of commands that run on: lines for people, or a JSON document a line for machines."""
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
+import sys
+import threading
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+import click
+
+from delayline.cli.options import Command, with_options
+from delayline.cli.screen import AS_LOG
 from delayline.errors import CorruptHeaders
-from delayline.events import LOGGER_NAME, Event
+from delayline.events import LOGGER_NAME, Event, emit
+from delayline.failures import brief
 from delayline.message import DelayedMessage, Message
 from delayline.receiving import reports
 
+if TYPE_CHECKING:
+    from types import TracebackType
+
+logger: logging.Logger = logging.getLogger(__name__)
+
 LOG_FORMATS: Final = ("text", "json")
 LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
+#: Loggers of the servers that commands start; they have no handlers of their own.
+SERVERS: Final = ("uvicorn",)
+#: Libraries whose INFO is about each request, or each start of a server.
+LOUD_LIBRARIES: Final = ("azure", *SERVERS)
 TRACE: Final = "traceparent"
 MOST_IDS: Final = 10
 
@@ -88,22 +105,79 @@ class HandledAtInfo(logging.Filter):
         return self._debug or record.levelno > logging.DEBUG
 
 
-def log_to_stderr(level: str, log_format: str, *, endpoint: str | None = None, handled: bool = False) -> None:
-    """Log delayline's records to standard error.
+class LogOnStderr:
+    """The log of a command on standard error: delayline's records, and in JSON those of everything in the process.
+
+    As JSON it also has warnings, exceptions that nothing has caught, and what the command would print for people.
 
     Args:
         level: The lowest level that is logged.
         log_format: `text` or `json`.
-        endpoint: The endpoint that JSON lines name.
-        handled: Whether handled messages are logged at INFO, instead of DEBUG.
     """
-    handler = logging.StreamHandler()
-    as_text = logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
-    handler.setFormatter(JsonFormatter(endpoint) if log_format == "json" else as_text)
-    if handled:
-        receiving = logging.getLogger(reports.__name__)
-        receiving.setLevel(logging.DEBUG)
-        receiving.addFilter(HandledAtInfo(debug=level == "debug"))
-    logger = logging.getLogger(LOGGER_NAME)
-    logger.addHandler(handler)
-    logger.setLevel(level.upper())
+
+    def __init__(self, level: str, log_format: str) -> None:
+        self.as_json: bool = log_format == "json"
+        self._level = logging.getLevelNamesMapping()[level.upper()]
+        self._handler = logging.StreamHandler()
+        self._handler.setFormatter(
+            JsonFormatter() if self.as_json else logging.Formatter("%(asctime)s %(levelname)-8s %(message)s")
+        )
+        logging.getLogger(LOGGER_NAME).setLevel(self._level)
+        for name in LOUD_LIBRARIES:
+            logging.getLogger(name).setLevel(max(self._level, logging.WARNING))
+        if self.as_json:
+            logging.captureWarnings(capture=True)
+            logging.getLogger().setLevel(max(self._level, logging.INFO))
+            sys.excepthook = _log_uncaught
+            threading.excepthook = lambda failed: _log_uncaught(failed.exc_type, failed.exc_value, failed.exc_traceback)
+        self.keep()
+
+    def keep(self, endpoint: str | None = None, *, handled: bool = False) -> None:
+        """Log on, also if an imported module has set up logging of its own.
+
+        Args:
+            endpoint: The endpoint that JSON lines name.
+            handled: Whether handled messages are logged at INFO, instead of DEBUG.
+        """
+        if self.as_json:
+            self._handler.setFormatter(JsonFormatter(endpoint))
+        names = ("",) if self.as_json else (LOGGER_NAME, *SERVERS)
+        replaced = self.as_json and self._handler not in logging.getLogger().handlers and logging.getLogger().handlers
+        for name in (LOGGER_NAME, *SERVERS) if replaced else names:
+            logging.getLogger(name).addHandler(self._handler)
+        if handled:
+            receiving = logging.getLogger(reports.__name__)
+            receiving.setLevel(logging.DEBUG)
+            receiving.addFilter(HandledAtInfo(debug=self._level == logging.DEBUG))
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
+    if error is None or issubclass(kind, KeyboardInterrupt):
+        return
+    text = "ended by an error that nothing has caught: %s"
+    emit(logger, logging.CRITICAL, Event.UNCAUGHT, text, brief(error), exception=error.with_traceback(trace))
+
+
+def log_options(command: Command) -> Command:
+    """Give a command `log`, which it logs to from its first line on, with --verbose, --log-level and --log-format."""
+
+    @functools.wraps(command)
+    def with_log(*args: object, verbose: bool, log_level: str, log_format: str, **arguments: Any) -> Any:  # noqa: ANN401 - click's
+        log = LogOnStderr("debug" if verbose else log_level, log_format)
+        click.get_current_context().meta[AS_LOG] = log.as_json
+        return command(*args, log=log, **arguments)
+
+    return with_options(
+        with_log,
+        click.option("--verbose", "-v", is_flag=True, help="Log every step: the same as --log-level debug."),
+        click.option(
+            "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="What to log."
+        ),
+        click.option(
+            "--log-format",
+            type=click.Choice(LOG_FORMATS),
+            default="text",
+            show_default=True,
+            help="Lines for people, or a JSON document a line.",
+        ),
+    )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 import click
 
 from delayline.cli.due import delay_given
-from delayline.cli.log_format import LOG_FORMATS, LOG_LEVELS, log_to_stderr
+from delayline.cli.log_format import LogOnStderr, log_options
 from delayline.cli.options import COMMAND_LINE, EXIT_FAILED, examples, json_option, settings_options
 from delayline.cli.screen import Screen
 from delayline.cli.target import load_endpoint, refuse_ignored
@@ -52,15 +52,6 @@ if TYPE_CHECKING:
     )
 )
 @click.argument("targets", nargs=-1, metavar="[MODULE:ENDPOINT]...")
-@click.option("--verbose", "-v", is_flag=True, help="Log every step: the same as --log-level debug.")
-@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="What to log.")
-@click.option(
-    "--log-format",
-    type=click.Choice(LOG_FORMATS),
-    default="text",
-    show_default=True,
-    help="Lines for people, or a JSON document a line.",
-)
 @click.option(
     "--grace",
     callback=delay_given,
@@ -94,16 +85,15 @@ if TYPE_CHECKING:
 @click.option("--processes", type=click.IntRange(1, 1000), default=1, show_default=True, help="Worker processes.")
 @click.option("--reload", is_flag=True, help="Start again when a .py or .toml file below this directory changes.")
 @click.option("--worker", type=int, hidden=True, help="The pipe to the process that supervises this one.")
+@log_options
 @settings_options()
 @json_option
 def run(  # noqa: PLR0913 - the options of the command
     settings: Settings,
     screen: Screen,
     targets: tuple[str, ...],
-    verbose: bool,
+    log: LogOnStderr,
     grace: timedelta,
-    log_level: str,
-    log_format: str,
     log_handled: bool,
     metrics: str | None,
     nservicebus_metrics: bool,
@@ -122,9 +112,7 @@ def run(  # noqa: PLR0913 - the options of the command
     dispatches due messages. Exit code 1 when a critical error stopped it. Under systemd it reports its start, its stop
     and, with WatchdogSec, each turn of its event loop.
     """
-    level = "debug" if verbose else log_level
     if worker is None and (processes > 1 or reload):
-        log_to_stderr(level, log_format)
         workers = [Worker(number + 1, _worker_command(grace), quiet=screen.as_json) for number in range(processes)]
         supervised = WorkersProbes(workers, heartbeat=heartbeat)
         exposed = workers_metrics(workers) if _has_metrics(health, metrics) else None
@@ -136,7 +124,7 @@ def run(  # noqa: PLR0913 - the options of the command
         click.get_current_context().exit(supervisor.exit_code)
     endpoints = _endpoints(settings, targets)
     named = endpoints[0].name if len(endpoints) == 1 else None
-    log_to_stderr(level, log_format, endpoint=named, handled=log_handled)
+    log.keep(named, handled=log_handled)
     if opentelemetry:
         _opentelemetry(endpoints)
     probes = Probes(*map(Measurements.of, endpoints), heartbeat=heartbeat)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Final
@@ -14,6 +15,10 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from delayline.events import Event, emit
+
+logger: logging.Logger = logging.getLogger(__name__)
+
 UNWRAPPED_WIDTH: Final = 10_000
 """Columns where no terminal is: nothing is cut or wrapped that a script may read."""
 ROWS_SHOWN: Final = 10
@@ -22,6 +27,10 @@ NUMBERS: Final = frozenset({"retries", "size", "count", "messages", "attempts", 
 
 #: How a check is shown that found all right, or a fault, or could not be made: mark and style.
 MARKS: Final[Mapping[bool | None, tuple[str, str]]] = {True: ("✓", "green"), False: ("✗", "red"), None: ("?", "yellow")}
+
+
+#: The key of a click context's `meta` that says whether lines for people are records of a JSON log instead.
+AS_LOG: Final = "delayline.as_log"
 
 
 class Screen:
@@ -50,6 +59,8 @@ class Screen:
 
     def echo(self, text: str, style: str | None = None) -> None:
         """Print a line for people."""
+        if _logged(logging.INFO, text):
+            return
         self.console.print(text, style=style, soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -78,14 +89,33 @@ class Screen:
         cls.complain(text)
 
     @staticmethod
+    def show_trace(trace: str) -> None:
+        """Print a stack trace on stderr, as it is."""
+        if not _logged(logging.ERROR, trace):
+            click.echo(trace, err=True, nl=False)
+
+    @staticmethod
     def complain(text: str) -> None:
         """Print a red line on stderr."""
+        if _logged(logging.ERROR, text):
+            return
         _print_on_stderr(f"error: {text}", "bold red")
 
     @staticmethod
     def warn(text: str) -> None:
         """Print a yellow line on stderr."""
+        if _logged(logging.WARNING, text):
+            return
         _print_on_stderr(f"warning: {text}", "yellow")
+
+
+def _logged(level: int, text: str) -> bool:
+    """Log the line if the command's lines are a JSON log; return whether they are."""
+    context = click.get_current_context(silent=True)
+    if context is None or not context.meta.get(AS_LOG):
+        return False
+    emit(logger, level, Event.COMMAND, "%s", text)
+    return True
 
 
 def _print_on_stderr(text: str, style: str) -> None:

@@ -9,8 +9,6 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import click
-
 from delayline.backends import backend_of
 from delayline.cli.screen import Screen
 from delayline.composition import store_of, transport_of
@@ -75,7 +73,7 @@ def _broken(module_name: str, error: Exception) -> DelaylineError:
         frames = [frame for frame in chained.stack if not frame.filename.startswith(FRAMES_OF_IMPORTS)]
         chained.stack = traceback.StackSummary.from_list(frames)
         chained = chained.__cause__ or chained.__context__
-    click.echo("".join(trace.format()), err=True, nl=False)
+    Screen.show_trace("".join(trace.format()))
     return DelaylineError(f"module {module_name!r} cannot be imported: {type(error).__name__}: {error}")
 
 

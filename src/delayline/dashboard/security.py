@@ -9,6 +9,7 @@ import hmac
 import inspect
 import logging
 import secrets
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from http.cookies import SimpleCookie
@@ -22,6 +23,7 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 
 from delayline.clock import SystemClock
 from delayline.dashboard.rendering import STATIC, plain_page, route_path
+from delayline.dashboard.sign_in import SignInLimits
 from delayline.errors import ConfigurationError
 from delayline.events import Event, emit
 
@@ -58,6 +60,8 @@ CSRF_FIELD: Final = "csrf"
 SESSION_COOKIE: Final = "delayline_session"
 SESSION_SECONDS: Final = 12 * 3600
 SAFE_METHODS: Final = frozenset({"GET", "HEAD", "OPTIONS"})
+#: Right headers that are known again; one more is compared anew.
+MOST_HEADERS: Final = 1_000
 SHORTEST_TOKEN: Final = 16
 SHORTEST_PASSWORD: Final = 8
 
@@ -342,21 +346,43 @@ class Credentials:
         self._may_act = may_act
         self._secret = secrets.token_bytes(32)
         self._clock = clock or SystemClock()
+        self._limits = SignInLimits(self._clock)
+        self._right_headers: OrderedDict[bytes, str] = OrderedDict()
+        """The names by digests of headers that were right: guesses from the same address do not hold them up."""
 
     def __repr__(self) -> str:
         return f"Credentials(users={len(self._users)}, token={'set' if self._token else 'not set'})"
 
     def __call__(self, request: Request) -> Actor | Response:
         """Return the actor, or the answer that asks for credentials."""
-        name = self._from_header(request.headers.get("authorization", "")) or self._from_cookie(request)
+        header = request.headers.get("authorization", "")
+        name = self._right_headers.get(_digest(header)) or self._from_cookie(request)
         if name is not None:
             return Actor(name, may_act=self._may_act)
-        given = request.state.form.get("token")
+        given = request.state.form.get("token") if self._token is not None else None
+        address = request.client.host if request.client else "an unknown address"
+        if (header or given is not None) and (seconds := self._limits.wait(address)):
+            text = f"Too many wrong tokens or passwords were given. Try again in {seconds} s."
+            refused = plain_page(request, "Wait", text, status=429)
+            refused.headers["Retry-After"] = str(seconds)
+            return refused
+        name = self._from_header(header)
+        if name is not None:
+            self._right_headers[_digest(header)] = name
+            if len(self._right_headers) > MOST_HEADERS:
+                self._right_headers.popitem(last=False)
+            self._log_signed_in(name, address)
+            return Actor(name, may_act=self._may_act)
         if self._token is not None and given is not None:
             if _same(given, self._token):
+                self._log_signed_in("token", address)
                 return self._signed_in(request)
-            return self._ask(request, "This is not the token.")
-        return self._ask(request, None)
+            return self._ask(request, "This is not the token.", address)
+        return self._ask(request, None, address if header else None)
+
+    @staticmethod
+    def _log_signed_in(name: str, address: str) -> None:
+        emit(logger, logging.INFO, Event.DASHBOARD_SIGNED_IN, "%s signed in from %s", name, address, user=name)
 
     def _from_header(self, header: str) -> str | None:
         scheme, _, value = header.partition(" ")
@@ -388,19 +414,16 @@ class Credentials:
         response.headers.append("Set-Cookie", set_cookie(request, SESSION_COOKIE, value, SESSION_SECONDS))
         return response
 
-    def _ask(self, request: Request, wrong: str | None) -> Response:
-        if wrong or request.headers.get("authorization"):
-            emit(
-                logger,
-                logging.WARNING,
-                Event.DASHBOARD_SIGN_IN_FAILED,
-                "wrong credentials from %s",
-                request.client.host if request.client else "an unknown address",
-            )
+    def _ask(self, request: Request, text: str | None, wrong_from: str | None = None) -> Response:
+        """Return the answer that asks for credentials; `wrong_from` is the address that gave wrong ones."""
+        if wrong_from is not None:
+            self._limits.failed(wrong_from)
+            log_text = "wrong credentials from %s"
+            emit(logger, logging.WARNING, Event.DASHBOARD_SIGN_IN_FAILED, log_text, wrong_from)
         if self._token is None:
             response: Response = PlainTextResponse("a user name and a password are needed\n", 401)
         else:
-            response = plain_page(request, "Sign in", wrong, status=401, sign_in=True)
+            response = plain_page(request, "Sign in", text, status=401, sign_in=True)
         if self._users:
             response.headers["WWW-Authenticate"] = 'Basic realm="delayline", charset="UTF-8"'
         return response
