@@ -9,6 +9,7 @@ from delayline.clock import Clock, SystemClock
 from delayline.delayed.delivery import DelayedDelivery, SupportsPendingView
 from delayline.delayed.fairness import FairBy, SupportsFairness
 from delayline.delayed.host import DeliveryHost
+from delayline.delayed.pauses import DispatchPause, DispatchPauses, SupportsDispatchPauses
 from delayline.delayed.schedules import ScheduleRows, SupportsSchedules
 from delayline.delayed.store import (
     DelayedMessageStore,
@@ -73,6 +74,8 @@ __all__ = [
     "DelayedMessage",
     "DelayedMessageStore",
     "DeliveryHost",
+    "DispatchPause",
+    "DispatchPauses",
     "DueBucket",
     "DueCount",
     "DueForecast",
@@ -97,6 +100,7 @@ __all__ = [
     "SupportsBatches",
     "SupportsClock",
     "SupportsClose",
+    "SupportsDispatchPauses",
     "SupportsDueForecast",
     "SupportsExpiringQueues",
     "SupportsExternalTransactions",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from delayline.delayed.pauses import DispatchPause
     from delayline.delayed.recurrence import Recurrence
     from delayline.delayed.schedules import Missed, Schedule
     from delayline.delayed.store import DueCount, Outcome, SendConflict
@@ -476,6 +477,37 @@ class SyncPendingMessages:
             The counts that are not zero.
         """
         return self._sync.run(self._pending.count_by_due(bucket))
+
+    def pause(self, destination: str | None = None) -> bool:
+        """Dispatch no more messages for a destination, or of the endpoint; see `PendingMessages.pause`.
+
+        Args:
+            destination: The destination; by default all messages of the endpoint are paused.
+
+        Returns:
+            Whether that was not paused already.
+        """
+        return self._sync.run(self._pending.pause(destination))
+
+    def resume(self, destination: str | None = None, *, rate: float | None = None) -> bool:
+        """Dispatch messages again; see `PendingMessages.resume`.
+
+        Args:
+            destination: The destination; by default the pause of the whole endpoint ends.
+            rate: The most overdue messages that leave in a second.
+
+        Returns:
+            Whether that was paused.
+        """
+        return self._sync.run(self._pending.resume(destination, rate=rate))
+
+    def pauses(self) -> Sequence[DispatchPause]:
+        """Return what is paused; see `PendingMessages.pauses`.
+
+        Returns:
+            The pauses.
+        """
+        return self._sync.run(self._pending.pauses())
 
 
 class SyncSchedules:

@@ -57,6 +57,44 @@ def test_types_of_messages_are_limited(shop: Callable[..., Result]) -> None:
     assert shown == ["billing", "2", "received", "shop.Bill", "4"]
 
 
+def test_dispatching_is_paused_and_resumed(shop: Callable[..., Result]) -> None:
+    """To a destination and of the whole endpoint; what is so already is said."""
+    sales = ("--endpoint", "sales")
+    shop("setup", *sales)
+    assert shop("pause", "--dispatch", "billing", *sales).out == "✓ dispatching to billing is paused\n"
+    assert shop("pause", "--dispatch", "billing", *sales).out == "✓ dispatching to billing is paused already\n"
+    assert shop("pause", "--dispatch-all", *sales).out == "✓ dispatching is paused\n"
+    assert "dispatching is paused since" in shop("pending", *sales).out
+    paused = shop("pending", *sales, "--json").document["paused"]
+    assert [pause["destination"] for pause in paused] == [None, "billing"]
+    assert shop("resume", "--dispatch-all", *sales, "--json").document == {
+        "destination": None,
+        "paused": False,
+        "changed": True,
+    }
+    resumed = shop("resume", "--dispatch", "billing", "--rate", "50", *sales).out
+    assert resumed == "✓ dispatching to billing is resumed, overdue messages at 50 a second\n"
+    assert shop("resume", "--dispatch", "billing", *sales).out == "✓ dispatching to billing was not paused\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "Give one of QUEUE, --dispatch and --dispatch-all."),
+        (["billing", "--dispatch", "billing"], "Give one of QUEUE, --dispatch and --dispatch-all."),
+        (["--dispatch", "billing", "--rate", "-1"], "rate must be above 0"),
+        (["billing", "--rate", "50"], "delayline limit"),
+        (["--dispatch", ""], "1 to 200 characters"),
+        (["--dispatch", "billing", "--url", "amqp://localhost:1/"], "cannot be held back: stop the endpoints"),
+    ],
+)
+def test_a_pause_that_cannot_be_is_refused(shop: Callable[..., Result], arguments: list[str], says: str) -> None:
+    shop("setup", "--endpoint", "sales")
+    result = shop("resume", *arguments, "--endpoint", "sales")
+    assert says in result.err
+    assert result.code == 2
+
+
 def test_messages_are_seen_without_receiving_them(shop: Callable[..., Result]) -> None:
     """Given messages with hard bodies, when peeked at, then they stay."""
     assert shop("peek", "billing", "--limit", "1").out.endswith("2 in billing, 1 shown\n")

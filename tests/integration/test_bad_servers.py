@@ -204,6 +204,7 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_receivers TO {USER};",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_suspects TO {USER};",
             f'GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public."sales.timeouts" TO {USER};',
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_pauses TO {USER};",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON TABLE public.delayline_sleeping TO {USER};",
         ]
         seen = await asyncio.to_thread(error_of, "doctor", "--endpoint", "sales", "--url", url)

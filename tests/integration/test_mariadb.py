@@ -369,6 +369,7 @@ async def test_every_missing_right_is_named_at_start_in_one_block_of_grants(
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.delayline_receivers {user}",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.delayline_suspects {user}",
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.`orders.timeouts` {user}",
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON {place}.delayline_pauses {user}",
         ]
         # And the granted rights suffice
         for grant in grants:

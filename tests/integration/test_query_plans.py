@@ -106,7 +106,7 @@ def test_no_statement_of_turns_scans_or_sorts(
     if analyzed:
         connection.execute("ANALYZE")
     # When SQLite is asked how it would run each statement
-    store, moves = StoreStatements(table, dialect), FileForwarding(table, queues, dialect)
+    store, moves = StoreStatements(table, dialect), FileForwarding(StoreStatements(table, dialect), queues, dialect)
     assert moves.of_turn is not None
     found = statements(store) | statements(NumberStatements(store)) | statements(QueueStatements(queues, dialect))
     found |= {f"queued {name}": sql for name, sql in statements(QueuedGroups(queues.queued, dialect, "q")).items()}

@@ -25,6 +25,7 @@ from delayline.errors import BackendUnusable, DifferentInput, NewerSchema
 from delayline.migration import journal as migrations
 from delayline.sql.actions import ACTIONS
 from delayline.sql.databases import database_at
+from delayline.sql.dispatch_pauses import PAUSES
 from delayline.sql.inbox import INBOX
 from delayline.sql.journal import JOURNAL
 from delayline.sql.schedules import SCHEDULES
@@ -98,6 +99,7 @@ def test_a_file_of_version_1_is_upgraded_in_place(old: Path) -> None:
         ("queues", 1, QUEUES.revision),
         ("crashes", 1, 1),
         ("subscriptions", 1, 1),
+        ("pauses", 1, 1),
     ]
     assert rows(old, "SELECT id, body, expires FROM delayline_messages") == [("in queue", b"\x01", None)]
     assert rows(old, 'SELECT id, due, retry_count FROM "sales.timeouts"') == [("waits", 1700000000000000, 3)]
@@ -149,7 +151,7 @@ async def test_a_newer_schema_is_refused(url: str) -> None:
     # Given a database that a future delayline has upgraded, and no older one can use
     store, transport = SqlDelayedMessageStore(url), SqlTransport(url)
     await store.setup_infrastructure("sales")
-    await change(url, "UPDATE delayline_schema SET version = 6, revision = 7")
+    await change(url, "UPDATE delayline_schema SET version = 6, revision = 7 WHERE feature = 'queues'")
     # Then every part refuses it
     await transport.start()
     for start in (
@@ -171,7 +173,7 @@ async def test_a_newer_schema_that_this_version_can_use_is_used(url: str) -> Non
     # Given the schema of the next version, with a column more
     store = SqlDelayedMessageStore(url)
     await store.setup_infrastructure("sales")
-    await change(url, "UPDATE delayline_schema SET version = 5, revision = 6")
+    await change(url, "UPDATE delayline_schema SET version = 5, revision = 6 WHERE feature = 'queues'")
     await change(url, 'ALTER TABLE "sales.timeouts" ADD priority INTEGER')
     # When this version starts
     await store.setup_infrastructure("sales")
@@ -255,11 +257,11 @@ COLUMNS = {
     INBOX: "delayline_inbox.expires",
     SCHEDULES: "delayline_schedules.missed",
     ACTIONS: "delayline_actions.position",
+    PAUSES: "delayline_pauses.since",
 }
 #: The features whose tables revision 2 had.
-OF_REVISION_2 = [
-    group for group in COLUMNS if group not in (MINUTES, CRASHES, SUBSCRIPTIONS, INBOX, SCHEDULES, ACTIONS)
-]
+CAME_SINCE = (MINUTES, CRASHES, SUBSCRIPTIONS, INBOX, SCHEDULES, ACTIONS, PAUSES)
+OF_REVISION_2 = [group for group in COLUMNS if group not in CAME_SINCE]
 
 
 def test_every_feature_is_listed() -> None:
@@ -292,7 +294,7 @@ async def test_tables_of_revision_2_are_upgraded_in_place(revision_2: str) -> No
     with dialect.connections.look() as connection:
         rows = connection.exec_driver_sql("SELECT feature, version, revision FROM delayline_schema").fetchall()
         assert sorted(map(tuple, rows)) == sorted(
-            (one.feature, one.usable_from, one.revision) for one in [*OF_REVISION_2, CRASHES, SUBSCRIPTIONS]
+            (one.feature, one.usable_from, one.revision) for one in [*OF_REVISION_2, CRASHES, SUBSCRIPTIONS, PAUSES]
         )
         assert tuple(connection.exec_driver_sql("SELECT run, stored FROM delayline_spark_runs").one()) == ("nightly", 7)
         assert connection.exec_driver_sql("SELECT value FROM delayline_decisions").scalar_one() == "commit"
@@ -358,7 +360,7 @@ async def test_an_upgrade_that_was_killed_after_dropping_the_versions_is_complet
     await asyncio.to_thread(run, "setup", "--endpoint", "sales", "--url", revision_2)
     with database_at(revision_2).dialect.connections.look() as connection:
         assert len(connection.exec_driver_sql("SELECT feature FROM delayline_schema").fetchall()) == len(
-            [*OF_REVISION_2, CRASHES, SUBSCRIPTIONS]
+            [*OF_REVISION_2, CRASHES, SUBSCRIPTIONS, PAUSES]
         )
 
 
@@ -430,6 +432,7 @@ def test_a_dry_run_of_an_upgrade(old: Path) -> None:
     assert "UPDATE delayline_schema SET version=1, revision=5" in shown
     assert re.findall(r"CREATE TABLE (\w+)", shown) == [
         "delayline_schema",
+        "delayline_pauses",
         "delayline_receivers",
         "delayline_suspects",
         "delayline_subscriptions",

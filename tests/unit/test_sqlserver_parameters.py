@@ -17,6 +17,7 @@ from delayline.bulk.stream_claims import CLAIM_COLUMNS, stream_tables
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, InvalidMessage
 from delayline.message import Message
 from delayline.sql.deadlines import FACTOR
+from delayline.sql.dispatch_pauses import not_paused
 from delayline.sql.journal import Journal
 from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import LockStatements
@@ -163,8 +164,10 @@ def statements(dialect: SqlServer) -> Iterator[tuple[str, Prepared, Sequence[str
     table = dialect.catalog.timeouts_table("sales.timeouts", None)
     store = StoreStatements(table, dialect)
     leases = LeaseTable(table, tables, dialect)
+    paused = StoreStatements(table, dialect, not_paused(table, dialect))
     timeouts = TimeoutStatements(timeout_table("Sales_", "dbo", dialect), tables, dialect)
-    owners: list[Any] = [store, leases, LockStatements(store, dialect, leases), dialect.forwarding(table, tables)]
+    owners: list[Any] = [store, leases, LockStatements(store, dialect, leases), dialect.forwarding(store, tables)]
+    owners += [paused, LockStatements(paused, dialect, leases), dialect.forwarding(paused, tables)]
     owners += [
         QueueStatements(tables, dialect),
         timeouts,

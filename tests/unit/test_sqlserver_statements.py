@@ -64,7 +64,7 @@ class Statements:
         self.store = StoreStatements(self.table, self.dialect)
         self.leases = LeaseTable(self.table, self.tables, self.dialect)
         self.locks = LockStatements(self.store, self.dialect, self.leases)
-        self.forwarding = self.dialect.forwarding(self.table, self.tables)
+        self.forwarding = self.dialect.forwarding(self.store, self.tables)
         self.queues = QueueStatements(self.tables, self.dialect)
         self.schedules = ScheduleStatements(schedules_table(self.dialect.catalog.schema_of(None)), self.dialect)
 

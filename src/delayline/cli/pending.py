@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -17,6 +17,7 @@ from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, examples, json_op
 from delayline.cli.screen import bar
 from delayline.cli.sets import change_set, open_waiting_set, set_options
 from delayline.clock import SystemClock, latest_of
+from delayline.delayed.pauses import SupportsDispatchPauses
 from delayline.delayed.store import Outcome, SupportsClock
 from delayline.opening import open_waiting
 from delayline.outgoing import due_time
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from delayline.cli.options import Command
     from delayline.cli.screen import Screen
     from delayline.cli.sets import SetOptions
+    from delayline.delayed.pauses import DispatchPause
     from delayline.delayed.store import DueCount, SupportsManagement
     from delayline.message import DelayedMessage
     from delayline.settings import Settings
@@ -76,8 +78,8 @@ def pending(
         counts, without_time = asyncio.run(_counts(settings, bucket, timeouts=timeouts))
         _show_counts(screen, counts, destination, _of(destination, without_time))
     else:
-        messages, without_time = asyncio.run(_messages(settings, destination, limit, timeouts=timeouts))
-        _show_messages(screen, messages, limit, _of(destination, without_time))
+        listed = asyncio.run(_listed(settings, destination, limit, timeouts=timeouts))
+        _show_messages(screen, listed, limit)
 
 
 @click.command(
@@ -209,11 +211,22 @@ class WaitingPlace:
         return outcomes
 
 
-async def _messages(
-    settings: Settings, destination: str | None, limit: int, *, timeouts: bool
-) -> tuple[Sequence[DelayedMessage], Sequence[DelayedMessage]]:
+class Listed(NamedTuple):
+    """What waits, and why messages may not leave."""
+
+    messages: Sequence[DelayedMessage]
+    without_time: Sequence[DelayedMessage]
+    pauses: Sequence[DispatchPause]
+
+
+async def _listed(settings: Settings, destination: str | None, limit: int, *, timeouts: bool) -> Listed:
     async with open_waiting(settings, timeouts=timeouts) as store:
-        return await store.pending(destination=destination, limit=limit), await _without_time(store)
+        pauses = await store.dispatch_pauses.all() if isinstance(store, SupportsDispatchPauses) else []
+        return Listed(
+            await store.pending(destination=destination, limit=limit),
+            _of(destination, await _without_time(store)),
+            [pause for pause in pauses if destination is None or pause.destination in (None, destination)],
+        )
 
 
 async def _counts(
@@ -241,9 +254,8 @@ def _show_without_time(screen: Screen, messages: Sequence[DelayedMessage]) -> No
     screen.echo(f"{number} without a time, which are never due. {TO_GIVE_A_TIME}")
 
 
-def _show_messages(
-    screen: Screen, messages: Sequence[DelayedMessage], limit: int, without_time: Sequence[DelayedMessage]
-) -> None:
+def _show_messages(screen: Screen, listed: Listed, limit: int) -> None:
+    messages, without_time, pauses = listed
     now = datetime.now(UTC)
     rows = [
         (
@@ -263,8 +275,12 @@ def _show_messages(
     if len(rows) == limit:
         screen.echo(f"the first {limit}; see more with --limit, all with --count", "dim")
     _show_without_time(screen, without_time)
+    for pause in pauses:
+        screen.echo(f"{pause.text} is paused since {local(pause.since)}", "yellow")
     documents = [_as_document(message) for message in messages]
-    screen.document({"pending": documents + [_as_document(message) | {"due": None} for message in without_time]})
+    documents += [_as_document(message) | {"due": None} for message in without_time]
+    paused = [{"destination": pause.destination, "since": pause.since.isoformat()} for pause in pauses]
+    screen.document({"pending": documents, "paused": paused})
 
 
 def _as_document(message: DelayedMessage) -> dict[str, object]:

@@ -1,22 +1,31 @@
-"""`delayline queues`, `pause`, `resume`, `limit`, `peek` and `purge`: look into queues and limit them."""
+"""`delayline queues`, `pause`, `resume`, `limit`, `peek` and `purge`: look into queues, limit and hold them."""
 
 from __future__ import annotations
 
 import asyncio
-from dataclasses import asdict
+import functools
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from delayline.cli.options import examples, json_option, settings_options
+from delayline.backends import backend_of
+from delayline.cli.options import PLACE_SETTINGS, examples, json_option, settings_options, with_options
+from delayline.clock import SystemClock
+from delayline.delayed.pauses import dispatching_to
+from delayline.delayed.pending import PendingMessages
+from delayline.delayed.store import SupportsClock
 from delayline.error_queue import managed_queues
-from delayline.errors import CorruptHeaders
+from delayline.errors import ConfigurationError, CorruptHeaders
 from delayline.message import Headers, from_wire_time
-from delayline.opening import open_transport
+from delayline.opening import open_transport, open_waiting
 from delayline.readable import local, size
 from delayline.transport import QueueLimits, limited
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from delayline.cli.options import Command
     from delayline.cli.screen import Screen
     from delayline.message import Message
     from delayline.settings import Settings
@@ -42,22 +51,91 @@ def queues(settings: Settings, screen: Screen) -> None:
     screen.document({"queues": [{**_document(limit), "messages": number} for limit, number in limits]})
 
 
-@click.command(epilog=examples("delayline pause billing"))
-@click.argument("queue")
-@settings_options(*QUEUE_SETTINGS)
-@json_option
-def pause(settings: Settings, screen: Screen, queue: str) -> None:
-    """Receive no more messages from a queue, in any process, until `resume`. Messages at work are still handled."""
-    _change(settings, screen, queue, paused=True)
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """What `pause` and `resume` are given: a queue whose messages are received, or due messages of an endpoint."""
+
+    queue: str | None
+    destination: str | None
+    everything: bool
+
+    def __post_init__(self) -> None:
+        if [self.queue is not None, self.destination is not None, self.everything].count(True) != 1:
+            raise click.UsageError("Give one of QUEUE, --dispatch and --dispatch-all.")
+
+    @property
+    def text(self) -> str:
+        """The due messages, in words."""
+        return dispatching_to(self.destination)
 
 
-@click.command(epilog=examples("delayline resume billing"))
-@click.argument("queue")
-@settings_options(*QUEUE_SETTINGS)
+def paused_options(command: Command) -> Command:
+    """Give a command `paused`."""
+
+    @functools.wraps(command)
+    def with_paused(*args: object, queue: str | None, dispatch: str | None, dispatch_all: bool, **others: Any) -> Any:  # noqa: ANN401 - click's
+        return command(*args, paused=Paused(queue, dispatch, dispatch_all), **others)
+
+    return with_options(
+        with_paused,
+        click.argument("queue", required=False),
+        click.option("--dispatch", metavar="QUEUE", help="The endpoint's delayed messages for this queue, when due."),
+        click.option("--dispatch-all", is_flag=True, help="All delayed messages of the endpoint, when due."),
+    )
+
+
+@click.command(epilog=examples("delayline pause billing", "delayline pause --dispatch billing --endpoint sales"))
+@paused_options
+@settings_options(*PLACE_SETTINGS)
 @json_option
-def resume(settings: Settings, screen: Screen, queue: str) -> None:
-    """Receive messages from a paused queue again."""
-    _change(settings, screen, queue, paused=False)
+def pause(settings: Settings, screen: Screen, paused: Paused) -> None:
+    """Receive no more messages from a queue, or dispatch no more delayed messages, in any process, until `resume`.
+
+    Messages that are handled, or dispatched, at this moment are so still.
+    """
+    if paused.queue is not None:
+        _change(settings, screen, paused.queue, paused=True)
+        return
+    is_new = asyncio.run(_with_pauses(settings, lambda pauses: pauses.pause(paused.destination)))
+    screen.echo(f"✓ {paused.text} is paused" + ("" if is_new else " already"), "green")
+    screen.document({"destination": paused.destination, "paused": True, "changed": is_new})
+
+
+@click.command(
+    epilog=examples("delayline resume billing", "delayline resume --dispatch billing --rate 50 --endpoint sales")
+)
+@paused_options
+@click.option("--rate", type=float, metavar="N", help="The most overdue messages that leave in a second.")
+@settings_options(*PLACE_SETTINGS)
+@json_option
+def resume(settings: Settings, screen: Screen, paused: Paused, rate: float | None) -> None:
+    """Receive messages from a paused queue, or dispatch delayed messages, again.
+
+    With --rate overdue messages get later due times, so that they leave one after the other; other messages do not
+    wait for them. To limit how many are received from a queue see `delayline limit`.
+    """
+    if paused.queue is not None:
+        if rate is not None:
+            raise click.UsageError("--rate is for --dispatch and --dispatch-all; for a queue: delayline limit")
+        _change(settings, screen, paused.queue, paused=False)
+        return
+    was_paused = asyncio.run(_with_pauses(settings, lambda pauses: pauses.resume(paused.destination, rate=rate)))
+    how = "" if rate is None else f", overdue messages at {rate:g} a second"
+    screen.echo(f"✓ {paused.text} is resumed{how}" if was_paused else f"✓ {paused.text} was not paused", "green")
+    screen.document({"destination": paused.destination, "paused": False, "changed": was_paused})
+
+
+async def _with_pauses(settings: Settings, work: Callable[[PendingMessages], Coroutine[None, None, bool]]) -> bool:
+    native = None if settings.timeout_manager else backend_of(settings.resolved_store_url).native_delays
+    if native is not None:
+        raise ConfigurationError(
+            f"messages in {native} leave when they are due, and cannot be held back: stop the endpoints that receive "
+            "them, or keep delayed messages in a database with store_url"
+        )
+    async with open_waiting(settings, timeouts=False) as store:
+        return await work(
+            PendingMessages(store, (store.clock() if isinstance(store, SupportsClock) else SystemClock()))
+        )
 
 
 @click.command(

@@ -1,9 +1,10 @@
-"""The pending messages of an endpoint: listed, counted, cancelled, rescheduled, sent now."""
+"""The pending messages of an endpoint: listed, counted, cancelled, rescheduled, sent now, held back."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from delayline.delayed.pauses import SupportsDispatchPauses, checked_destination, pausable
 from delayline.delayed.store import managed
 from delayline.external import UNSET, checked_transaction, enlisted
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
 
     from delayline.clock import Clock
+    from delayline.delayed.pauses import DispatchPause
     from delayline.delayed.store import DueCount, Outcome
     from delayline.external import ExternalConnection, ExternalTransaction, Unset
     from delayline.message import DelayedMessage
@@ -126,6 +128,58 @@ class PendingMessages:
             The counts that are not zero.
         """
         return await self._management.count_by_due(bucket)
+
+    async def pause(self, destination: str | None = None) -> bool:
+        """Dispatch no more messages for a destination, or of the endpoint, in any process, until `resume`.
+
+        Messages that a poller has already leave still: within a second and the time of a batch none does any more.
+
+        Args:
+            destination: The destination; by default all messages of the endpoint are paused.
+
+        Returns:
+            Whether that was not paused already.
+
+        Raises:
+            ConfigurationError: The messages cannot be held back where they wait.
+            BackendUnavailable: The back end did not answer.
+
+        Example:
+            ```python
+            await shop.delayed.pause("billing")
+            ```
+        """
+        return await pausable(self._management).pause(checked_destination(destination), self._clock.now())
+
+    async def resume(self, destination: str | None = None, *, rate: float | None = None) -> bool:
+        """Dispatch messages again after `pause`. Overdue messages leave at once, or at a bounded rate.
+
+        Args:
+            destination: The destination; by default the pause of the whole endpoint ends, not those of destinations.
+            rate: The most overdue messages that leave in a second, over all processes: they get later due times, those
+                that were due first the earliest. By default they leave as fast as they can.
+
+        Returns:
+            Whether that was paused.
+
+        Raises:
+            ConfigurationError: The rate is not above 0, or nothing can be paused there.
+            BackendUnavailable: The back end did not answer; nothing, or a part, has later due times, and all is paused.
+        """
+        return await pausable(self._management).resume(checked_destination(destination), self._clock.now(), rate)
+
+    async def pauses(self) -> Sequence[DispatchPause]:
+        """Return what is paused: the whole endpoint first, then destinations by name.
+
+        Returns:
+            The pauses; none where nothing can be paused.
+
+        Raises:
+            BackendUnavailable: The back end did not answer.
+        """
+        if not isinstance(self._management, SupportsDispatchPauses):
+            return []
+        return await self._management.dispatch_pauses.all()
 
     async def _enlisted(
         self, given: ExternalConnection | ExternalTransaction | Transaction | Unset

@@ -37,6 +37,7 @@ from delayline.circuit_breaker import first_of, is_cancelled
 from delayline.clock import EPOCH, LATEST_TIME
 from delayline.delayed.mover import OF_BACK_END, Batch
 from delayline.delayed.one_at_a_time import OneAtATime
+from delayline.delayed.pauses import SLEEP_WHILE_PAUSED, SupportsDispatchPauses
 from delayline.delayed.store import Forwarded
 from delayline.errors import StorageFull
 from delayline.events import Event, emit
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from delayline.delayed.host import DeliveryHost
     from delayline.delayed.mover import Mover
     from delayline.delayed.one_at_a_time import PolledStore
+    from delayline.delayed.pauses import DispatchPauses
     from delayline.delayed.store import SupportsForwarding
     from delayline.message import DelayedMessage
 
@@ -104,6 +106,7 @@ class Poller:
         self._observer = host.observers.all
         self._mover = mover
         self._forwarding = forwarding
+        self._pauses = store.dispatch_pauses if isinstance(store, SupportsDispatchPauses) else None
         self._fetch_breaker = fetch_breaker
         self._dispatch_breaker = dispatch_breaker
         self._batch_size = batch_size
@@ -169,6 +172,8 @@ class Poller:
     async def _poll(self) -> None:
         if not await self._finish_earlier():
             return
+        if self._pauses is not None and await self._are_all_paused(self._pauses):
+            return
         if self._mover.has_prefetched and await self._dispatch_due(self._clock.now()):
             return
         known, self._known = self._known, None
@@ -187,10 +192,22 @@ class Poller:
             self._observer.polled(0, None)
         if self._mover.has_failures or self._mover.try_unsent(now):
             return
-        latest = min(now + self._maximum_sleep, self._mover.set_aside_until or LATEST_TIME)
+        maximum = SLEEP_WHILE_PAUSED if self._pauses is not None and self._pauses.is_any else self._maximum_sleep
+        latest = min(now + maximum, self._mover.set_aside_until or LATEST_TIME)
         slept_until = await self._sleep_until(latest if due is None else min(due, latest))
         if slept_until is not None and slept_until != latest:
             self._known = Forwarded(0, slept_until)
+
+    async def _are_all_paused(self, pauses: DispatchPauses) -> bool:
+        """Follow what is paused now; sleep, and return True, while all messages are."""
+        if await pauses.look():
+            self._known = None
+            await self._return_prefetched()
+        if pauses.is_whole:
+            if self._observer is not None:
+                self._observer.polled(0, None)
+            await self._sleep_until(self._clock.now() + SLEEP_WHILE_PAUSED)
+        return pauses.is_whole
 
     async def _finish_earlier(self) -> bool:
         """Finish what is left of earlier batches, some of it, and return whether another may be moved."""

@@ -23,6 +23,7 @@ from delayline.delayed.store import (
     postponed,
     spans_of,
 )
+from delayline.memory.pauses import MemoryDispatchPauses
 from delayline.memory.schedules import MemoryScheduleRows
 from delayline.memory.transaction import InMemory, in_memory
 from delayline.message import in_utc
@@ -52,6 +53,7 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
         #: The order of each group's messages, where groups are served in turn; the group served last is at the end.
         self._groups: dict[str, list[Key]] = {}
         self._schedules = MemoryScheduleRows()
+        self._pauses = MemoryDispatchPauses(self._overdue, self._move, self._wake)
 
     def be_fair(self, fair_by: FairBy) -> None:
         """Serve groups of due messages in turn."""
@@ -63,6 +65,11 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
     def schedules(self) -> MemoryScheduleRows:
         """The schedules."""
         return self._schedules
+
+    @property
+    def dispatch_pauses(self) -> MemoryDispatchPauses:
+        """What is paused."""
+        return self._pauses
 
     async def initialize(self, endpoint_name: str, mode: TransactionMode) -> None:
         """Do nothing: every mode works."""
@@ -150,11 +157,14 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
                 waiting.append(keys)
 
     def _is_free(self, key: Key) -> bool:
-        return key[2] not in self._locked
+        return key[2] not in self._locked and not self._is_paused(key)
+
+    def _is_paused(self, key: Key) -> bool:
+        return self._pauses.is_any and self._pauses.holds(self._messages[key[2]].destination)
 
     async def next_due(self) -> datetime | None:
-        """Return the earliest due time of any message."""
-        return self._order[0][0] if self._order else None
+        """Return the earliest due time of any message that is not paused."""
+        return next((key[0] for key in self._order if not self._is_paused(key)), None)
 
     async def remove_many(self, messages: Sequence[DelayedMessage], transaction: Transaction | None = None) -> int:
         """Delete the messages; in a transaction they stay, locked, until its commit."""
@@ -235,7 +245,23 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
                 ids = (message_id for _, _, message_id in islice(self._order, first, end))
                 shares = dict(Counter(self._messages[message_id].destination for message_id in ids).most_common())
             buckets.append(DueBucket(*span, end - first, destinations=shares))
-        return DueForecast(buckets, await self.next_due())
+        return DueForecast(buckets, self._order[0][0] if self._order else None)
+
+    def _overdue(self, at: datetime, destination: str | None) -> Sequence[DelayedMessage]:
+        """Return what is due and not locked, for a destination, or for all that are not paused."""
+        free = (key[2] for key in takewhile(lambda key: key[0] <= at, self._order) if key[2] not in self._locked)
+        messages = [self._messages[message_id] for message_id in free]
+        if destination is None:
+            return [message for message in messages if not self._pauses.holds(message.destination)]
+        return [message for message in messages if message.destination == destination]
+
+    def _move(self, messages: Sequence[DelayedMessage], due: datetime) -> None:
+        self._delete([message.id for message in messages])
+        self._insert([replace(message, due=due) for message in messages])
+
+    def _wake(self) -> None:
+        for listener in self._listeners:
+            listener(EPOCH)
 
     def _outcome(self, message_id: str) -> Outcome:
         if message_id not in self._messages:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar
 
-from sqlalchemy import bindparam, select, update
+from sqlalchemy import and_, bindparam, select, update
 
 from delayline.clock import SystemClock
 from delayline.delayed.columns import StoredRow
@@ -379,7 +379,7 @@ class NumberStatements:
 
     def __init__(self, statements: StoreStatements) -> None:
         columns, sql = statements.table.c, statements.dialect.sql
-        is_due = columns.due <= bindparam("until")
+        is_due = and_(columns.due <= bindparam("until"), *statements.unpaused)
         numbers = select(columns.seq).where(is_due).order_by(*in_order(statements.table))
         numbers = numbers.limit(bindparam("number")).offset(bindparam("skip"))
         claimed = statements.waiting.where(columns.seq == bindparam("sequence"), is_due)
@@ -387,10 +387,11 @@ class NumberStatements:
         self.claimed_row: Prepared = Prepared(claimed, sql, ["sequence", "until"])
         if fair_by_of(statements.table) is not None:
             fair = partial(in_turn, table=statements.table, dialect=statements.dialect)
-            numbered = fair(select(columns.seq)).limit(bindparam("number")).offset(bindparam("skip"))
+            unpaused = statements.unpaused
+            numbered = fair(select(columns.seq)).where(*unpaused).limit(bindparam("number")).offset(bindparam("skip"))
             self.numbers_of_turn: Prepared = Prepared(numbered, sql, [*OF_TURN, "number", "skip"])
             self.due_of_turn: Prepared = Prepared(
-                fair(statements.waiting).limit(bindparam("number")), sql, [*OF_TURN, "number"]
+                fair(statements.waiting).where(*unpaused).limit(bindparam("number")), sql, [*OF_TURN, "number"]
             )
         self.touch: Prepared = Prepared(
             update(statements.table).values(seq=columns.seq).where(columns.seq == 0), sql, []
@@ -466,13 +467,18 @@ class FileRowClaims:
 
     def __init__(self, database: FileDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
-        self.statements = statements
-        self.numbers: NumberStatements = NumberStatements(statements)
+        self._tables = tables
+        self.use(statements)
         self.claims: FileClaims = database.claims(statements.table.name)
         self._claimed: dict[str, int] = {}
         fair = fair_by_of(statements.table) is not None
         self._groups = DueGroups(statements.table, database.dialect) if fair else None
-        self._forwarding = FileForwarding(statements.table, tables, database.dialect)
+
+    def use(self, statements: StoreStatements) -> None:
+        """Fetch and move what these statements find."""
+        self.statements: StoreStatements = statements
+        self.numbers: NumberStatements = NumberStatements(statements)
+        self._forwarding = FileForwarding(statements, self._tables, self._database.dialect)
 
     async def fetch(
         self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None

@@ -17,11 +17,12 @@ from delayline.sql.statements import EXPIRY_MARKER, MARKER
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import ColumnElement, Connection, Table
+    from sqlalchemy import ColumnElement, Connection
 
     from delayline.delayed.fairness import Turn
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import Columns, Server
+    from delayline.sql.statements import StoreStatements
 
 
 class LockedForwarding:
@@ -30,12 +31,13 @@ class LockedForwarding:
     one_statement = False
     can_claim = False
 
-    def __init__(self, table: Table, tables: QueueTables, dialect: Server) -> None:
-        columns, sql = table.c, dialect.sql
+    def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: Server) -> None:
+        table, sql = statements.table, dialect.sql
+        columns = table.c
         size = func.length(columns.headers) + func.length(columns.body)
         known = exists().where(tables.queues.c.name == dialect.words.exact(columns.destination))
         movable = self.movable(columns, known)
-        free = dialect.leases(table, tables).free
+        free = and_(dialect.leases(table, tables).free, *statements.unpaused)
         selected = select(columns.id, columns.due, columns.destination, size, movable)
         selected = selected.limit(bindparam("number")).with_for_update(skip_locked=True)
         heads = selected.where(columns.due <= bindparam("until"), free).order_by(*in_order(table))

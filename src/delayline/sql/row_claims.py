@@ -24,7 +24,7 @@ from delayline.sql.prepared import LONGEST_LIST, Prepared
 from delayline.sql.schema import in_order
 from delayline.sql.server_clock import steady
 from delayline.sql.server_database import ServerDatabase
-from delayline.sql.statements import DIRTY, WAITING, store_channel
+from delayline.sql.statements import WAITING, store_channel
 from delayline.sql.watermark import FullLooks, Seen, Watermark
 
 if TYPE_CHECKING:
@@ -55,6 +55,10 @@ LOOKS_AT_LOCK_EVERY: Final = 0.02
 
 class RowClaims(Protocol):
     """The rows of a store's table."""
+
+    def use(self, statements: StoreStatements) -> None:
+        """Fetch and move from now on what these statements find; they are of the same table."""
+        ...
 
     async def fetch(
         self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None
@@ -124,21 +128,23 @@ class LockStatements:
         size = func.length(columns.headers) + func.length(columns.body)
         is_due, since = columns.due <= bindparam("until"), columns.due >= bindparam("since")
         heads = select(columns.id, size, columns.due).limit(bindparam("number")).with_for_update(skip_locked=True)
-        due = heads.where(is_due, leases.free).order_by(*in_order(table))
-        next_due = select(func.min(columns.due), dialect.values.in_seconds(0)).with_hint(table, *DIRTY)
+        due = heads.where(is_due, leases.free, *statements.unpaused).order_by(*in_order(table))
+        next_due, next_due_since = (
+            statements.earliest_due(*where).add_columns(dialect.values.in_seconds(0)) for where in ((), (since,))
+        )
         free = select(columns.id).where(by_id, leases.free).with_for_update(skip_locked=True)
         read = statements.waiting.where(by_ids)  # in no order: it may bring a scan of that order's index
         self.due: Prepared = Prepared(due, sql, ["until", "number"])
         self.due_since: Prepared = Prepared(due.where(since), sql, ["until", "since", "number"])
         if fair_by_of(table) is not None:
             self.due_in_turn: Prepared = Prepared(
-                in_turn(heads, table, dialect).where(leases.free), sql, [*OF_TURN, "number"]
+                in_turn(heads, table, dialect).where(leases.free, *statements.unpaused), sql, [*OF_TURN, "number"]
             )
         self.next_due: Prepared = Prepared(next_due, sql, [])
-        self.next_due_since: Prepared = Prepared(next_due.where(since), sql, ["since"])
-        full = next_due.add_columns(*dialect.words.transactions_in_progress)
-        self.full: Prepared = Prepared(full, sql, [])
-        self.full_since: Prepared = Prepared(full.where(since), sql, ["since"])
+        self.next_due_since: Prepared = Prepared(next_due_since, sql, ["since"])
+        in_progress = dialect.words.transactions_in_progress
+        self.full: Prepared = Prepared(next_due.add_columns(*in_progress), sql, [])
+        self.full_since: Prepared = Prepared(next_due_since.add_columns(*in_progress), sql, ["since"])
         self.one: Prepared = Prepared(free, sql, ["key"])
         if "seq" in columns:
             by_numbers = dialect.words.by_key(columns.seq, "numbers")
@@ -155,9 +161,9 @@ class ServerRowClaims:
     def __init__(self, database: ServerDatabase, statements: StoreStatements, tables: QueueTables) -> None:
         self._database = database
         self._statements = statements
+        self._tables = tables
         self._leases = database.dialect.leases(statements.table, tables)
-        self._locks = LockStatements(statements, database.dialect, self._leases)
-        self._forwarding = database.dialect.forwarding(statements.table, tables)
+        self.use(statements)
         fair = fair_by_of(statements.table) is not None
         self._groups = DueGroups(statements.table, database.dialect) if fair else None
         self._queued = tables.queued.fullname
@@ -170,6 +176,12 @@ class ServerRowClaims:
         self._full_looks: FullLooks | None = None
         self._fetched: list[datetime] = []
         """The earliest due time of each transaction with messages of ours: undone, they wait again."""
+
+    def use(self, statements: StoreStatements) -> None:
+        """Fetch and move what these statements find."""
+        dialect = self._database.dialect
+        self._locks = LockStatements(statements, dialect, self._leases)
+        self._forwarding = dialect.forwarding(statements, self._tables)
 
     async def fetch(
         self, until: object, limit: int, *, max_bytes: int, transaction: Transaction | None

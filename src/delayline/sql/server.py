@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from delayline.sql.prepared import StatementResult
     from delayline.sql.schema import QueueTables
     from delayline.sql.server_clock import ServerClock
+    from delayline.sql.statements import StoreStatements
     from delayline.sql.urls import Host
 
     Columns = ReadOnlyColumnCollection[str, Column[Any]]
@@ -294,7 +295,7 @@ class Server(Dialect):
         return LeaseColumn(table, self)
 
     @abstractmethod
-    def forwarding(self, table: Table, tables: QueueTables) -> Forwarding:
+    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> Forwarding:
         """Return how due messages of a store move inside the server."""
 
 

@@ -185,10 +185,11 @@ class RequiredTables:
     def check(self, connection: Connection) -> None:
         """Raise BackendUnusable for missing tables and for tables of another shape, and NewerSchema."""
         recorded, inspector = read_versions(connection, self._schema), inspect(connection)
+        if FIRST_FEATURE in recorded:
+            self._check_shapes(connection, inspector)
         for table in self._tables(self._groups):
             if FIRST_FEATURE not in recorded or not _has_table(inspector, table):
                 raise BackendUnusable(f"table {table.fullname!r} does not exist: run `delayline setup` first")
-        self._check_shapes(connection, inspector)
 
     def check_upgraded(self, connection: Connection) -> None:
         """Raise BackendUnusable for existing tables of an older delayline, and NewerSchema."""

@@ -31,7 +31,7 @@ from delayline.sql.schema import FAIR_GROUP, in_order
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from sqlalchemy import Connection, Select, Table
+    from sqlalchemy import ColumnElement, Connection, Select, Table
 
     from delayline.message import DelayedMessage, Message
     from delayline.sql.dialect import Dialect, TableIdentity
@@ -60,10 +60,17 @@ class RowOfGroup(StoredRow):
 
 
 class StoreStatements:
-    """Every statement a delayed message store runs on its table."""
+    """Every statement a delayed message store runs on its table.
 
-    def __init__(self, table: Table, dialect: Dialect) -> None:
+    Args:
+        table: The table.
+        dialect: The database.
+        unpaused: The condition of messages that are fetched when they are due, where something is paused.
+    """
+
+    def __init__(self, table: Table, dialect: Dialect, unpaused: ColumnElement[bool] | None = None) -> None:
         self.table = table
+        self.unpaused: Sequence[ColumnElement[bool]] = () if unpaused is None else (unpaused,)
         self._dialect = dialect
         columns, sql = table.c, dialect.sql
         by_ids, is_due = dialect.words.one_of(columns.id, "keys"), columns.due <= bindparam("until")
@@ -78,9 +85,9 @@ class StoreStatements:
         self.replace: Prepared = Prepared(
             update(table).where(by_ids).values(**replaced), sql, [*(f"new_{name}" for name in replaced), "keys"]
         )
-        due = self.waiting.where(is_due).order_by(*in_order(table)).limit(bindparam("number"))
+        due = self.waiting.where(is_due, *self.unpaused).order_by(*in_order(table)).limit(bindparam("number"))
         self.due: Prepared = Prepared(due, sql, ["until", "number"])
-        self.next_due: Prepared = Prepared(select(func.min(columns.due)).with_hint(table, *DIRTY), sql, [])
+        self.next_due: Prepared = Prepared(self.earliest_due(), sql, [])
         self.delete: Prepared = Prepared(delete(table).where(by_ids), sql, ["keys"])
         self.move: Prepared = Prepared(update(table).where(by_ids).values(due=bindparam("at")), sql, ["at", "keys"])
         self.count_failure: Prepared = Prepared(failed, sql, ["keys"])
@@ -90,6 +97,14 @@ class StoreStatements:
     def dialect(self) -> Dialect:
         """The dialect they are written in."""
         return self._dialect
+
+    def earliest_due(self, *where: ColumnElement[bool]) -> Select[Any]:
+        """Return the query for the earliest due time; a condition besides takes a walk along the index instead."""
+        table, due = self.table, self.table.c.due
+        if not self.unpaused:
+            return select(func.min(due)).where(*where).with_hint(table, *DIRTY)
+        walk = select(due).where(*where, *self.unpaused).order_by(*in_order(table)).limit(literal_column("1"))
+        return select(walk.with_hint(table, *DIRTY).scalar_subquery())
 
     def by_due(self, width: int) -> Select[int, str, int]:
         """Return the count by bucket of `width` microseconds and destination."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import select
 
 from delayline.checks import time_span
-from delayline.clock import ONE_MICROSECOND, ONE_SECOND, from_microseconds, to_microseconds
+from delayline.clock import EPOCH, ONE_MICROSECOND, ONE_SECOND, from_microseconds, to_microseconds
 from delayline.delayed.store import (
     DueCount,
     Forwarded,
@@ -24,6 +24,7 @@ from delayline.delayed.store import (
 from delayline.errors import BackendUnavailable, ConfigurationError, InvalidMessage, NotStarted
 from delayline.message import in_utc
 from delayline.sql.deadlines import long_work
+from delayline.sql.dispatch_pauses import PAUSES, SqlDispatchPauses
 from delayline.sql.due_forecast import forecast
 from delayline.sql.fair_groups import fair_table
 from delayline.sql.journal import JOURNAL, Journal, StoreJournal
@@ -82,7 +83,7 @@ class StoreSetup:
     ) -> None:
         self._catalog = dialect.catalog
         self._keeps_journal = keeps_journal
-        groups = [QUEUES, SCHEDULES] if keeps_schedules else [QUEUES]
+        groups = [QUEUES, PAUSES, SCHEDULES] if keeps_schedules else [QUEUES, PAUSES]
         self._checked = RequiredTables(dialect, schema, *groups, others=[table])
         self.required: RequiredTables = (
             RequiredTables(dialect, schema, *groups, JOURNAL, others=[table]) if keeps_journal else self._checked
@@ -154,6 +155,14 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             self._database, self._statements, self._locking, self._kept_journal, self.action_log(endpoint), self._notify
         )
         """Returns an endpoint's messages as sets that actions change; None for a table without numbers."""
+        self.dispatch_pauses: SqlDispatchPauses = SqlDispatchPauses(
+            self._database,
+            self._schema,
+            statements=lambda: self._statements,
+            rows=lambda: self._locking,
+            resumed=lambda: self._notify(EPOCH),
+        )
+        """What is not dispatched, in a table that all stores of the schema share."""
         self._open: StoreStatements | None = None
         self._channel = ""
         self._rows: RowClaims | None = None
@@ -193,6 +202,8 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
         """Return the GRANT statements for missing rights; see `SupportsRightsCheck`."""
         table, dialect = self.table_of(endpoint_name), self._database.dialect
         needed: dict[Table, Sequence[str]] = {table: EVERY_RIGHT if takes else dialect.catalog.rights_to_store}
+        if takes:
+            needed[self.dispatch_pauses.table] = EVERY_RIGHT
         if self.schedules.required:
             needed[self.schedules.table] = EVERY_RIGHT
         journal = Journal(table, dialect)

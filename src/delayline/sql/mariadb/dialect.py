@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import ServerSessions
     from delayline.sql.staging import Stage
+    from delayline.sql.statements import StoreStatements
 
 
 LONGEST_BATCH: Final = 1_000_000  # bytes of a statement that inserts several rows
@@ -220,9 +221,9 @@ class Mariadb(Server):
         """Named locks, which all databases of a server share."""
         return NamedLocks(database, table if "." in table else f"{self.connections.url.database}.{table}")
 
-    def forwarding(self, table: Table, tables: QueueTables) -> LockedForwarding:
+    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> LockedForwarding:
         """Three statements."""
-        return LockedForwarding(table, tables, self)
+        return LockedForwarding(statements, tables, self)
 
 
 class Mysql(Mariadb):

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import QueueTables
     from delayline.sql.server import ServerSessions
     from delayline.sql.staging import Stage
+    from delayline.sql.statements import StoreStatements
 
 PART: Final = 250  # rows of a large insert that go to the server at once
 FOR_SCANS: Final = (
@@ -314,9 +315,9 @@ class Postgresql(Server):
             )
         return AdvisoryLockClaims(database, table, self)
 
-    def forwarding(self, table: Table, tables: QueueTables) -> PostgresqlForwarding:
+    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> PostgresqlForwarding:
         """A statement."""
-        return PostgresqlForwarding(table, tables, self)
+        return PostgresqlForwarding(statements, tables, self)
 
 
 @lru_cache(maxsize=256)

@@ -14,11 +14,12 @@ from delayline.sql.statements import EXPIRY_MARKER, MARKER
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sqlalchemy import Connection, Table
+    from sqlalchemy import ColumnElement, Connection
 
     from delayline.delayed.fairness import Turn
     from delayline.sql.postgresql.dialect import Postgresql
     from delayline.sql.schema import QueueTables
+    from delayline.sql.statements import StoreStatements
 
 #: `due` takes the locks; skipped rows are unlocked when the statement ends, which commits.
 MOVE_DUE: Final = """
@@ -36,12 +37,12 @@ HEADS: Final = """
   SELECT seq, due, destination, octet_length(headers) + octet_length(body) AS size,
     position(%s::bytea IN headers) = 0 AND position(%s::bytea IN headers) = 0
       AND EXISTS (SELECT FROM {queues} WHERE name = destination) AS movable
-  FROM {table} WHERE {condition} AND (leased_until IS NULL OR leased_until < clock_timestamp())
+  FROM {table} WHERE {condition}{unpaused} AND (leased_until IS NULL OR leased_until < clock_timestamp())
   ORDER BY {order} LIMIT {limit} FOR UPDATE SKIP LOCKED
 """
 BY_DUE_TIME: Final = {"condition": "due <= %s AND due >= %s", "order": "due, seq", "limit": "%s"}
 NEXT_DUE: Final = """CASE WHEN (SELECT count(*) FROM due) < %s THEN (
-    SELECT due FROM {table} WHERE due >= (SELECT max(due) FROM gone) AND seq NOT IN (SELECT seq FROM gone)
+    SELECT due FROM {table} WHERE due >= (SELECT max(due) FROM gone) AND seq NOT IN (SELECT seq FROM gone){unpaused}
     ORDER BY due, seq LIMIT 1) END"""
 #: Only the index of groups fulfils the condition, in this order: with an equality the planner may take another.
 OF_TURN: Final = {
@@ -94,10 +95,11 @@ class PostgresqlForwarding:
 
     one_statement = True
 
-    def __init__(self, table: Table, tables: QueueTables, dialect: Postgresql) -> None:
-        quote = dialect.sql.identifier_preparer.format_table
+    def __init__(self, of_store: StoreStatements, tables: QueueTables, dialect: Postgresql) -> None:
+        quote, table = dialect.sql.identifier_preparer.format_table, of_store.table
         tables_named = {"table": table, "queues": tables.queues, "queued": tables.queued}
         names = {name: quote(table) for name, table in tables_named.items()}
+        names["unpaused"] = "".join(f" AND {_literal(condition, dialect)}" for condition in of_store.unpaused)
         self.can_claim: bool = not dialect.connections.pgbouncer
         """Messages are claimed by locks of a session, which clients of a pooler would share."""
         by_due_time = {"due": HEADS.format(**BY_DUE_TIME, **names), "next_due": NEXT_DUE.format(**names), "turned": ""}
@@ -138,6 +140,11 @@ class PostgresqlForwarding:
         """Move messages, only from `since` on if given, and return the result, with `counts` if `counted`."""
         statements = self.fair_statements[counted] if turns else self.statements[counted, False]
         return PostgresqlMove(statements, until, limit, max_bytes, counted, since, turns=turns).run(connection)
+
+
+def _literal(condition: ColumnElement[bool], dialect: Postgresql) -> str:
+    """Return the condition with its values in it."""
+    return str(condition.compile(dialect=dialect.sql, compile_kwargs={"literal_binds": True}))
 
 
 def _fair_statements(group: str, names: Mapping[str, str]) -> Mapping[bool, Sequence[Prepared]]:

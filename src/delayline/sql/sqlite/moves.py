@@ -17,11 +17,12 @@ from delayline.sql.statements import EXPIRY_MARKER, MARKER, QueueStatements
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from sqlalchemy import ColumnElement, Connection, Select, Table
+    from sqlalchemy import ColumnElement, Connection, Select
 
     from delayline.delayed.fairness import Turn
     from delayline.sql.schema import QueueTables
     from delayline.sql.sqlite.dialect import Sqlite
+    from delayline.sql.statements import StoreStatements
 
 
 class MoveStatements(NamedTuple):
@@ -35,9 +36,9 @@ class MoveStatements(NamedTuple):
 class FileForwarding:
     """Moves the earliest due messages under SQLite's write lock, which excludes other pollers."""
 
-    def __init__(self, table: Table, tables: QueueTables, dialect: Sqlite) -> None:
-        columns, sql = table.c, dialect.sql
-
+    def __init__(self, of_store: StoreStatements, tables: QueueTables, dialect: Sqlite) -> None:
+        table, sql = of_store.table, dialect.sql
+        columns = table.c
         size = func.length(columns.headers) + func.length(columns.body)
         marked = func.instr(columns.headers, bindparam("marker")) + func.instr(columns.headers, bindparam("expiry"))
         self._queues = QueueStatements(tables, dialect)
@@ -54,11 +55,11 @@ class FileForwarding:
             )
 
         def by_due_time(*selected: ColumnElement[Any]) -> Select[Any]:
-            due = select(*selected).where(columns.due <= bindparam("until"))
+            due = select(*selected).where(columns.due <= bindparam("until"), *of_store.unpaused)
             return due.order_by(columns.due, columns.seq).limit(bindparam("number"))
 
         def of_turn(*selected: ColumnElement[Any]) -> Select[Any]:
-            return in_turn(select(*selected), table, dialect).limit(bindparam("number"))
+            return in_turn(select(*selected), table, dialect).where(*of_store.unpaused).limit(bindparam("number"))
 
         self._by_due_time = statements(by_due_time, ["until"])
         self.of_turn: MoveStatements | None = None if fair_by_of(table) is None else statements(of_turn, OF_TURN)

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from delayline.sql.server import Columns, ServerSessions
     from delayline.sql.sqlserver.errors import SqlServerErrors
     from delayline.sql.staging import Stage
+    from delayline.sql.statements import StoreStatements
 
 
 #: The columns that NServiceBus' script for SQL Server creates.
@@ -226,9 +227,9 @@ class SqlServer(Server):
         """Leases in a separate table."""
         return LeaseTable(table, tables, self)
 
-    def forwarding(self, table: Table, tables: QueueTables) -> SqlServerForwarding:
+    def forwarding(self, statements: StoreStatements, tables: QueueTables) -> SqlServerForwarding:
         """Three statements."""
-        return SqlServerForwarding(table, tables, self)
+        return SqlServerForwarding(statements, tables, self)
 
 
 #: The steps of an index's histogram: the highest time of each, the rows before it, and the rows equal to it.
@@ -355,9 +356,9 @@ class SqlServerForwarding(LockedForwarding):
     which counts deleted rows.
     """
 
-    def __init__(self, table: Table, tables: QueueTables, dialect: SqlServer) -> None:
+    def __init__(self, statements: StoreStatements, tables: QueueTables, dialect: SqlServer) -> None:
         self._dialect = dialect
-        super().__init__(table, tables, dialect)
+        super().__init__(statements, tables, dialect)
 
     def movable(self, columns: Columns, known: ColumnElement[bool]) -> ColumnElement[Any]:
         """Return a CASE of 1 or 0: in T-SQL a condition is not a value."""

@@ -18,6 +18,7 @@ from delayline.clock import ONE_HOUR, ONE_SECOND
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.fairness import FairBy, SupportsFairness
 from delayline.delayed.mover import scope_between
+from delayline.delayed.pauses import SupportsDispatchPauses
 from delayline.delayed.store import (
     DelayedMessageStore,
     SupportsBatches,
@@ -1054,6 +1055,23 @@ class DeliveryForwarding(DeliveryFixtures):
         assert (forwarded.number, forwarded.next_due, forwarded.left) == (3, AT + self.step, 0)
         assert await forwarding.takes(3) == ["first", "second", "third"]
         assert await forwarding.waiting() == ["early"]
+
+    async def test_paused_messages_do_not_move(self, forwarding: Inside) -> None:
+        """Given a full batch for a paused queue, then messages for others move; the paused move once resumed."""
+        store = forwarding.store
+        if not isinstance(store, SupportsDispatchPauses):
+            pytest.skip("not claimed: SupportsDispatchPauses")
+        others = await self.hold_backlog(forwarding, 20)
+        await store.dispatch_pauses.pause(BILLING, AT)
+        await store.dispatch_pauses.look()
+        forwarded = await forwarding.forward(10)
+        assert (forwarded.number, forwarded.next_due, forwarded.left) == (5, None, 0)
+        assert sorted(await forwarding.takes(5, OTHER_QUEUE)) == others
+        assert (await forwarding.forward(10)).number == 0
+        await store.dispatch_pauses.resume(BILLING, AT)
+        await store.dispatch_pauses.look()
+        assert [(await forwarding.forward(10)).number for _ in range(3)] == [10, 10, 0]
+        await forwarding.takes(20)
 
     async def hold_backlog(self, inside: Inside, number: int = 300, body: bytes = b"body") -> list[str]:
         """Store so many messages for a queue, and then some for another; return the ids of these."""

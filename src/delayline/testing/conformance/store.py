@@ -14,6 +14,7 @@ import pytest_asyncio
 
 from delayline.clock import ONE_HOUR
 from delayline.delayed.fairness import FairBy, SupportsFairness
+from delayline.delayed.pauses import DispatchPause, SupportsDispatchPauses
 from delayline.delayed.store import (
     DelayedMessageStore,
     DueCount,
@@ -1209,6 +1210,108 @@ class RolledBackError(Exception):
     """Raised by a test inside a transaction, to roll it back."""
 
 
+class PausableStore(BatchingStore, SupportsDispatchPauses, Protocol):
+    """A store that claims pauses of dispatching, and batches."""
+
+
+class StorePauses(StoreFixtures):
+    """Messages whose dispatching is paused: they stay, and delay no others."""
+
+    @pytest.fixture
+    def pausable(self, batches: BatchingStore) -> PausableStore:
+        """Provide an open store whose dispatching can be paused."""
+        if not isinstance(batches, SupportsDispatchPauses):
+            pytest.skip("not claimed: SupportsDispatchPauses")
+        return batches
+
+    @pytest.mark.parametrize("name", ["billing", 'it\'s 100 % \\ "ours"', *HOSTILE_NAMES])
+    async def test_paused_messages_delay_no_others(self, pausable: PausableStore, name: str) -> None:
+        """Given more than a batch for a paused destination, then others are fetched, and the paused once resumed."""
+        paused = [delayed(f"a{number:03}", destination=name) for number in range(30)]
+        await pausable.store_many(paused)
+        await pausable.store_many(
+            [delayed("b", LATER, destination=f"{name[:-1]}~"), delayed("c", LATER, destination="c")]
+        )
+        pauses = pausable.dispatch_pauses
+        assert await pauses.pause(name, AT)
+        assert not await pauses.pause(name, LATER)
+        assert await pauses.look()
+        assert (pauses.is_any, pauses.is_whole) == (True, False)
+        assert await pauses.all() == [DispatchPause(name, AT)]
+        assert await pausable.next_due() == LATER
+        fetched = await pausable.fetch_due(LATER, 10, max_bytes=PLENTY)
+        assert sorted(message.id for message in fetched) == ["b", "c"]
+        await pausable.remove_many(fetched)
+        assert await pausable.next_due() is None
+        assert not await pauses.resume(None, LATER)
+        assert await pauses.resume(name, LATER)
+        assert not await pauses.resume(name, LATER)
+        assert await pauses.look()
+        assert (pauses.is_any, pauses.is_whole) == (False, False)
+        assert await pausable.next_due() == AT
+        ids = [message.id for message in await pausable.fetch_due(AT, 100, max_bytes=PLENTY)]
+        assert ids == self.in_order([message.id for message in paused])
+
+    async def test_the_whole_endpoint_can_be_paused(self, pausable: PausableStore) -> None:
+        """Beside a destination: each pause ends alone."""
+        pauses = pausable.dispatch_pauses
+        await pauses.pause("billing", LATER)
+        await pauses.pause(None, AT)
+        assert await pauses.look()
+        assert (pauses.is_any, pauses.is_whole) == (True, True)
+        assert await pauses.all() == [DispatchPause(None, AT), DispatchPause("billing", LATER)]
+        assert await pauses.resume(None, LATER)
+        assert await pauses.look()
+        assert (pauses.is_any, pauses.is_whole) == (True, False)
+
+    async def test_overdue_messages_leave_at_a_rate(self, pausable: PausableStore) -> None:
+        """Given 25 overdue messages of a pause, when it ends at 10 a second, then 10 leave each second, in order.
+
+        Messages for others, and those that are not due yet, keep their due times.
+        """
+        overdue = [delayed(f"a{number:03}", AT + number * self.step, destination="billing") for number in range(25)]
+        now, tomorrow = AT + ONE_HOUR, AT + timedelta(days=1)
+        await pausable.store_many(
+            [*overdue[::-1], delayed("b", destination="b"), delayed("later", tomorrow, destination="billing")]
+        )
+        pauses = pausable.dispatch_pauses
+        await pauses.pause("billing", AT)
+        with pytest.raises(ConfigurationError, match="rate must be above 0"):
+            await pauses.resume("billing", now, 0)
+        assert [pause.destination for pause in await pauses.all()] == ["billing"]
+        assert await pauses.resume("billing", now, 10)
+        await pauses.look()
+        left = []
+        for second in range(4):
+            at = now + timedelta(seconds=second + 0.5)
+            fetched = await pausable.fetch_due(at, 100, max_bytes=PLENTY)
+            await pausable.remove_many(fetched)
+            left.append(sorted(message.id for message in fetched))
+        ids = [message.id for message in overdue]
+        assert left == [[*ids[:10], "b"], ids[10:20], ids[20:], []]
+        assert await pausable.next_due() == tomorrow
+
+    async def test_pauses_outlast_the_store(self, tmp_path: Path) -> None:
+        """Another store over the same storage sees them; for another endpoint they do not count."""
+        if not self.durable:
+            pytest.skip("not claimed: durable")
+        first, second, other = [await self.make_store(tmp_path) for _ in range(3)]
+        if not isinstance(first, SupportsDispatchPauses):
+            pytest.skip("not claimed: SupportsDispatchPauses")
+        await opened(first)
+        await first.dispatch_pauses.pause("billing", AT)
+        await closed(first)
+        await opened(second)
+        await opened(other, "another")
+        assert isinstance(second, SupportsDispatchPauses)
+        assert isinstance(other, SupportsDispatchPauses)
+        assert await second.dispatch_pauses.all() == [DispatchPause("billing", AT)]
+        assert await other.dispatch_pauses.all() == []
+        await second.dispatch_pauses.resume("billing", AT)
+        await closed(second)
+        await closed(other)
+
+
 class StoreTransactionality(StoreFixtures):
     """Commit and rollback."""
 
@@ -1450,6 +1553,7 @@ class StoreConformance(
     StoreContent,
     StoreBatches,
     StoreFairness,
+    StorePauses,
     StoreTransactionality,
     StoreManagement,
     StoreForecasts,
