@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime, timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidDueTime
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 #: The conditions of a filter by the names that people write, and the fields of `MessageFilter` that have them.
 CONDITIONS: Final[Mapping[str, str]] = {
     "id": "message_id",
-    "id-prefix": "id_prefix",
+    "id-prefix": "message_id",
     "destination": "destination",
     "type": "message_type",
     "header": "header",
@@ -29,44 +30,80 @@ CONDITIONS: Final[Mapping[str, str]] = {
 LONGEST_FILTER: Final = 10_000
 """Characters of a written filter."""
 HOW_TO_WRITE: Final = (
-    "write name=value, several with commas between, and \\, for a comma of a value; the names are "
-    + ", ".join(CONDITIONS)
+    "write name=value, several with commas between; * stands for any characters, \\, and \\* for a comma and a star of "
+    "a value; the names are " + ", ".join(CONDITIONS)
 )
 DUE_FORMS: Final = (
     "due=<TIME for earlier than, due=>=TIME for not earlier than, due=TIME..TIME for from the first and before the "
     f"second; a TIME is a day as 2026-12-01 in UTC, {INSTANTS}, now, or a delay from now as {DELAYS}"
 )
 _PART: Final = re.compile(r"((?:[^,\\]|\\.?)*)(?:,|$)", re.DOTALL)
-_ESCAPED: Final = re.compile(r"\\([,\\])")
+_PAIR: Final = re.compile(r"\\(.)", re.DOTALL)
+_PIECE: Final = re.compile(r"\\([\\*])|(\*)|(.)", re.DOTALL)
+_NAMESPACE: Final = re.compile(r"^.*[.+]", re.DOTALL)
 _DAY: Final = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
+
+
+class TextPattern:
+    """A text, in which a star stands for any characters; a backslash before a star or a backslash means it as it is.
+
+    Args:
+        pattern: The pattern as it is written.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        pieces = [(escaped or plain, bool(star)) for escaped, star, plain in _PIECE.findall(pattern)]
+        stars = [position for position, (_, star) in enumerate(pieces) if star]
+        before = "".join(text for text, _ in pieces[: stars[0] if stars else None])
+        self.exact: str | None = None if stars else before
+        """The text, if there is no star in it."""
+        self.prefix: str = before
+        """How it begins, up to the first star."""
+        self.is_prefix: bool = stars == [len(pieces) - 1]
+        """Whether there is nothing behind the only star."""
+        self._regex = re.compile("".join(".*" if star else re.escape(text) for text, star in pieces), re.DOTALL)
+
+    def matches(self, text: str) -> bool:
+        """Return whether the whole text fits, with case."""
+        return self.exact == text if self.exact is not None else self._regex.fullmatch(text) is not None
+
+
+@lru_cache(maxsize=1024)
+def pattern_of(pattern: str) -> TextPattern:
+    """Return the pattern that is written so."""
+    return TextPattern(pattern)
+
+
+def literal(text: str) -> str:
+    """Return the pattern that only this text fits."""
+    return text.replace("\\", "\\\\").replace("*", "\\*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageFilter:
-    """Which messages: those that fulfil all conditions that are given. Texts are compared with case.
+    r"""Which messages: those that fulfil all conditions that are given.
 
-    A filter without a condition means every message. A message whose headers are damaged fulfils no condition on a
-    header.
+    Texts are compared whole and with case. In each but the name of a header, `*` stands for any characters, `\*` for a
+    star. A filter without a condition means every message. A message whose headers are damaged fulfils no condition on
+    a header.
     """
 
     message_id: str | None = None
-    """The whole id."""
-    id_prefix: str | None = None
-    """How the id begins."""
+    """The id."""
     destination: str | None = None
-    """The whole name of the queue it is for; of a failed message, of the queue that it failed in."""
+    """The queue it is for; of a failed message, the queue that it failed in."""
     message_type: str | None = None
-    """A part of the header `NServiceBus.EnclosedMessageTypes`."""
+    """An enclosed type of the message: its full name, or what is behind the last dot or plus of it."""
     header: str | None = None
     """The name of a header that it has."""
     header_value: str | None = None
-    """A part of the value of that header; of any header where no name is given."""
+    """The value of that header; of any header where no name is given."""
     due_from: datetime | None = None
     """Its earliest due time."""
     due_before: datetime | None = None
     """The time before which it is due."""
     exception: str | None = None
-    """A part of the type of the exception that a failed message has failed with."""
+    """The type of the exception that a failed message has failed with, as a type of messages."""
 
     def __post_init__(self) -> None:
         """Refuse conditions that mean nothing. Raises ConfigurationError."""
@@ -108,7 +145,12 @@ class MessageFilter:
                         "hold together, give one"
                     )
                 given[name] = value
-                conditions |= _fields_of(name, value, now)
+                added = _fields_of(name, value, now)
+                if CONDITIONS[name] in conditions and CONDITIONS[name] in added:
+                    raise ConfigurationError(
+                        "id and id-prefix are both given: all conditions must hold together, give one"
+                    )
+                conditions |= added
         return cls(**conditions)  # type: ignore[arg-type] # by the names of the fields
 
     @property
@@ -134,11 +176,7 @@ class MessageFilter:
             destination: The queue it is for, or that it failed in.
             due: Its due time; a message without one fulfils no condition on due times.
         """
-        if self.message_id is not None and message.id != self.message_id:
-            return False
-        if self.id_prefix is not None and not message.id.startswith(self.id_prefix):
-            return False
-        if self.destination is not None and destination != self.destination:
+        if not _fits(self.message_id, message.id) or not _fits(self.destination, destination):
             return False
         if self.checks_due and due is None:
             return False
@@ -154,20 +192,19 @@ class MessageFilter:
             headers = message.headers
         except CorruptHeaders:
             return False
-        if self.message_type is not None and self.message_type not in headers.get(Headers.ENCLOSED_MESSAGE_TYPES, ""):
+        if not _names(self.message_type, headers.get(Headers.ENCLOSED_MESSAGE_TYPES, "")):
             return False
-        if self.exception is not None and self.exception not in headers.get(Headers.EXCEPTION_TYPE, ""):
+        if not _names(self.exception, headers.get(Headers.EXCEPTION_TYPE, "")):
             return False
         if self.header is not None:
             value = headers.get(self.header)
-            return value is not None and (self.header_value is None or self.header_value in value)
-        return self.header_value is None or any(self.header_value in value for value in headers.values())
+            return value is not None and _fits(self.header_value, value)
+        return self.header_value is None or any(_fits(self.header_value, value) for value in headers.values())
 
     def __str__(self) -> str:
         """Return the filter as `parse` reads it; empty for every message."""
         conditions = {
             "id": self.message_id,
-            "id-prefix": self.id_prefix,
             "destination": self.destination,
             "type": self.message_type,
             "header": None if self.header is None and self.header_value is None else self._written_header,
@@ -186,6 +223,22 @@ class MessageFilter:
         return f"{start}..{'' if self.due_before is None else self.due_before.isoformat()}"
 
 
+def _fits(pattern: str | None, text: str) -> bool:
+    return pattern is None or pattern_of(pattern).matches(text)
+
+
+def _names(pattern: str | None, types: str) -> bool:
+    """Return whether any of the types, as .NET and headers list them, has the name, whole or without its namespace."""
+    if pattern is None:
+        return True
+    wanted = pattern_of(pattern)
+    for listed in types.split(";"):
+        name = listed.partition(",")[0].strip()
+        if name and (wanted.matches(name) or wanted.matches(_NAMESPACE.sub("", name))):
+            return True
+    return False
+
+
 def _parts(text: str) -> list[str]:
     """Return the conditions between commas; a comma behind a backslash is one of a value."""
     parts = [match.group(1).strip() for match in _PART.finditer(text)]
@@ -194,7 +247,7 @@ def _parts(text: str) -> list[str]:
 
 def _condition(part: str) -> tuple[str, str]:
     name, equals, value = part.partition("=")
-    name, value = name.strip().lower(), _ESCAPED.sub(r"\1", value.strip())
+    name, value = name.strip().lower(), _PAIR.sub(_without_comma, value.strip())
     if not equals:
         raise ConfigurationError(f"{_shown(part)} is no condition of a filter: {HOW_TO_WRITE}")
     if name not in CONDITIONS:
@@ -212,7 +265,12 @@ def _fields_of(name: str, value: str, now: datetime) -> dict[str, object]:
     if name == "header":
         header, _, part = value.partition(":")
         return {"header": header.strip() or None, "header_value": part.strip() or None}
-    return {CONDITIONS[name]: value}
+    return {CONDITIONS[name]: f"{literal(value)}*" if name == "id-prefix" else value}
+
+
+def _without_comma(pair: re.Match[str]) -> str:
+    """Return a comma for a backslash and a comma, and every other pair as it is: patterns read these."""
+    return "," if pair[1] == "," else pair[0]
 
 
 def _due_range(value: str, now: datetime) -> tuple[datetime | None, datetime | None]:
@@ -248,7 +306,9 @@ def _signed(written: str) -> timedelta:
 
 
 def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace(",", "\\,")
+    """Return a pattern as it is written among others: a backslash that means itself is doubled."""
+    pairs = _PIECE.sub(lambda piece: "\\\\" if piece[3] == "\\" else piece[0], value)
+    return pairs.replace(",", "\\,")
 
 
 def _shown(text: str) -> str:

@@ -29,6 +29,7 @@ from delayline.delayed.store import Outcome, managed
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.events import Event, emit
 from delayline.failures import NAME_THE_QUEUE, back_off, failed_queue_of
+from delayline.filters import pattern_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -310,8 +311,9 @@ class SetOfPending(SetInMemory):
         """Count the messages, and keep their ids: these are changed."""
         at, looked_at = self._clock.now(), 0
         self._messages = []
-        ask = self._management.pending
-        while page := await ask(destination=request.filter.destination, limit=READ_AT_ONCE, offset=looked_at):
+        ask, named = self._management.pending, request.filter.destination
+        destination = None if named is None else pattern_of(named).exact
+        while page := await ask(destination=destination, limit=READ_AT_ONCE, offset=looked_at):
             looked_at += len(page)
             self._messages += [(each.id, each.due) for each in page if _matches(request, each)]
             if counted is not None:

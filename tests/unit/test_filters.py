@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayline import ConfigurationError, Headers, InvalidDueTime, Message, MessageFilter
+from delayline.filters import literal, pattern_of
 from delayline.message import MAXIMUM_ID_LENGTH
 
 NOW = datetime(2026, 11, 27, 5, tzinfo=UTC)
@@ -29,13 +30,15 @@ def message(message_id: str = "order-17", **headers: str) -> Message:
     [
         ("destination=billing", MessageFilter(destination="billing")),
         (" destination = billing , type = Reminder ", MessageFilter(destination="billing", message_type="Reminder")),
-        ("id=a,id-prefix=b", MessageFilter(message_id="a", id_prefix="b")),
+        ("id=a", MessageFilter(message_id="a")),
+        ("id-prefix=a", MessageFilter(message_id="a*")),
+        ("id-prefix=a*", MessageFilter(message_id=r"a\**")),
         ("header=Tenant", MessageFilter(header="Tenant")),
         ("header=Tenant:acme", MessageFilter(header="Tenant", header_value="acme")),
         ("header=:acme", MessageFilter(header_value="acme")),
         ("exception=ValueError", MessageFilter(exception="ValueError")),
-        (r"id-prefix=a\,b\\c\d", MessageFilter(id_prefix=r"a,b\c\d")),
-        ("id-prefix=a\\", MessageFilter(id_prefix="a\\")),
+        (r"id=a\,b\*c\\d\e", MessageFilter(message_id=r"a,b\*c\\d\e")),
+        ("id=a\\", MessageFilter(message_id="a\\")),
         ("due=<2026-12-01", MessageFilter(due_before=datetime(2026, 12, 1, tzinfo=UTC))),
         ("due=>=now", MessageFilter(due_from=NOW)),
         ("due=now..2h", MessageFilter(due_from=NOW, due_before=NOW + timedelta(hours=2))),
@@ -57,6 +60,7 @@ def test_a_written_filter_means_its_conditions(written: str, expected: MessageFi
         ("colour=red", "'colour' is nothing that a filter can ask for"),
         ("destination=", "would mean every message"),
         ("destination=a,destination=b", "given twice"),
+        ("id=a,id-prefix=b", "id and id-prefix are both given"),
         ("id=a,b", "'b' is no condition"),
         ("due=2026-12-01", "due=<TIME"),
         ("due=..", "due=<TIME"),
@@ -83,12 +87,12 @@ def test_conditions_of_several_texts_hold_together() -> None:
 def test_characters_that_no_message_can_have_are_refused() -> None:
     for text in ("a\0b", "\ud800"):
         with pytest.raises(ConfigurationError, match="a character that no message can have"):
-            MessageFilter(id_prefix=text)
+            MessageFilter(message_id=text)
 
 
 def test_an_empty_condition_and_a_naive_time_are_refused_in_code_too() -> None:
-    with pytest.raises(ConfigurationError, match="id_prefix is empty"):
-        MessageFilter(id_prefix="")
+    with pytest.raises(ConfigurationError, match="message_id is empty"):
+        MessageFilter(message_id="")
     with pytest.raises(InvalidDueTime, match="no time zone"):
         MessageFilter(due_from=datetime(2026, 12, 1))  # noqa: DTZ001 - what is refused
 
@@ -103,15 +107,31 @@ def test_an_empty_condition_and_a_naive_time_are_refused_in_code_too() -> None:
         ("id-prefix=Order-", False),
         ("destination=billing", True),
         ("destination=bill", False),
+        ("destination=bill*", True),
+        ("destination=*ill*", True),
+        ("destination=*ill", False),
+        (r"destination=\*ill\*", False),
+        ("id=*-1*", True),
         ("type=Reminder", True),
+        ("type=Shop.Reminder", True),
+        ("type=Cancelled", True),
+        ("type=Shop.Orders+Cancelled", True),
+        ("type=Remind", False),
+        ("type=Remind*", True),
+        ("type=Shop", False),
         ("type=reminder", False),
         ("header=Tenant", True),
-        ("header=Tenant:ac", True),
+        ("header=Tenant:acme", True),
+        ("header=Tenant:ac", False),
+        ("header=Tenant:ac*", True),
         ("header=Tenant:other", False),
         ("header=Missing", False),
         ("header=:acme", True),
         ("header=:nowhere", False),
         ("exception=ValueError", True),
+        ("exception=builtins.ValueError", True),
+        ("exception=Error", False),
+        ("exception=*Error", True),
         ("exception=KeyError", False),
         ("due=now..1s", True),
         ("due=>=1s", False),
@@ -122,7 +142,7 @@ def test_an_empty_condition_and_a_naive_time_are_refused_in_code_too() -> None:
 )
 def test_a_message_fulfils_all_conditions_or_is_left_out(written: str, fulfils: bool) -> None:
     headers = {
-        Headers.ENCLOSED_MESSAGE_TYPES: "Shop.Reminder, Shop",
+        Headers.ENCLOSED_MESSAGE_TYPES: "Shop.Reminder, Shop, Version=1.0.0.0;Shop.Orders+Cancelled, Shop",
         "Tenant": "acme",
         Headers.EXCEPTION_TYPE: "builtins.ValueError",
     }
@@ -141,6 +161,17 @@ texts = st.text(characters, min_size=1, max_size=MAXIMUM_ID_LENGTH).map(str.stri
 
 
 @given(texts, texts, st.datetimes(timezones=st.just(UTC)))
-def test_a_filter_reads_back_as_it_is_written(prefix: str, kind: str, due: datetime) -> None:
-    written = MessageFilter(id_prefix=prefix, message_type=kind, due_from=due)
+def test_a_filter_reads_back_as_it_is_written(message_id: str, kind: str, due: datetime) -> None:
+    written = MessageFilter(message_id=literal(message_id), message_type=f"*{literal(kind)}", due_from=due)
     assert parsed(str(written)) == written
+
+
+@given(texts, texts, texts)
+def test_a_pattern_fits_what_it_is_made_of_and_a_text_only_itself(start: str, middle: str, end: str) -> None:
+    assert pattern_of(literal(start)).matches(start)
+    assert pattern_of(literal(start)).matches(end) is (start == end)
+    assert pattern_of(f"{literal(start)}*{literal(end)}").matches(start + middle + end)
+    assert not pattern_of(f"{literal(start)}*{literal(end)}").matches(start[:-1])
+    read_back = parsed(str(MessageFilter(message_id=start))).message_id
+    assert read_back is not None
+    assert pattern_of(read_back).matches(middle) is pattern_of(start).matches(middle)

@@ -13,6 +13,7 @@ from sqlalchemy import bindparam, delete, func, literal_column, select, update
 
 from delayline.actions import JobState, OperatorAction, SetPreview
 from delayline.clock import latest_of
+from delayline.filters import pattern_of
 from delayline.message import Message
 from delayline.sql.deadlines import job_work, long_work
 from delayline.sql.prepared import Prepared
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
     from delayline.actions import ActionRecord, SetRequest
-    from delayline.filters import MessageFilter
+    from delayline.filters import MessageFilter, TextPattern
     from delayline.sql.actions import SqlActionLog
     from delayline.sql.claims import LockFree
     from delayline.sql.database import Database
@@ -115,7 +116,7 @@ class SqlPendingSet:
         """Count the messages."""
         wanted, at = request.filter, self._database.clock.now()
         bound = await self._database.read(self._last)
-        if not wanted.checks_headers:
+        if not _must_read(wanted):
             number, examples = await self._database.read(partial(self._count, wanted=wanted, bound=bound))
             return SetPreview(number, at, bound, number, examples=examples)
         number, looked_at, position = 0, 0, 0
@@ -208,7 +209,7 @@ class SqlPendingSet:
     ) -> PageOfSet:
         """Return the next messages that match, behind `position` and up to `bound`, `most` of them."""
         number = self._table.c.seq
-        at_once = READ_AT_ONCE if wanted.checks_headers else LOOKED_AT_ONCE
+        at_once = READ_AT_ONCE if _must_read(wanted) else LOOKED_AT_ONCE
         behind = select(number).where(number > position, number <= bound).order_by(number)
         end = connection.execute(behind.offset(at_once - 1).limit(1)).scalar() or bound
         rows = self._matching(connection, wanted, [number > position, number <= end], most)
@@ -224,33 +225,48 @@ class SqlPendingSet:
         most: int | None = None,
     ) -> list[PendingRow]:
         """Return messages that match and fulfil more conditions, in order; a message more than `most`, or all."""
-        columns, from_due = self._table.c, self._database.dialect.values.from_due
-        headers = columns.headers if wanted.checks_headers else literal_column("NULL")
-        query = select(columns.seq, columns.id, columns.due, headers)
+        columns, from_due, reads = self._table.c, self._database.dialect.values.from_due, _must_read(wanted)
+        shown = [columns.destination, columns.headers if wanted.checks_headers else literal_column("NULL")]
+        query = select(columns.seq, columns.id, columns.due, *(shown if reads else []))
         query = query.where(*conditions, *self._conditions(wanted)).order_by(columns.seq)
-        if most is not None and not wanted.checks_headers:
-            query = query.limit(most + 1)
-        rows: list[PendingRow] = []
-        for sequence, message_id, due, encoded in connection.execute(query):
-            if encoded is None or wanted.matches_headers(Message.from_encoded(message_id, bytes(encoded), b"")):
-                rows.append(PendingRow(int(sequence), message_id, from_due(due)))
-        return rows
+        if not reads:
+            rows = connection.execute(query if most is None else query.limit(most + 1))
+            return [PendingRow(int(sequence), message_id, from_due(due)) for sequence, message_id, due in rows]
+        matching: list[PendingRow] = []
+        for sequence, message_id, kept, destination, headers in connection.execute(query):
+            due, message = from_due(kept), Message.from_encoded(message_id, bytes(headers or b""), b"")
+            if wanted.matches(message, destination, due):
+                matching.append(PendingRow(int(sequence), message_id, due))
+        return matching
 
     def _conditions(self, wanted: MessageFilter) -> list[ColumnElement[bool]]:
-        """Return the conditions of a filter but those on headers."""
+        """Return the conditions of a filter but those on headers; of patterns with stars, how they begin."""
         columns, to_due = self._table.c, self._database.dialect.values.to_due
         conditions: list[ColumnElement[bool]] = []
         if wanted.message_id is not None:
-            conditions.append(columns.id == wanted.message_id)
-        if (prefix := wanted.id_prefix) is not None:
-            conditions += [columns.id >= prefix, func.substr(columns.id, 1, len(prefix)) == prefix]
+            conditions += _fitting(columns.id, pattern_of(wanted.message_id))
         if wanted.destination is not None:
-            conditions.append(self._database.dialect.words.exact(columns.destination) == wanted.destination)
+            exact = self._database.dialect.words.exact(columns.destination)
+            conditions += _fitting(exact, pattern_of(wanted.destination))
         if wanted.due_from is not None:
             conditions.append(columns.due >= to_due(wanted.due_from))
         if wanted.due_before is not None:
             conditions.append(columns.due < to_due(wanted.due_before))
         return conditions
+
+
+def _must_read(wanted: MessageFilter) -> bool:
+    """Return whether the database cannot tell which messages match: their headers or texts have to be read."""
+    patterns = [pattern_of(text) for text in (wanted.message_id, wanted.destination) if text is not None]
+    return wanted.checks_headers or any(each.exact is None and not each.is_prefix for each in patterns)
+
+
+def _fitting(column: ColumnElement[str], pattern: TextPattern) -> list[ColumnElement[bool]]:
+    """Return the conditions that a column fits a pattern, or of a pattern with stars within, begins as it does."""
+    if pattern.exact is not None:
+        return [column == pattern.exact]
+    prefix = pattern.prefix
+    return [column >= prefix, func.substr(column, 1, len(prefix)) == prefix] if prefix else []
 
 
 def ended(record: ActionRecord) -> ActionRecord:
