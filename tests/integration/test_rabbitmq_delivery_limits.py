@@ -559,6 +559,7 @@ class TestRetried:
             "errors",
             "retry",
             "--all",
+            "--yes",
             "--to",
             "old",
             "--url",
