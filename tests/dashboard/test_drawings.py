@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from delayline.dashboard.charts import Column, HeatMap, compact, forecast, heat_map, seconds
+from delayline.dashboard.charts import Colours, Column, HeatMap, compact, forecast, heat_map, seconds
 from delayline.dashboard.contents import body_of
 from delayline.dashboard.rendering import visible
 
@@ -22,19 +22,19 @@ def columns(*counts: list[int], capacity: float | None = None) -> list[Column]:
 
 
 def test_a_column_is_as_high_as_the_logarithm_of_its_total() -> None:
-    svg = forecast(columns([10], [1000], [100_000]), ["a"], width=800, name="f")
+    svg = forecast(columns([10], [1000], [100_000]), ["a"], range(7), width=800, name="f")
     low, middle, high = (float(one.attrib["height"]) for one in parts(svg, "s0"))
     assert high - middle == pytest.approx(middle - low, abs=0.2)
 
 
 def test_destinations_share_a_column_as_they_share_its_total() -> None:
-    svg = forecast(columns([75, 25]), ["a", "b"], width=800, name="f")
+    svg = forecast(columns([75, 25]), ["a", "b"], range(7), width=800, name="f")
     (first,), (second,) = parts(svg, "s0"), parts(svg, "s1")
     assert float(first.attrib["height"]) == pytest.approx(3 * float(second.attrib["height"]), rel=0.02)
 
 
 def test_buckets_above_the_drain_rate_are_marked_by_more_than_a_colour() -> None:
-    svg = forecast(columns([10], [99], capacity=50), ["a"], width=800, name="f")
+    svg = forecast(columns([10], [99], capacity=50), ["a"], range(7), width=800, name="f")
     assert len(parts(svg, "mark")) == 1
     assert len(parts(svg, "capacity")) == 1
     assert "more than the drain rate" in svg
@@ -42,7 +42,7 @@ def test_buckets_above_the_drain_rate_are_marked_by_more_than_a_colour() -> None
 
 
 def test_the_cold_tier_is_hatched_on_top() -> None:
-    svg = forecast([Column("1 y", "a year", [5], cold=5)], ["a"], width=800, name="f")
+    svg = forecast([Column("1 y", "a year", [5], cold=5)], ["a"], range(7), width=800, name="f")
     (hatch,) = parts(svg, "hatch")
     assert hatch.attrib["fill"] == "url(#f-hatch)"
     assert float(hatch.attrib["y"]) < float(parts(svg, "s0")[0].attrib["y"])
@@ -51,7 +51,7 @@ def test_the_cold_tier_is_hatched_on_top() -> None:
 @pytest.mark.parametrize("width", [320, 1040])
 def test_names_of_strangers_are_text_in_a_drawing(width: int) -> None:
     hostile = Column(HOSTILE, HOSTILE, [1], exact=False)
-    svg = forecast([hostile], [HOSTILE], width=width, name="f")
+    svg = forecast([hostile], [HOSTILE], range(7), width=width, name="f")
     assert "<script" not in svg
     assert "about 1" in svg
     ElementTree.fromstring(svg)  # noqa: S314 - ours
@@ -60,7 +60,7 @@ def test_names_of_strangers_are_text_in_a_drawing(width: int) -> None:
 
 @pytest.mark.parametrize("counts", [[], [[0]], [[0], [1]], [[10**15]]])
 def test_a_forecast_of_any_figures_is_drawn(counts: list[list[int]]) -> None:
-    ElementTree.fromstring(forecast(columns(*counts), ["a"], width=500, name="f"))  # noqa: S314 - ours
+    ElementTree.fromstring(forecast(columns(*counts), ["a"], range(7), width=500, name="f"))  # noqa: S314 - ours
 
 
 def test_a_heat_map_shows_each_number_once_and_the_percentiles_as_lines() -> None:
@@ -75,12 +75,30 @@ def test_a_heat_map_shows_each_number_once_and_the_percentiles_as_lines() -> Non
     ]
     assert [one.attrib["class"] for one in cells] == ["h1", "h3", "h8"]
     assert len(parts(svg, "p50")[0].attrib["points"].split()) == 2
-    assert len(parts(svg, "p99")[0].attrib["points"].split()) == 1
+    # And a single column is a line too
+    assert len(parts(svg, "p99")[0].attrib["points"].split()) == 2
 
 
 @pytest.mark.parametrize("data", [HeatMap([], [1.0], []), HeatMap(["09:00"], [1.0], [[0, 0]], [0.0], [0.0])])
 def test_a_heat_map_of_nothing_is_drawn(data: HeatMap) -> None:
     ElementTree.fromstring(heat_map(data, width=400))  # noqa: S314 - ours
+
+
+def test_names_keep_their_colours() -> None:
+    # Given three destinations, when one goes, the order changes, and another comes
+    colours = Colours()
+    before = dict(zip(names := ["billing", "shipping", "mail"], colours.of(names), strict=True))
+    after = dict(zip(names := ["shipping", "archive", "billing"], colours.of(names), strict=True))
+    # Then the others have the colours they had, and the new one has that of none
+    assert (after["shipping"], after["billing"]) == (before["shipping"], before["billing"])
+    assert after["archive"] not in before.values()
+    assert dict(zip(names, colours.of(names), strict=True)) == after
+
+
+def test_no_two_names_of_a_drawing_share_a_colour() -> None:
+    colours = Colours()
+    for first in range(0, 3000, 5):
+        assert sorted(colours.of([f"queue{number}" for number in range(first, first + 6)])) == list(range(6))
 
 
 def test_numbers_and_times_are_short() -> None:

@@ -11,6 +11,8 @@ from typing import Final
 
 MOST_SERIES: Final = 6
 """The number of destinations with a separate colour; the others are drawn as one."""
+MOST_COLOURED: Final = 1000
+"""The number of names whose colours are remembered."""
 NARROWER_THAN: Final = 500
 """Up to this width, labels are fewer."""
 TOP: Final = 18
@@ -48,7 +50,34 @@ class Column:
         return self.capacity is not None and self.total > self.capacity
 
 
-def forecast(columns: Sequence[Column], series: Sequence[str], *, width: int, height: int = 300, name: str) -> str:
+class Colours:
+    """The colours of names: a name has the one it was given first, wherever it stands, until the dashboard ends."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, int] = {}
+
+    def of(self, names: Sequence[str]) -> list[int]:
+        """Return a colour for each of up to MOST_SERIES names; only two names of the same colour get another."""
+        chosen: dict[str, int] = {}
+        for name in sorted(names, key=lambda name: name not in self._first):
+            free = [colour for colour in range(MOST_SERIES) if colour not in chosen.values()]
+            own = self._first.get(name)
+            chosen[name] = own if own in free else min(free, key=list(self._first.values()).count)
+            self._first.setdefault(name, chosen[name])
+        while len(self._first) > MOST_COLOURED:
+            del self._first[next(iter(self._first))]
+        return [chosen[name] for name in names]
+
+
+def forecast(
+    columns: Sequence[Column],
+    series: Sequence[str],
+    colours: Sequence[int],
+    *,
+    width: int,
+    height: int = 300,
+    name: str,
+) -> str:
     """Return the histogram of due times on a logarithmic scale, with the capacity of each bucket as a line.
 
     The height of a column is its total; its colours share the height as the destinations share the total.
@@ -56,6 +85,7 @@ def forecast(columns: Sequence[Column], series: Sequence[str], *, width: int, he
     Args:
         columns: The buckets, earliest first.
         series: Names of the destinations, as the counts of the columns have them.
+        colours: The colour of each.
         width: In pixels, at which the text has its own size.
         height: Likewise.
         name: Begins the ids within the drawing: unique on the page.
@@ -68,7 +98,7 @@ def forecast(columns: Sequence[Column], series: Sequence[str], *, width: int, he
     label_each = _labelled([bucket.label for bucket in columns], step)
     for position, column in enumerate(columns):
         x = left + position * step
-        parts.append(_column(column, series, scale, x, step, name))
+        parts.append(_column(column, series, colours, scale, x, step, name))
         if position % label_each == 0:
             parts.append(_text(x + step / 2, height - BOTTOM + 16, column.label, "tick"))
     parts += _capacity(columns, scale, left, step)
@@ -81,7 +111,15 @@ def _summary(columns: Sequence[Column]) -> str:
     return f"{total:,} in {len(columns)} buckets, {marked} above the drain rate"
 
 
-def _column(column: Column, series: Sequence[str], scale: _Logarithm, x: float, step: float, name: str) -> str:
+def _column(
+    column: Column,
+    series: Sequence[str],
+    colours: Sequence[int],
+    scale: _Logarithm,
+    x: float,
+    step: float,
+    name: str,
+) -> str:
     gap = min(3.0, step * 0.12)
     top, floor = scale.at(column.total), scale.floor
     about, more = "" if column.exact else "about ", " or more" if column.at_least else ""
@@ -101,7 +139,7 @@ def _column(column: Column, series: Sequence[str], scale: _Logarithm, x: float, 
             continue
         share = (floor - top) * number / column.total
         y -= share
-        kind = "cold" if position == len(column.counts) else f"s{position}"
+        kind = "cold" if position == len(column.counts) else f"s{colours[position]}"
         parts.append(_rectangle(x + gap, y, step - 2 * gap, share, kind))
         if kind == "cold":
             parts.append(_rectangle(x + gap, y, step - 2 * gap, share, "hatch", f"url(#{name}-hatch)"))
@@ -174,11 +212,13 @@ def heat_map(data: HeatMap, *, width: int, height: int = 320) -> str:
         if position % each == 0 and x + 20 < width:
             parts.append(_text(x + step / 2, floor + 16, time, "tick"))
     for kind, values in (("p50", data.medians), ("p99", data.p99s)):
-        points = [
-            f"{left + (position + 0.5) * step:.1f},{floor - _row_of(value, data.bounds) * row:.1f}"
+        heights = [
+            (position, floor - _row_of(value, data.bounds) * row)
             for position, value in enumerate(values)
             if value is not None
         ]
+        ends = (0.5,) if len(heights) > 1 else (0.1, 0.9)  # a single column has a line of its own
+        points = [f"{left + (position + end) * step:.1f},{y:.1f}" for position, y in heights for end in ends]
         if points:  # twice: on an edge of the panel's colour it is seen on every cell
             path = f'points="{" ".join(points)}"'
             parts += [f'<polyline class="edge" {path}/>', f'<polyline class="{kind}" {path}/>']

@@ -129,7 +129,7 @@ class Forecast:
     bars: Sequence[ForecastBar]
     """The overdue first; the last one is open."""
     drain_rate: float | Unavailable
-    """Messages a second that the endpoint was measured to dispatch, its highest minute of the last day."""
+    """Messages a second that were measured: the most in two successive minutes of the last day that had a backlog."""
     destinations: Sequence[str]
     """All destinations in the bars, the largest first."""
 

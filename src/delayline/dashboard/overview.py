@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_right
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, cast
@@ -27,6 +28,7 @@ from delayline.dashboard.model import (
 from delayline.dashboard.search import GROWING, forecasting
 from delayline.doctor import check_urls, examine_endpoint
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.readable import local
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
 from delayline.transport import QueueLimits, SupportsQueueLimits, SupportsQueueLookup
 
@@ -70,6 +72,12 @@ LATENESS_SPANS: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
 NO_HISTORY: Final = (
     "no process of this endpoint has written minute rows: set history = true, or add MinuteHistory to its observers"
 )
+NO_BACKLOG: Final = "no backlog was dispatched in the last day, so what the endpoint can dispatch is not known"
+#: A backlog was dispatched in a minute with so many messages at least, if most of them were late by more than this.
+BACKLOG_A_MINUTE: Final = 500
+LATE_IN_BACKLOG: Final = 1.0
+#: How far back the last row of a silent endpoint is looked for: in minutes' rows, then in hours' rows.
+SILENT_WITHIN: Final = (timedelta(days=1), timedelta(days=60))
 
 
 class Overview(PageQueries):
@@ -77,7 +85,7 @@ class Overview(PageQueries):
 
     def __init__(self, back_ends: BackEnds) -> None:
         super().__init__(back_ends)
-        self._rate = Shared(self._highest_minute, RATE_KEPT, back_ends.clock)
+        self._rate = Shared(self._highest_drain, RATE_KEPT, back_ends.clock)
 
     async def now(self) -> Now:
         """Return the page `Now`."""
@@ -103,7 +111,7 @@ class Overview(PageQueries):
             return forecasts
         at, both, cold = forecasts
         bars = [
-            _bar(bucket, files.count if files else 0, rate if isinstance(rate, float) else None)
+            _bar(bucket, files, rate if isinstance(rate, float) else None)
             for bucket, files in zip(both.buckets, cold.buckets if cold else [None] * len(both.buckets), strict=True)
         ]
         totals: Counter[str] = Counter()
@@ -185,23 +193,23 @@ class Overview(PageQueries):
     @within_limit
     async def _recent(self) -> tuple[datetime, list[MinuteRow]]:
         now = await self.back_ends.time()
-        return now, await self._minutes(now - HALF_AN_HOUR, now + ONE_MINUTE)
+        rows = await self._minutes(now - HALF_AN_HOUR, now + ONE_MINUTE)
+        for scale, span in zip((1, 60), SILENT_WITHIN, strict=True):
+            rows = rows or await self._minutes(now - span, now + ONE_MINUTE, scale=scale)
+        return now, rows
 
     @within_limit
     async def _drain_rate(self) -> float:
         return await self._rate()
 
-    async def _highest_minute(self) -> float:
-        """Return the most messages a second that all processes have dispatched in a minute of the last day."""
+    async def _highest_drain(self) -> float:
+        """Return the messages a second that all processes have dispatched at most for two minutes of a backlog."""
         now = await self.back_ends.time()
         rows = await self._minutes(now - ONE_DAY, now + ONE_MINUTE)
-        minutes: Counter[datetime] = Counter()
-        for row in rows:
-            minutes[row.start] += row.dispatched
-        best = max(minutes.values(), default=0)
+        best = highest_drain(rows)
         if not best:
-            raise ConfigurationError("nothing was dispatched in the last day" if rows else NO_HISTORY)
-        return best / 60
+            raise ConfigurationError(NO_BACKLOG if rows else NO_HISTORY)
+        return best
 
     @within_limit
     async def _queues(self) -> list[QueueState]:
@@ -245,15 +253,18 @@ class Overview(PageQueries):
         edges = [now, *(now + end for end in SPANS[span] if now + end < latest)]
         cold = None
         if hasattr(store, "cold_forecast"):
-            cold = cast("DueForecast", await store.cold_forecast(edges))
+            cold = cast("DueForecast", await store.cold_forecast(edges, by_destination=True))
         return now, await store.due_forecast(edges, by_destination=True), cold
 
 
 def _throughput(now: datetime, rows: Sequence[MinuteRow]) -> Throughput | Unavailable:
     """Return the rates of the last minutes."""
-    rows = [row for row in rows if row.start > now - RATES_OF - 2 * ONE_MINUTE]
     if not rows:
         return Unavailable(NO_HISTORY)
+    last = max(row.written for row in rows)
+    rows = [row for row in rows if row.start > now - RATES_OF - 2 * ONE_MINUTE]
+    if not rows:
+        return Unavailable(f"silent since {local(last)}: no process of this endpoint has written a minute row since")
     since = min(row.start for row in rows)
     seconds = max(60.0, (max(row.start for row in rows) + ONE_MINUTE - since).total_seconds())
     buckets = [0] * (len(LATENESS_BOUNDS) + 1)
@@ -271,6 +282,29 @@ def _throughput(now: datetime, rows: Sequence[MinuteRow]) -> Throughput | Unavai
     )
 
 
+def highest_drain(rows: Sequence[MinuteRow]) -> float | None:
+    """Return the most messages a second that left in each of two successive minutes of a backlog; None for no backlog.
+
+    Traffic that leaves in time says nothing of what could be dispatched.
+    """
+    dispatched: Counter[datetime] = Counter()
+    late: Counter[datetime] = Counter()
+    known: Counter[datetime] = Counter()
+    first = bisect_right(LATENESS_BOUNDS, LATE_IN_BACKLOG)
+    for row in rows:
+        dispatched[row.start] += row.dispatched
+        for counts in row.lateness.values():
+            late[row.start] += sum(counts[first:])
+            known[row.start] += sum(counts)
+    drained = {
+        minute: number
+        for minute, number in dispatched.items()
+        if number >= BACKLOG_A_MINUTE and 2 * late[minute] > known[minute]
+    }
+    pairs = (min(number, drained.get(minute + ONE_MINUTE, 0)) for minute, number in drained.items())
+    return max(pairs, default=0) / 60 or None
+
+
 def _processes(now: datetime, rows: Sequence[MinuteRow]) -> list[ProcessState] | Unavailable:
     """Return the processes by their last rows."""
     if not rows:
@@ -279,8 +313,9 @@ def _processes(now: datetime, rows: Sequence[MinuteRow]) -> list[ProcessState] |
     return [ProcessState(row, now - row.written < ALIVE) for row in sorted(last.values(), key=lambda row: row.process)]
 
 
-def _bar(bucket: DueBucket, cold: int, rate: float | None) -> ForecastBar:
-    shares = Counter(bucket.destinations)
+def _bar(bucket: DueBucket, files: DueBucket | None, rate: float | None) -> ForecastBar:
+    cold = 0 if files is None else files.count
+    shares = Counter(bucket.destinations) - Counter({} if files is None else files.destinations)
     named = dict(shares.most_common(NAMED_DESTINATIONS))
     rest = shares.total() - sum(named.values())
     if rest:

@@ -37,6 +37,7 @@ from delayline.dashboard.model import (
 from delayline.dashboard.overview import LATENESS_SPANS, SPANS, Overview
 from delayline.dashboard.rendering import PAGES, link_to, number, render
 from delayline.dashboard.service import EndpointService
+from delayline.dashboard.summary import LATE, lines
 from delayline.errors import ConfigurationError, DelaylineError, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, Headers
 from delayline.readable import parse_delay, parse_instant
@@ -68,8 +69,6 @@ SCHEDULE_ACTIONS: Final = {
 FRESH: Final = 1.0
 """Seconds for which the data of a page is shown again, to all browsers."""
 MOST_NOTICES: Final = 200
-STALE: Final = timedelta(seconds=10)
-"""A message that is overdue for longer means that no poller dispatches it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,7 @@ class Pages:
         self._clock = clock
         self._notices: OrderedDict[str, Notice] = OrderedDict()
         self._streams = 0
+        self._colours = charts.Colours()
         self._now = Shared(partial(self._of_all, Overview.now), FRESH, clock)
         self._forecasts = {
             (service.name, span): Shared(partial(service.overview.forecast, span), FRESH, clock)
@@ -142,15 +142,24 @@ class Pages:
 
     async def now(self, request: Request) -> Response:
         """Show what each endpoint does at this moment."""
-        return self._page(request, "now.html", "/", None, states=await self._now(), every=f"{EVERY:g}")
+        return self._page(request, "now.html", "/", None, **await self._overviews(), every=f"{EVERY:g}")
 
     async def live_now(self, request: Request) -> Response:
         """Send the same again and again."""
 
         async def fragment() -> str:
-            return self._fragment(request, "now_list.html", states=await self._now())
+            return self._fragment(request, "now_list.html", **await self._overviews())
 
         return self._stream(fragment)
+
+    async def _overviews(self) -> dict[str, Any]:
+        """Return what `Now` shows: a line for each endpoint, the worst first, and its details in their usual order."""
+        states = await self._now()
+        return {
+            "states": states,
+            "summary": lines([(service.name, now) for service, now in states]),
+            "places": {service.name: place for place, (service, _) in enumerate(states, 1)},
+        }
 
     async def _of_all(self, ask: Callable[[Overview], Awaitable[T]]) -> Sequence[tuple[EndpointService, T]]:
         """Return the answers of all endpoints, asked at the same time."""
@@ -165,7 +174,7 @@ class Pages:
         due_forecast = await self._forecasts[service.name, span if span in SPANS else "all"]()
         context: dict[str, Any] = {"spans": SPAN_TITLES, "span": span, "due_forecast": due_forecast, "drawing": None}
         if isinstance(due_forecast, Forecast):
-            context["drawing"] = _drawn_forecast(due_forecast)
+            context["drawing"] = _drawn_forecast(due_forecast, self._colours)
         return self._page(request, "forecast.html", "/forecast", service, **context)
 
     async def lateness(self, request: Request) -> Response:
@@ -400,7 +409,7 @@ class Pages:
     def _fragment(self, request: Request, template: str, **context: object) -> str:
         state = request.state
         now = self._clock.now()
-        return render(request, template, actor=state.actor, may_act=state.may_act, now=now, late=now - STALE, **context)
+        return render(request, template, actor=state.actor, may_act=state.may_act, now=now, late=now - LATE, **context)
 
     def _stream(self, fragment: Callable[[], Awaitable[str]]) -> Response:
         if self._streams >= MOST_STREAMS:
@@ -520,10 +529,10 @@ def _ids(form: ImmutableMultiDict[str, str]) -> list[str]:
     return ids
 
 
-def _drawn_forecast(due_forecast: Forecast) -> dict[str, Any]:
+def _drawn_forecast(due_forecast: Forecast, colours_of: charts.Colours) -> dict[str, Any]:
     """Return the drawings of a forecast, with its columns as a table."""
     named = list(due_forecast.destinations[: charts.MOST_SERIES])
-    series = [*named, "others"]
+    series, colours = [*named, "others"], [*colours_of.of(named), charts.MOST_SERIES]
     columns = [_column(bucket, named, due_forecast.at) for bucket in due_forecast.bars]
     if not any(column.counts[-1] for column in columns):
         series.pop()
@@ -531,10 +540,11 @@ def _drawn_forecast(due_forecast: Forecast) -> dict[str, Any]:
     total = sum(bucket.total for bucket in columns)
     exact, more = all(bucket.exact for bucket in columns), any(bucket.at_least for bucket in columns)
     return {
-        "wide": Markup(charts.forecast(columns, series, width=WIDE_WIDTH, name="wide")),  # noqa: S704 - escaped there
-        "narrow": Markup(charts.forecast(columns, series, width=NARROW_WIDTH, height=260, name="narrow")),  # noqa: S704
+        "wide": Markup(charts.forecast(columns, series, colours, width=WIDE_WIDTH, name="wide")),  # noqa: S704 - escaped there
+        "narrow": Markup(charts.forecast(columns, series, colours, width=NARROW_WIDTH, height=260, name="narrow")),  # noqa: S704
         "columns": columns,
         "series": series,
+        "colours": colours,
         "cold": any(bucket.cold for bucket in columns),
         "total": number(total, about=not exact, at_least=more),
         "above": sum(bucket.exceeds for bucket in columns),
@@ -551,7 +561,7 @@ def _column(bar: ForecastBar, named: Sequence[str], now: datetime) -> charts.Col
         title = f"in {charts.short(bar.start - now)} to {charts.short(bar.end - now)}"
     counts = [bar.destinations.get(name, 0) for name in named]
     known = sum(counts)
-    if known > bar.hot and known:  # the numbers by destination may cover both tiers
+    if known > bar.hot and known:  # numbers of samples
         counts = [round(count * bar.hot / known) for count in counts]
         known = sum(counts)
     return charts.Column(
