@@ -21,7 +21,7 @@ from delayline.delayed.delivery import (
     management_of,
     storage_of,
 )
-from delayline.delayed.host import DeliveryHost
+from delayline.delayed.host import DeliveryHost, SupportsSatellites
 from delayline.delayed.outbox import OutboxDelivery
 from delayline.delayed.pending import PendingMessages
 from delayline.delayed.store import SupportsRightsCheck
@@ -36,7 +36,7 @@ from delayline.errors import (
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction
 from delayline.masking import masked
-from delayline.observer import Observers, SupportsMeasures, SupportsServerAddress
+from delayline.observer import Observers, QueueRole, SupportsMeasures, SupportsServerAddress
 from delayline.outgoing import DELAYED_DELIVERIES, Composer, HeaderMap, Send, check_endpoint_name
 from delayline.receiving.execution import name_of
 from delayline.receiving.handlers import Handlers, Surrounding
@@ -243,6 +243,10 @@ class Endpoint(RegistersHandlers):
         self._outbox = _outbox(outbox, inbox, delayed_delivery)
         self._once = None if inbox is None or self._outbox is None else Once(inbox, self._outbox, delayed_delivery)
         self._deliveries = self._bind(None if disable_timeout_manager else draining)
+        self.queue_roles: Mapping[str, QueueRole] = _queue_roles(
+            None if send_only else self._queue, error_queue, self._deliveries, self._composer.routes
+        )
+        """The queues that it knows from its settings, each with its role."""
         self._reset()
 
     @classmethod
@@ -1046,6 +1050,17 @@ def _parts(
     url, options = full_scheme(url), BackendOptions(name=name, error_queue=error_queue)
     transport = backend_of(url, kind="transport").transport(url, options)
     return transport, delivery_at(url, options) if delivery is None else delivery
+
+
+def _queue_roles(
+    queue: str | None, error_queue: str, deliveries: Sequence[DelayedDelivery], routes: Routes
+) -> dict[str, QueueRole]:
+    roles = {} if queue is None else {queue: QueueRole.INPUT}
+    roles[error_queue] = QueueRole.ERROR
+    for delivery in deliveries:
+        if isinstance(delivery, SupportsSatellites):
+            roles |= dict.fromkeys(delivery.satellite_queues, QueueRole.SATELLITE)
+    return dict.fromkeys(routes.queues, QueueRole.DESTINATION) | roles
 
 
 def _error_queue(error_queue: str, name: str) -> str:

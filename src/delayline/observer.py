@@ -44,12 +44,40 @@ class Action(StrEnum):
     """Given back to its queue, because a back end was unavailable."""
 
 
+class QueueRole(StrEnum):
+    """What a queue is to an endpoint."""
+
+    INPUT = "input"
+    """It receives from it."""
+    ERROR = "error"
+    """It moves messages there that it cannot handle or dispatch."""
+    SATELLITE = "satellite"
+    """Its delayed delivery receives from it."""
+    DESTINATION = "destination"
+    """It sends there."""
+
+
 class ObservedEndpoint(Protocol):
     """What an observer may read of an endpoint, at any time and from any thread."""
 
     @property
     def name(self) -> str:
         """The endpoint's name."""
+        ...
+
+    @property
+    def started(self) -> bool:
+        """Whether it is started."""
+        ...
+
+    @property
+    def transport(self) -> object:
+        """Its transport."""
+        ...
+
+    @property
+    def queue_roles(self) -> Mapping[str, QueueRole]:
+        """The queues that it knows from its settings, each with its role."""
         ...
 
     @property

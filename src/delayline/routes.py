@@ -45,6 +45,11 @@ class Routes:
         if known != queue:
             raise ConfigurationError(f"messages of type {name_of_kind(kind)} go to {known!r} already, not to {queue!r}")
 
+    @property
+    def queues(self) -> list[str]:
+        """The queues that messages go to."""
+        return list(dict.fromkeys(self._queues.values()))
+
     def find(self, value: object) -> str | None:
         """Return the queue that the value goes to; None for none."""
         return next((self._queues[kind] for kind in type(value).__mro__ if kind in self._queues), None)

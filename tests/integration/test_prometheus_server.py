@@ -17,8 +17,7 @@ from tests.servers.postgresql import PostgresqlServer
 from tests.servers.prometheus import PrometheusServer
 
 from delayline import Endpoint, SqlDatabase, SqlDelayedMessageStore, SqlTransport
-from delayline.telemetry import PrometheusMetrics
-from delayline.telemetry import pending as pending_module
+from delayline.telemetry import PrometheusMetrics, remembered
 from delayline.telemetry.catalog import MESSAGING, NSERVICEBUS, OWN, Kind
 from delayline.telemetry.http_server import HttpServer
 
@@ -117,14 +116,14 @@ async def test_every_query_of_the_board_and_of_the_alerts_is_understood(scraped:
         await asyncio.to_thread(scraped.ask, "query", query=query)
     [group] = (await asyncio.to_thread(scraped.ask, "rules"))["groups"]
     assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
-    assert len(group["rules"]) == 8
+    assert len(group["rules"]) == 16
 
 
 def test_board_and_alerts_use_documented_metrics_only() -> None:
     used = set()
     for text in (*board_expressions(), *expressions_of_rules()):
         used |= set(METRIC.findall(re.sub(r"\{[^}]*\}", "{", text)))
-    used -= {"delayline_endpoint", "delayline_due", "delayline_retry", "delayline_breaker"}
+    used -= {"delayline_endpoint", "delayline_due", "delayline_retry", "delayline_breaker", "delayline_queue_role"}
     used -= {"messaging_destination_name", "messaging_operation_name"}
     assert used
     assert used <= series_of_catalog()
@@ -177,7 +176,8 @@ async def test_a_scrape_during_a_database_outage_returns_the_other_metrics(monke
             await endpoint.send("shop", "x", delay=timedelta(hours=2))
             assert pending in (await asyncio.to_thread(metrics.text))[0]
             await asyncio.to_thread(server.kill)
-            monkeypatch.setattr(pending_module, "COUNT_USABLE_FOR", 0.0)
+            monkeypatch.setattr(remembered, "USABLE_FOR", 0.0)
+            monkeypatch.setattr(remembered, "USABLE_FOR_SHARES", 0.0)
             began = time.monotonic()
             found = (await asyncio.to_thread(metrics.text))[0]
             assert time.monotonic() - began < 5

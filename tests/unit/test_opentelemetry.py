@@ -231,7 +231,7 @@ async def test_every_metric_is_exported(shop: Traced) -> None:
     without = {  # of this store and endpoint
         *("delayline.messages.pending", "delayline.messages.pending.estimated", "delayline.messages.pending.age"),
         *("delayline.messages.oldest_overdue", "delayline.lease.held", "delayline.two_phase.in_doubt"),
-        *("delayline.errors.queued", "delayline.messages.discarded", "delayline.messages.returned"),
+        *("delayline.queue.messages", "delayline.queue.paused", "delayline.queue.received", "delayline.queue.age"),
     }
     for metric in (*MESSAGING, *OWN):
         if metric.name not in without:

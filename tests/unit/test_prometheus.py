@@ -6,7 +6,7 @@ import asyncio
 import time
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from wsgiref.util import setup_testing_defaults
 
 import pytest
@@ -15,10 +15,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from delayline import Endpoint, MemoryDelayedMessageStore, MemoryTransport, StoredDelivery
 from delayline.message import Message
 from delayline.observer import Action
-from delayline.telemetry import Measurements
-from delayline.telemetry import pending as pending_module
+from delayline.telemetry import Measurements, catalog, remembered
 from delayline.telemetry.catalog import MESSAGING, NSERVICEBUS, OWN, Kind
-from delayline.telemetry.prometheus import PrometheusMetrics
+from delayline.telemetry.probes import Probes
+from delayline.telemetry.prometheus import Merger, PrometheusMetrics
+from delayline.transport import QueueState
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 HOSTILE = 'a"b\\c\nd{}ü'
 
@@ -117,7 +121,7 @@ async def test_counts_and_histograms_have_their_labels() -> None:
     assert [buckets[failed | {bound}] for bound in ("10.0", "+Inf")] == [0, 1]
     assert found["delayline_delivery_lateness_seconds_bucket"][of("billing", "0.005")] == 4
     assert found["delayline_messages_dispatched_total"] == {of(): 4}
-    assert found["delayline_errors_queued_total"] == {of("sales"): 1}
+    assert found["delayline_errors_queued_total"] == {of("sales"): 1, of("billing"): 0}
     assert found["delayline_retries_total"] == {of("immediate"): 0, of("delayed"): 0, of("dispatch"): 1}
     assert found["delayline_breaker_state"][of("DelayedMessageFetch")] == 0
     assert found["nservicebus_messaging_successes_total"] == {of("sales"): 1}
@@ -147,8 +151,9 @@ async def test_pending_messages_are_counted_by_due_bucket() -> None:
 
 async def test_a_store_that_hangs_or_fails_delays_a_scrape_by_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     """Given numbers counted once, when the store then hangs, then scrapes return them quickly, and ask only once."""
-    monkeypatch.setattr(pending_module, "COUNT_USABLE_FOR", 0.0)
-    monkeypatch.setattr(pending_module, "READER_PATIENCE", 0.05)
+    monkeypatch.setattr(remembered, "USABLE_FOR", 0.0)
+    monkeypatch.setattr(remembered, "USABLE_FOR_SHARES", 0.0)
+    monkeypatch.setattr(remembered, "READER_PATIENCE", 0.05)
     store = ForecastStore()
     endpoint, metrics, _ = watched(store)
     async with endpoint:
@@ -185,6 +190,119 @@ async def test_a_store_that_cannot_count_has_no_numbers() -> None:
         found = await scraped(metrics)
     assert "delayline_messages_pending" not in found
     assert found["delayline_handlers_running"] == {of(): 0}
+
+
+async def test_a_counter_of_a_known_destination_is_born_at_zero() -> None:
+    """Given an endpoint that has done nothing, not even started, then what will count its failures is there."""
+
+    class Bill:
+        pass
+
+    endpoint = Endpoint("sales", transport=MemoryTransport(), routes={Bill: "billing"})
+    metrics = PrometheusMetrics()
+    metrics.watch(endpoint)
+    found = await scraped(metrics)
+    for name in ("errors_queued", "messages_discarded", "messages_returned", "messages_stored"):
+        assert found[f"delayline_{name}_total"] == {of("sales"): 0, of("billing"): 0}
+
+
+async def test_an_endpoint_is_ready_once_it_has_started_and_until_it_stops() -> None:
+    """Also without probes; with probes it is what they say."""
+    endpoint, metrics, measurements = watched()
+    assert (await scraped(metrics))["delayline_ready"] == {of(): 0}
+    async with endpoint:
+        assert (await scraped(metrics))["delayline_ready"] == {of(): 1}
+        measurements.breaker_changed("poller", 2)
+        assert (await scraped(metrics))["delayline_ready"] == {of(): 0}
+        measurements.breaker_changed("poller", 0)
+        async with Probes(measurements) as probes:
+            assert (await scraped(metrics))["delayline_ready"] == {of(): 0}
+            probes.started()
+            assert (await scraped(metrics))["delayline_ready"] == {of(): 1}
+            probes.stopping()
+            assert (await scraped(metrics))["delayline_ready"] == {of(): 0}
+
+
+class TellingTransport(MemoryTransport):
+    """A transport that tells the states of queues, as a test has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Sequence[str]] = []
+        self.error: Exception | None = None
+
+    async def queue_states(self, queues: Sequence[str] | None) -> Sequence[QueueState]:
+        assert queues is not None
+        self.asked.append(queues)
+        if self.error is not None:
+            raise self.error
+        known = [QueueState("sales", 3, received=True, paused=False), QueueState("error", 2, False, False)]
+        return [*known, QueueState("billing", 1, received=False, paused=True), QueueState("unknown")]
+
+
+async def test_the_states_of_known_queues_are_exported_and_what_is_unknown_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(remembered, "USABLE_FOR", 0.0)
+    monkeypatch.setattr(remembered, "USABLE_FOR_SHARES", 0.0)
+    transport = TellingTransport()
+    endpoint = Endpoint("sales", transport=transport)
+    metrics = PrometheusMetrics()
+    metrics.watch(endpoint)
+    measurements = Measurements.of(endpoint)
+    async with endpoint:
+        # Given destinations that were sent to, one in vain, and a topic
+        for destination in ("billing", "unknown", "topic:A"):
+            measurements.sent("send", [destination], 0.1, None)
+        measurements.sent("send", ["nosuch"], 0.1, KeyError())
+        # When it is scraped
+        found = await scraped(metrics)
+        # Then those that exist have been asked for together
+        assert [sorted(queues) for queues in transport.asked] == [["billing", "error", "sales", "unknown"]]
+        sales, error, billing = of("sales", "input"), of("error", "error"), of("billing", "destination")
+        assert found["delayline_queue_messages"] == {sales: 3, error: 2, billing: 1}
+        assert found["delayline_queue_paused"] == {sales: 0, error: 0, billing: 1}
+        assert found["delayline_queue_received"] == {sales: 1, billing: 0}  # nobody receives from an error queue
+        # When the back end fails, then the numbers stay for a while, and then are absent, not 0
+        transport.error = OSError("gone")
+        found = await scraped(metrics)
+        assert found["delayline_queue_messages"][sales] == 3
+        assert found["delayline_queue_age_seconds"][of()] >= 0
+        monkeypatch.setattr(catalog, "LATEST_STATES", 0.0)
+        found = await scraped(metrics)
+        assert not [name for name in found if name.startswith("delayline_queue_")]
+
+
+async def test_of_ten_thousand_destinations_two_hundred_have_series() -> None:
+    transport = TellingTransport()
+    endpoint = Endpoint("sales", transport=transport)
+    metrics = PrometheusMetrics()
+    metrics.watch(endpoint)
+    measurements = Measurements.of(endpoint)
+    async with endpoint:
+        for number in range(10_000):
+            measurements.sent("send", [f"q{number}"], 0.1, None)
+            measurements.recovered(Action.MOVED, f"q{number}", Message("1", {}, b""), KeyError())
+        found = await scraped(metrics)
+    assert len(found["delayline_errors_queued_total"]) == 201
+    assert sum(found["delayline_errors_queued_total"].values()) == 10_000
+    assert found["delayline_errors_queued_total"][of("(other)")] == 10_000 - 199
+    assert len(transport.asked[0]) == 199 + 2  # its own two; the input queue is among the 200
+    assert len(found["messaging_client_sent_messages_total"]) == 200
+
+
+async def test_processes_that_do_not_answer_are_not_ready() -> None:
+    """Given two processes of which one ends, then its endpoints are not ready, before its first answer too."""
+    endpoint, metrics, _ = watched()
+    async with endpoint:
+        text = (await asyncio.to_thread(metrics.text))[0]
+    merger = Merger()
+    found = samples(merger.merged({"1": text, "2": None}, "")[0])
+    assert found["delayline_ready"] == {of("1"): 1, of("2"): 0}
+    assert found["process_start_time_seconds"].keys() == {of("1")}
+    body = merger.merged({"1": None, "2": text}, "")[0]
+    assert samples(body)["delayline_ready"] == {of("1"): 0, of("2"): 1}
+    assert 'delayline_ready{delayline_endpoint="sales",delayline_process="1",messaging_system="delayline"} 0.0' in body
 
 
 async def test_hostile_names_are_escaped() -> None:

@@ -214,14 +214,15 @@ def _reasons(workers: Sequence[Worker], probe: str) -> Iterator[str]:
 
 def workers_metrics(workers: Sequence[Worker]) -> Callable[[str], Response]:
     """Return the response with the metrics of all workers, each with its number as a label."""
-    from delayline.telemetry.prometheus import merged  # an extra
+    from delayline.telemetry.prometheus import Merger  # an extra
 
+    merger = Merger()
     pool = ThreadPoolExecutor(len(workers), "delayline metrics")
 
     def respond(accept: str) -> Response:
         answers = pool.map(lambda worker: worker.ask("/metrics"), workers)
-        texts = {str(worker.number): answer.body for worker, answer in zip(workers, answers, strict=True) if answer}
-        body, content_type = merged(texts, accept)
+        texts = {str(worker.number): answer and answer.body for worker, answer in zip(workers, answers, strict=True)}
+        body, content_type = merger.merged(texts, accept)
         return Response(body, content_type=content_type)
 
     return respond

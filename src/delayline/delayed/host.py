@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
 from delayline.observer import Observers
 from delayline.transport import qualified_queue
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
 
     from delayline.clock import Clock
     from delayline.message import Message
@@ -52,6 +52,16 @@ class Satellite:
     work: SatelliteWork
     mode: TransactionMode
     concurrency: int
+
+
+@runtime_checkable
+class SupportsSatellites(Protocol):
+    """Capability of a delayed delivery: it receives from queues of its own."""
+
+    @property
+    def satellite_queues(self) -> Sequence[str]:
+        """The names of these queues, once it belongs to an endpoint."""
+        ...
 
 
 class RunningSatellite(Protocol):

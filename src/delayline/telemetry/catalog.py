@@ -10,14 +10,18 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
-from delayline.observer import Action
+from delayline.observer import Action, QueueRole
 from delayline.telemetry.measurements import Histogram, Measurements, Snapshot
-from delayline.telemetry.pending import BUCKETS, Pending, PendingCounts
+from delayline.telemetry.pending import BUCKETS, Pending, pending_question
+from delayline.telemetry.probes import ready_of
+from delayline.telemetry.queues import LATEST_STATES, KnownQueue, queues_question
+from delayline.telemetry.remembered import Remembered, wait_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from delayline.observer import ObservedEndpoint
+    from delayline.transport import QueueState
 
     #: Values of a metric with values of its attributes, in order.
     Values = Iterable[tuple[tuple[str, ...], float | Histogram]]
@@ -31,6 +35,7 @@ ERROR_TYPE: Final = "error.type"
 DUE_METRIC: Final = "delayline.due"
 RETRY: Final = "delayline.retry"
 BREAKER: Final = "delayline.breaker"
+ROLE: Final = "delayline.queue.role"
 NSERVICEBUS_QUEUE: Final = "nservicebus.queue"
 #: The actions that count as retries.
 RETRY_KINDS: Final = {Action.RETRIED: "immediate", Action.DELAYED: "delayed", Action.BACKED_OFF: "dispatch"}
@@ -49,9 +54,14 @@ class Reading:
     """What metrics are read from: measurements, and the numbers of pending messages as they were last counted."""
 
     snapshot: Snapshot
-    pending: Pending | None
     system: str
     """The messaging system."""
+    ready: bool
+    """Whether the endpoint is ready, as `/ready` says."""
+    pending: tuple[Pending, float] | None
+    """Its pending messages, and how many seconds ago they were counted; None if they were never."""
+    queues: tuple[Sequence[KnownQueue], float] | None
+    """The queues that it knows, and how many seconds ago they were asked for; None for long ago, or never."""
 
 
 class Source:
@@ -60,11 +70,20 @@ class Source:
     def __init__(self, endpoint: ObservedEndpoint) -> None:
         self.endpoint = endpoint
         self.measurements: Measurements = Measurements.of(endpoint)
-        self._pending = PendingCounts(self.measurements)
+        self._pending = Remembered(self.measurements, lambda: pending_question(endpoint))
+        self._queues = Remembered(self.measurements, lambda: queues_question(endpoint, self.measurements.snapshot()))
 
     def read(self) -> Reading:
         """Return the present values; waits for a second at most, and not at all on the endpoint's event loop."""
-        return Reading(self.measurements.snapshot(), self._pending.read(), self.endpoint.messaging_system)
+        wait_for([self._pending.ask(), self._queues.ask()], self.measurements)
+        queues = self._queues.read()
+        return Reading(
+            self.measurements.snapshot(),
+            self.endpoint.messaging_system,
+            ready_of(self.measurements).ok,
+            self._pending.read(),
+            None if queues is None or queues[1] > LATEST_STATES else queues,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,12 +130,15 @@ def _lateness(reading: Reading) -> Values:
 
 
 def _stored(reading: Reading) -> Values:
-    return (((destination,), number) for destination, number in reading.snapshot.stored.items())
+    counts = dict.fromkeys(reading.snapshot.names, 0) | dict(reading.snapshot.stored)
+    return (((destination,), number) for destination, number in counts.items())
 
 
 def _done(reading: Reading, action: Action) -> Values:
-    counts = reading.snapshot.recovered.items()
-    return [((destination,), number) for (done, destination), number in counts if done is action]
+    """Yield the number of each known place: a counter that is born with its first value never increases."""
+    counts = dict.fromkeys(reading.snapshot.names, 0)
+    counts |= {place: number for (done, place), number in reading.snapshot.recovered.items() if done is action}
+    return [((place,), number) for place, number in counts.items()]
 
 
 def _retries(reading: Reading) -> Values:
@@ -140,16 +162,28 @@ def _measure(name: str) -> Callable[[Reading], Values]:
 
 
 def _pending(reading: Reading) -> Values:
-    return [] if reading.pending is None else [((due,), reading.pending.numbers[due]) for due in BUCKETS]
+    return [] if reading.pending is None else [((due,), reading.pending[0].numbers[due]) for due in BUCKETS]
 
 
 def _estimated(reading: Reading) -> Values:
     pending = reading.pending
-    return [] if pending is None else [((due,), float(due in pending.estimated)) for due in BUCKETS]
+    return [] if pending is None else [((due,), float(due in pending[0].estimated)) for due in BUCKETS]
 
 
-def _of_pending(read: Callable[[Pending], float]) -> Callable[[Reading], Values]:
-    return lambda reading: [] if reading.pending is None else [((), read(reading.pending))]
+def _age(answer: tuple[object, float] | None) -> Values:
+    return [] if answer is None else [((), answer[1])]
+
+
+def _of_queues(read: Callable[[QueueState], float | None], *roles: QueueRole) -> Callable[[Reading], Values]:
+    """Return what reads a value of each queue, of those in the roles; what is unknown is left out."""
+
+    def values(reading: Reading) -> Values:
+        for queue in () if reading.queues is None else reading.queues[0]:
+            value = read(queue.state)
+            if value is not None and (not roles or queue.role in roles):
+                yield (queue.state.queue, queue.role), float(value)
+
+    return values
 
 
 def _receivers_failing(reading: Reading) -> Values:
@@ -199,7 +233,17 @@ MESSAGING: Final = (
     ),
 )
 
+READY: Final = Metric(
+    "delayline.ready",
+    GAUGE,
+    "1",
+    "1 while the endpoint is started and works, as `/ready` says, else 0; from the first second of the process on.",
+    (),
+    lambda reading: [((), float(reading.ready))],
+)
+
 OWN: Final = (
+    READY,
     Metric(
         "delayline.handler.attempts",
         COUNTER,
@@ -247,7 +291,7 @@ OWN: Final = (
         "s",
         "Time since the pending messages were counted.",
         (),
-        _of_pending(lambda pending: pending.age),
+        lambda reading: _age(reading.pending),
     ),
     Metric(
         "delayline.messages.oldest_overdue",
@@ -255,7 +299,39 @@ OWN: Final = (
         "s",
         "Time since the due time of the earliest pending message; 0 if none is overdue.",
         (),
-        _of_pending(lambda pending: pending.oldest_overdue),
+        lambda reading: [] if reading.pending is None else [((), reading.pending[0].oldest_overdue)],
+    ),
+    Metric(
+        "delayline.queue.messages",
+        GAUGE,
+        MESSAGES,
+        "Messages in a queue: in the endpoint's own and, where a back end tells of many at once, in its destinations.",
+        (DESTINATION, ROLE),
+        _of_queues(lambda state: state.messages),
+    ),
+    Metric(
+        "delayline.queue.paused",
+        GAUGE,
+        "1",
+        "1 while a queue is paused, else 0.",
+        (DESTINATION, ROLE),
+        _of_queues(lambda state: state.paused),
+    ),
+    Metric(
+        "delayline.queue.received",
+        GAUGE,
+        "1",
+        "1 while any process receives from a queue, else 0; absent where a back end cannot tell (Azure, memory).",
+        (DESTINATION, ROLE),
+        _of_queues(lambda state: state.received, *(set(QueueRole) - {QueueRole.ERROR})),
+    ),
+    Metric(
+        "delayline.queue.age",
+        GAUGE,
+        "s",
+        "Time since the queues were asked for; after 5 minutes their metrics are absent, as what they have is unknown.",
+        (),
+        lambda reading: _age(reading.queues),
     ),
     Metric(
         "delayline.errors.queued",

@@ -11,12 +11,14 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, Self, TypeVar
 
 from delayline.errors import ConfigurationError
+from delayline.observer import QueueRole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from delayline.message import DelayedMessage, Message
     from delayline.observer import Action, ObservedEndpoint
+    from delayline.telemetry.probes import Probes
 
 #: Upper bounds of the lateness histogram's buckets in seconds, 1 ms to 1 h; the last bucket has none.
 LATENESS_BOUNDS: Final = (
@@ -101,6 +103,8 @@ class Snapshot:
 
     endpoint: str
     """Its name; empty until it has started."""
+    names: Sequence[str]
+    """The queues and destinations that are counted by name; at first those of the endpoint's settings."""
     taken: datetime
     """When the snapshot was taken, in UTC."""
     sent: Mapping[tuple[str, str, str], int]
@@ -173,6 +177,8 @@ class Measurements:
         self._breakers: dict[str, int] = {}
         self._names = Names()
         self._errors = Names()
+        self.probes: Probes | None = None
+        """The probes that watch the endpoint, and its event loop."""
 
     @classmethod
     def of(cls, endpoint: ObservedEndpoint) -> Self:
@@ -184,7 +190,7 @@ class Measurements:
         if measurements is None:
             measurements = cls()
             endpoint.observe(measurements)
-        measurements._name = endpoint.name  # also for values that are asked for before it has started
+        measurements._belong(endpoint)  # also for values that are asked for before it has started
         return measurements
 
     @property
@@ -203,6 +209,7 @@ class Measurements:
         now, elapsed = datetime.now(UTC), time.monotonic()
         return Snapshot(
             endpoint=self._name,
+            names=self._names.known,
             taken=now,
             sent=self._sent.copy(),
             send_seconds=_frozen(self._send_seconds, DURATION_BOUNDS),
@@ -228,7 +235,14 @@ class Measurements:
             raise ConfigurationError(
                 f"these Measurements belong to endpoint {self._endpoint.name!r}: create others for {endpoint.name!r}"
             )
-        self._endpoint, self._name, self._loop = endpoint, endpoint.name, asyncio.get_running_loop()
+        self._endpoint, self._loop = endpoint, asyncio.get_running_loop()
+        self._belong(endpoint)
+
+    def _belong(self, endpoint: ObservedEndpoint) -> None:
+        self._name = endpoint.name
+        for queue, role in endpoint.queue_roles.items():
+            if role is not QueueRole.ERROR:
+                self._names.bounded(queue)
 
     def sent(self, operation: str, destinations: Sequence[str], seconds: float, error: Exception | None) -> None:
         failure = "" if error is None else self._errors.bounded(type(error).__qualname__)
@@ -316,7 +330,13 @@ class Names:
     """Names from outside, of which there may be any number: the first names, and a name for all others."""
 
     def __init__(self) -> None:
-        self._known: set[str] = set()
+        self._known: dict[str, None] = {}
+
+    @property
+    def known(self) -> Sequence[str]:
+        """The first names, and `OTHER` if there may be others; from any thread."""
+        known = tuple(self._known.copy())
+        return known if len(known) < MOST_NAMES else (*known, OTHER)
 
     def bounded(self, name: str) -> str:
         """Return the name if it is among the first, else `OTHER`."""
@@ -324,7 +344,7 @@ class Names:
             return name
         if len(self._known) >= MOST_NAMES:
             return OTHER
-        self._known.add(name)
+        self._known[name] = None
         return name
 
 

@@ -73,6 +73,8 @@ class Probes:
 
     def __init__(self, *measurements: Measurements, heartbeat: Path | None = None) -> None:
         self._measurements = measurements
+        for watched in measurements:
+            watched.probes = self
         self._heartbeat = heartbeat
         self._systemd = Systemd.from_environment()
         self._state = "is starting"
@@ -135,19 +137,21 @@ class Probes:
         """Return the paths `/live` and `/ready` for an `HttpServer`."""
         return {"/live": lambda _: self.live().response(), "/ready": lambda _: self.ready().response()}
 
+    def ready_of(self, measurements: Measurements) -> Verdict:
+        """Return whether one of the endpoints is ready, for metrics; may be called from any thread."""
+        reasons = (*self._reasons_of_process(), *_reasons_of(measurements, ""))
+        return Verdict(ok=not reasons, reasons=reasons)
+
     def _reasons(self) -> Iterator[str]:
+        yield from self._reasons_of_process()
+        for measurements in self._measurements:
+            of = f" of {measurements.snapshot().endpoint}" if len(self._measurements) > 1 else ""
+            yield from _reasons_of(measurements, of)
+
+    def _reasons_of_process(self) -> Iterator[str]:
         if self._state:
             yield f"the endpoint {self._state}"
         yield from self.live().reasons
-        for measurements in self._measurements:
-            snapshot = measurements.snapshot()
-            of = f" of {snapshot.endpoint}" if len(self._measurements) > 1 else ""
-            yield from _failures(f"the poller{of}", snapshot.polling)
-            for queue, activity in snapshot.receiving.items():
-                yield from _failures(f"the receiver of {queue!r}", activity)
-            for name, state in snapshot.breakers.items():
-                if state == TRIGGERED:
-                    yield f"the circuit breaker {name!r}{of} has triggered"
 
     async def _beat(self) -> None:
         touched = notified = 0.0
@@ -169,6 +173,26 @@ class Probes:
         except OSError as error:
             log_text = "Failed to touch the heartbeat file %s: %s"
             emit(logger, logging.WARNING, Event.HEARTBEAT_FAILED, log_text, heartbeat, error)
+
+
+def ready_of(measurements: Measurements) -> Verdict:
+    """Return whether an endpoint is ready: as its probes say or, without probes, without a look at the event loop."""
+    if measurements.probes is not None:
+        return measurements.probes.ready_of(measurements)
+    started = measurements.endpoint is not None and measurements.endpoint.started
+    reasons = tuple(_reasons_of(measurements, "")) if started else ("the endpoint is not started",)
+    return Verdict(ok=not reasons, reasons=reasons)
+
+
+def _reasons_of(measurements: Measurements, of: str) -> Iterator[str]:
+    """Yield why an endpoint that is started is not ready."""
+    snapshot = measurements.snapshot()
+    yield from _failures(f"the poller{of}", snapshot.polling)
+    for queue, activity in snapshot.receiving.items():
+        yield from _failures(f"the receiver of {queue!r}", activity)
+    for name, state in snapshot.breakers.items():
+        if state == TRIGGERED:
+            yield f"the circuit breaker {name!r}{of} has triggered"
 
 
 def _failures(part: str, activity: Activity) -> Iterator[str]:

@@ -13,6 +13,7 @@ from delayline.telemetry.catalog import (
     MESSAGING,
     NSERVICEBUS,
     OWN,
+    READY,
     SYSTEM,
     Kind,
     Metric,
@@ -23,7 +24,7 @@ from delayline.telemetry.http_server import Response
 from delayline.telemetry.measurements import Histogram
 
 try:
-    from prometheus_client import CollectorRegistry
+    from prometheus_client import CollectorRegistry, ProcessCollector
     from prometheus_client import Metric as Family
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
     from prometheus_client.exposition import choose_encoder
@@ -54,8 +55,8 @@ REFUSED_METHOD: Final = "only GET and HEAD\n"
 class PrometheusMetrics:
     """The metrics of endpoints for Prometheus.
 
-    They are counted by `Measurements`; a scrape reads them, and waits for the numbers of pending messages for a second
-    at most.
+    They are counted by `Measurements`; a scrape reads them, and waits for the numbers of pending messages and the
+    states of queues for a second at most. On Linux those of the process are there too: `process_start_time_seconds`.
 
     Args:
         nservicebus: Also expose metrics under the names that NServiceBus gives its own, for existing boards.
@@ -76,6 +77,7 @@ class PrometheusMetrics:
         self._sources: list[Source] = []
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        ProcessCollector(registry=self._registry)
 
     def watch(self, endpoint: Endpoint) -> None:
         """Expose an endpoint's metrics. Raises ConfigurationError if it is started already."""
@@ -127,23 +129,39 @@ class PrometheusMetrics:
             yield _family(metric, readings)
 
 
-def merged(texts: Mapping[str, str], accept: str) -> tuple[str, str]:
-    """Return the metrics of several processes and their content type, in the format that an Accept header asks for.
+class Merger:
+    """Merges the metrics of several processes, and says of a process that does not answer that it is not ready."""
 
-    Args:
-        texts: What each process exposes in the text format, by the value of its label `delayline_process`.
-        accept: The header.
-    """
-    families: dict[str, Family] = {}
-    for process, text in texts.items():
-        for family in text_string_to_metric_families(text):
-            known = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
-            for sample in family.samples:
-                known.samples.append(sample._replace(labels={**sample.labels, PROCESS_LABEL: process}))
-    registry = CollectorRegistry()
-    registry.register(_Collected(list(families.values())))
-    encode, content_type = choose_encoder(accept)
-    return encode(registry).decode(), content_type
+    def __init__(self) -> None:
+        self._ready_labels: dict[str, list[Mapping[str, str]]] = {}
+        """The labels that each process's endpoints had last."""
+
+    def merged(self, texts: Mapping[str, str | None], accept: str) -> tuple[str, str]:
+        """Return the metrics and their content type, in the format that an Accept header asks for.
+
+        Args:
+            texts: What each process exposes in the text format, by the value of its label `delayline_process`; None
+                where it does not answer.
+            accept: The header.
+        """
+        described = READY.prometheus_name, READY.meaning, "gauge"
+        families = {READY.prometheus_name: Family(*described)}
+        for process, text in texts.items():
+            if text is None:
+                for labels in self._ready_labels.get(process, [{}]):
+                    named = {**labels, PROCESS_LABEL: process}
+                    families[READY.prometheus_name].add_sample(READY.prometheus_name, named, 0.0)
+                continue
+            for family in text_string_to_metric_families(text):
+                known = families.setdefault(family.name, Family(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    known.samples.append(sample._replace(labels={**sample.labels, PROCESS_LABEL: process}))
+                if family.name == READY.prometheus_name:
+                    self._ready_labels[process] = [sample.labels for sample in family.samples]
+        registry = CollectorRegistry()
+        registry.register(_Collected(list(families.values())))
+        encode, content_type = choose_encoder(accept)
+        return encode(registry).decode(), content_type
 
 
 class _Collected:

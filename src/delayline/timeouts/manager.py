@@ -138,6 +138,11 @@ class TimeoutManagerDelivery:
         return self._host
 
     @property
+    def satellite_queues(self) -> Sequence[str]:
+        """The queues for timeouts, and for requests to dispatch them."""
+        return satellite_queues(self.host.transport, self.host.endpoint_name)
+
+    @property
     def timeouts_queue(self) -> str:
         """The queue that delayed messages go to."""
         return satellite_queues(self.host.transport, self.host.endpoint_name)[0]
