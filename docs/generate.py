@@ -347,6 +347,7 @@ EVENT_MEANING: Final = {
     Event.OPERATOR_ACTION: "A person changed messages, or a job does: the text says who, what, which and how many.",
     Event.DASHBOARD_FAILED: "A page of the dashboard, or a part of one, failed; pages show the reference in the text.",
     Event.OBSERVER_FAILED: "A method of an observer has raised; delivery goes on. After the first time: DEBUG.",
+    Event.HTTP_EXPOSED: "Probes or metrics are served on every interface of the machine, without a password.",
     Event.HTTP_REQUEST: "The server of probes and metrics has answered a request.",
     Event.HTTP_REQUEST_FAILED: "A request for probes or metrics failed: at DEBUG because the client went away.",
     Event.ENDED_AT_ONCE: "A second signal ended the process: what its handlers had in hand is handled again.",

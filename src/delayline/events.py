@@ -75,6 +75,7 @@ class Event(StrEnum):
     DASHBOARD_SIGNED_IN = "dashboard.signed_in"
     DASHBOARD_SIGN_IN_FAILED = "dashboard.sign_in_failed"
     OBSERVER_FAILED = "observer.failed"
+    HTTP_EXPOSED = "http.exposed"
     HTTP_REQUEST = "http.request"
     HTTP_REQUEST_FAILED = "http.request_failed"
     ENDED_AT_ONCE = "endpoint.ended_at_once"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import errno
 import logging
 import socket
-import sys
 import threading
-import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Final, NamedTuple, Self
 from urllib.parse import urlsplit
 
 from delayline.errors import ConfigurationError
@@ -23,12 +22,22 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-#: Requests that are answered at once; further connections are closed.
-MOST_CONNECTIONS: Final = 16
-#: Seconds until a connection is closed, whatever its client does.
-LONGEST_REQUEST: Final = 10.0
-#: Seconds to wait for the next bytes of a client.
-CLIENT_PATIENCE: Final = 5.0
+#: Connections whose requests are not complete; for a further one the oldest is closed.
+MOST_CONNECTIONS: Final = 100
+#: Threads that make the answers.
+ANSWERING_THREADS: Final = 4
+#: Seconds within which a request has to be complete ...
+REQUEST_WITHIN: Final = 5.0
+#: ... and its answer taken.
+TAKEN_WITHIN: Final = 5.0
+#: Bytes of a request, which has no body.
+LONGEST_HEAD: Final = 16 * 1024
+HEAD_ENDS: Final = b"\r\n\r\n"
+EVERY_INTERFACE: Final = frozenset({"0.0.0.0", "::"})  # noqa: S104 - it is warned of
+EXPOSED: Final = (
+    "%s is open to every network of this machine, without a password: whoever reaches it reads %s. Name an address "
+    "that only your monitoring reaches, or limit the port in the firewall or network policy"
+)
 TEXT_TYPE: Final = "text/plain; charset=utf-8"
 EXAMPLE: Final = "write HOST:PORT, as in 127.0.0.1:9464 or [::1]:9464"
 
@@ -55,22 +64,20 @@ class HttpServer:
     def __init__(self, address: str, paths: Mapping[str, Callable[[str], Response]]) -> None:
         host, port = parse_address(address)
         try:
-            self._server = _Server(host, port, dict(paths))
+            self._listening = _listening(host, port)
         except OSError as error:
             raise ConfigurationError(refusal(address, error)) from error
-        self._thread = threading.Thread(
-            target=self._server.serve_forever,
-            kwargs={"poll_interval": 0.2},
-            name=f"delayline http {address}",
-            daemon=True,
-        )
+        name, bound = self._listening.getsockname()[:2]
+        self._address = f"[{name}]:{bound}" if ":" in name else f"{name}:{bound}"
+        if host in EVERY_INTERFACE:
+            emit(logger, logging.WARNING, Event.HTTP_EXPOSED, EXPOSED, self._address, ", ".join(sorted(paths)))
+        self._connections = _Connections(self._listening, dict(paths))
+        self._thread = threading.Thread(target=self._connections.serve, name=f"delayline http {address}", daemon=True)
 
     @property
     def address(self) -> str:
         """Where it listens, with the port that it has."""
-        host, port = self._server.server_address[:2]
-        name = host.decode() if isinstance(host, bytes) else str(host)
-        return f"[{name}]:{port}" if ":" in name else f"{name}:{port}"
+        return self._address
 
     def start(self) -> None:
         """Begin to answer."""
@@ -79,14 +86,14 @@ class HttpServer:
     def stop(self) -> None:
         """Close the port and every connection."""
         if self._thread.is_alive():
-            self._server.shutdown()
+            self._connections.stop()
             self._thread.join()
-        self._server.server_close()
+        self._listening.close()
 
     @property
     def paths(self) -> Sequence[str]:
         """The paths that it answers."""
-        return sorted(self._server.paths)
+        return sorted(self._connections.paths)
 
     def __enter__(self) -> Self:
         self.start()
@@ -119,97 +126,117 @@ def refusal(address: str, error: OSError) -> str:
     return f"cannot listen on {address}: {error.strerror or error}; name an address of this machine"
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 2 * MOST_CONNECTIONS
+class _Connections:
+    """Reads requests in one thread, on an event loop of its own; a few threads answer those that are complete."""
 
-    def __init__(self, host: str, port: int, paths: dict[str, Callable[[str], Response]]) -> None:
+    def __init__(self, listening: socket.socket, paths: dict[str, Callable[[str], Response]]) -> None:
         self.paths = paths
-        self._free = threading.BoundedSemaphore(MOST_CONNECTIONS)
-        self._open: dict[Any, float] = {}
-        if ":" in host:
-            self.address_family = socket.AF_INET6
-        super().__init__((host, port), _Handler)
+        self._listening = listening
+        self._stopping: Callable[[], object] | None = None
+        self._began = threading.Event()
+        self._reading: dict[asyncio.Task[object], None] = {}
+        """The tasks of connections whose requests are not complete, the oldest first."""
 
-    def server_bind(self) -> None:
-        """Bind without HTTPServer's look at the host's name, which may ask a distant server."""
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+    def serve(self) -> None:
+        """Answer until `stop` is called in another thread."""
+        with ThreadPoolExecutor(ANSWERING_THREADS, "delayline http answer") as threads:
+            asyncio.run(self._serve(threads))
 
-    def process_request(self, request: Any, client_address: Any) -> None:  # noqa: ANN401 - as the library has it
-        """Start a thread for the request, unless there are too many."""
-        if not self._free.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        self._open[request] = time.monotonic()
+    def stop(self) -> None:
+        """Have `serve` return, in another thread."""
+        self._began.wait()
+        if self._stopping is not None:
+            self._stopping()
+
+    async def _serve(self, threads: ThreadPoolExecutor) -> None:
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        loop.set_default_executor(threads)
+        server = await asyncio.start_server(
+            self._connected, sock=self._listening, limit=LONGEST_HEAD, backlog=MOST_CONNECTIONS
+        )
+        self._stopping = partial(loop.call_soon_threadsafe, ended.set)
+        self._began.set()
         try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._ended(request)
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        try:
-            super().process_request_thread(request, client_address)
+            await ended.wait()
         finally:
-            self._ended(request)
+            server.close()
 
-    def _ended(self, request: Any) -> None:  # noqa: ANN401
-        if self._open.pop(request, None) is not None:
-            self._free.release()
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Answer a connection's only request; a connection that is slow is closed, first to make room for others."""
+        task = asyncio.current_task()
+        assert task is not None  # noqa: S101
+        if len(self._reading) >= MOST_CONNECTIONS:
+            next(iter(self._reading)).cancel()
+        self._reading[task] = None
+        client = writer.get_extra_info("peername")
+        try:
+            async with asyncio.timeout(REQUEST_WITHIN):
+                head = await reader.readuntil(HEAD_ENDS)
+            self._reading.pop(task, None)
+            answer = await asyncio.get_running_loop().run_in_executor(None, self._answer, head)
+            writer.write(answer)
+            async with asyncio.timeout(TAKEN_WITHIN):
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+        except asyncio.LimitOverrunError:
+            writer.write(_encoded(Response("the request is too large\n", HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)))
+            writer.close()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.CancelledError) as error:
+            text = "a request of %s failed: %r"
+            emit(logger, logging.DEBUG, Event.HTTP_REQUEST_FAILED, text, client, error)
+            writer.transport.abort()
+        finally:
+            self._reading.pop(task, None)
 
-    def service_actions(self) -> None:
-        """Close connections that have lasted too long; called several times a second."""
-        latest = time.monotonic() - LONGEST_REQUEST
-        for request, began in self._open.copy().items():
-            if began < latest:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+    def _answer(self, head: bytes) -> bytes:
+        """Return what is sent to a request with this head."""
+        first, _, rest = head.decode("latin-1").partition("\r\n")
+        words = first.split(" ")
+        if len(words) != 3 or not words[2].startswith("HTTP/1."):
+            return _encoded(Response("this is not HTTP/1.1\n", HTTPStatus.BAD_REQUEST))
+        method, target, _ = words
+        if method not in ("GET", "HEAD"):
+            return _encoded(Response("only GET and HEAD are answered\n", HTTPStatus.NOT_IMPLEMENTED))
+        path = target.partition("?")[0]
+        headers = {name.strip().lower(): value.strip() for name, _, value in map(_divided, rest.split("\r\n"))}
+        response = self._response(path, headers.get("accept", ""))
+        emit(logger, logging.DEBUG, Event.HTTP_REQUEST, "%s %r %d", method, path, response.status)
+        return _encoded(response, with_body=method == "GET")
 
-    def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ANN401
-        """Log that a request has failed: clients come and go."""
-        del request
-        error = sys.exception()
-        emit(logger, logging.DEBUG, Event.HTTP_REQUEST_FAILED, "a request of %s failed: %s", client_address, error)
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = CLIENT_PATIENCE
-    server_version = "delayline"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        self._answer(with_body=True)
-
-    def do_HEAD(self) -> None:
-        self._answer(with_body=False)
-
-    def _answer(self, *, with_body: bool) -> None:
-        respond = self.server.paths.get(urlsplit(self.path).path)
+    def _response(self, path: str, accept: str) -> Response:
+        respond = self.paths.get(path)
         if respond is None:
-            paths = ", ".join(sorted(self.server.paths))
-            response = Response(f"not found; there are {paths}\n", HTTPStatus.NOT_FOUND)
-        else:
-            try:
-                response = respond(self.headers.get("Accept", ""))
-            except Exception as error:
-                path, failed = urlsplit(self.path).path, Event.HTTP_REQUEST_FAILED
-                emit(logger, logging.ERROR, failed, "The answer to %s failed: %s", path, error, exception=error)
-                response = Response("failed; see the log\n", HTTPStatus.INTERNAL_SERVER_ERROR)
-        body = response.body.encode()
-        self.send_response(response.status)
-        self.send_header("Content-Type", response.content_type)
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        if with_body:
-            self.wfile.write(body)
+            paths = ", ".join(sorted(self.paths))
+            return Response(f"not found; there are {paths}\n", HTTPStatus.NOT_FOUND)
+        try:
+            return respond(accept)
+        except Exception as error:
+            failed = Event.HTTP_REQUEST_FAILED
+            emit(logger, logging.ERROR, failed, "The answer to %s failed: %s", path, error, exception=error)
+            return Response("failed; see the log\n", HTTPStatus.INTERNAL_SERVER_ERROR)
 
-    def log_message(self, format: str, *args: object) -> None:
-        """Log requests at DEBUG, and not to standard error."""
-        emit(logger, logging.DEBUG, Event.HTTP_REQUEST, format.replace("\n", " "), *args)
+
+def _divided(line: str) -> tuple[str, str, str]:
+    return line.partition(":")
+
+
+def _encoded(response: Response, *, with_body: bool = True) -> bytes:
+    """Return the response as it is sent; the connection ends with it."""
+    body = response.body.encode()
+    status = HTTPStatus(response.status)
+    lines = (
+        f"HTTP/1.1 {status.value} {status.phrase}",
+        "Server: delayline",
+        f"Content-Type: {response.content_type}",
+        f"Content-Length: {len(body)}",
+        "Cache-Control: no-store",
+        "X-Content-Type-Options: nosniff",
+        "Connection: close",
+    )
+    return "\r\n".join(lines).encode() + HEAD_ENDS + (body if with_body else b"")
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """Return a socket that listens. Raises OSError."""
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
