@@ -21,6 +21,7 @@ from delayline.composition import (
     two_phase_of,
     uses_of,
 )
+from delayline.delayed.pauses import SupportsDispatchPauses
 from delayline.delayed.store import DueBucket, SupportsDueForecast, SupportsRightsCheck
 from delayline.errors import BackendUnavailable, DelaylineError
 from delayline.masking import masked
@@ -33,7 +34,7 @@ from delayline.transaction import TransactionMode
 from delayline.transport import SupportsQueueComparison, SupportsQueueLookup
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+    from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 
     from delayline.delayed.store import SupportsManagement
     from delayline.settings import Settings
@@ -246,7 +247,12 @@ async def _delayed_messages(settings: Settings, limits: Thresholds) -> AsyncIter
         overdue, later = await _counts(store, now)
         pending = {"messages": overdue.count + later.count}
         yield Finding("pending", state=State.OK, text=f"{_about(overdue, later)} messages", numbers=pending)
-        yield await _overdue(store, now, overdue, limits.overdue)
+        pauses = await store.dispatch_pauses.all() if isinstance(store, SupportsDispatchPauses) else []
+        for pause in pauses:
+            which = "--dispatch-all" if pause.destination is None else f"--dispatch {pause.destination}"
+            finding = f"paused since {local(pause.since)}. Go on with: delayline resume {which}"
+            yield Finding(pause.text, State.PROBLEM, text=finding)
+        yield await _overdue(store, now, overdue, limits.overdue, {pause.destination for pause in pauses})
 
 
 async def _outbox(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
@@ -278,12 +284,21 @@ def _about(*buckets: DueBucket) -> str:
     return f"{number}" if all(bucket.exact for bucket in buckets) else f"about {number}"
 
 
-async def _overdue(store: SupportsManagement, now: datetime, overdue: DueBucket, limit: timedelta) -> Finding:
+async def _overdue(
+    store: SupportsManagement,
+    now: datetime,
+    overdue: DueBucket,
+    limit: timedelta,
+    paused: Collection[str | None] = (),
+) -> Finding:
     first = next(iter(await store.pending(limit=1)), None)
     if first is None or first.due > now:
         finding = "none" if first is None else f"none; the next is due {local(first.due)}, {relative(first.due, now)}"
         return Finding("overdue", state=State.OK, text=finding, numbers={"messages": 0, "oldest_seconds": 0.0})
     oldest = f"the oldest is {first.id} for {first.destination}, {duration(now - first.due)} overdue"
+    if None in paused or first.destination in paused:
+        about = f"{_about(overdue)} messages; {oldest}, and paused: it is not known whether others are late"
+        return Finding("overdue", State.NOT_CHECKED, text=about, numbers={"messages": overdue.count})
     stale = now - first.due > limit
     remedy = ". No process dispatches: is an endpoint of this name running?" if stale else ""
     numbers = {"messages": overdue.count, "oldest_seconds": (now - first.due).total_seconds()}

@@ -67,6 +67,13 @@ def test_dispatching_is_paused_and_resumed(shop: Callable[..., Result]) -> None:
     assert "dispatching is paused since" in shop("pending", *sales).out
     paused = shop("pending", *sales, "--json").document["paused"]
     assert [pause["destination"] for pause in paused] == [None, "billing"]
+    unwell = shop("doctor", *sales)
+    assert unwell.code == 1
+    assert "Go on with: delayline resume --dispatch billing" in unwell.out
+    shop("send", "billing", "wrong", "--delay", "1ms", *sales)
+    assert "and paused: it is not known whether others are late" in shop("doctor", *sales).out
+    recorded = shop("actions", "list", *sales).out
+    assert recorded.count("dispatching to billing") == 1
     assert shop("resume", "--dispatch-all", *sales, "--json").document == {
         "destination": None,
         "paused": False,

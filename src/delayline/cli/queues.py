@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
+from delayline.actions import OperatorAction
 from delayline.backends import backend_of
 from delayline.cli.options import PLACE_SETTINGS, examples, json_option, settings_options, with_options
 from delayline.clock import SystemClock
@@ -20,6 +21,7 @@ from delayline.errors import ConfigurationError, CorruptHeaders
 from delayline.message import Headers, from_wire_time
 from delayline.opening import open_transport, open_waiting
 from delayline.readable import local, size
+from delayline.set_jobs import action_log, actor_here, keep_action
 from delayline.transport import QueueLimits, limited
 
 if TYPE_CHECKING:
@@ -96,7 +98,8 @@ def pause(settings: Settings, screen: Screen, paused: Paused) -> None:
     if paused.queue is not None:
         _change(settings, screen, paused.queue, paused=True)
         return
-    is_new = asyncio.run(_with_pauses(settings, lambda pauses: pauses.pause(paused.destination)))
+    pause_it = OperatorAction.PAUSE, "paused"
+    is_new = asyncio.run(_with_pauses(settings, paused, *pause_it, lambda pauses: pauses.pause(paused.destination)))
     screen.echo(f"✓ {paused.text} is paused" + ("" if is_new else " already"), "green")
     screen.document({"destination": paused.destination, "paused": True, "changed": is_new})
 
@@ -119,13 +122,25 @@ def resume(settings: Settings, screen: Screen, paused: Paused, rate: float | Non
             raise click.UsageError("--rate is for --dispatch and --dispatch-all; for a queue: delayline limit")
         _change(settings, screen, paused.queue, paused=False)
         return
-    was_paused = asyncio.run(_with_pauses(settings, lambda pauses: pauses.resume(paused.destination, rate=rate)))
     how = "" if rate is None else f", overdue messages at {rate:g} a second"
+    resume_it = OperatorAction.RESUME, f"resumed{how}"
+
+    async def work(pauses: PendingMessages) -> bool:
+        return await pauses.resume(paused.destination, rate=rate)
+
+    was_paused = asyncio.run(_with_pauses(settings, paused, *resume_it, work))
     screen.echo(f"✓ {paused.text} is resumed{how}" if was_paused else f"✓ {paused.text} was not paused", "green")
     screen.document({"destination": paused.destination, "paused": False, "changed": was_paused})
 
 
-async def _with_pauses(settings: Settings, work: Callable[[PendingMessages], Coroutine[None, None, bool]]) -> bool:
+async def _with_pauses(
+    settings: Settings,
+    paused: Paused,
+    action: OperatorAction,
+    result: str,
+    work: Callable[[PendingMessages], Coroutine[None, None, bool]],
+) -> bool:
+    """Pause or resume, and record what was changed."""
     native = None if settings.timeout_manager else backend_of(settings.resolved_store_url).native_delays
     if native is not None:
         raise ConfigurationError(
@@ -133,9 +148,11 @@ async def _with_pauses(settings: Settings, work: Callable[[PendingMessages], Cor
             "them, or keep delayed messages in a database with store_url"
         )
     async with open_waiting(settings, timeouts=False) as store:
-        return await work(
-            PendingMessages(store, (store.clock() if isinstance(store, SupportsClock) else SystemClock()))
-        )
+        clock, name = store.clock() if isinstance(store, SupportsClock) else SystemClock(), settings.named_endpoint
+        changed = await work(PendingMessages(store, clock))
+        if changed:
+            await keep_action(action_log(store, name), name, action, actor_here(), paused.text, result, done=True)
+        return changed
 
 
 @click.command(
