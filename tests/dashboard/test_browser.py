@@ -168,6 +168,26 @@ def test_a_schedule_is_paused_resumed_and_triggered(browser: Browser) -> None:
     assert browser.shows("sent now as")
 
 
+def test_dispatching_is_paused_and_resumed(browser: Browser) -> None:
+    browser.open("/waiting")
+    browser.driver.execute_script("document.querySelector('details.panel').open = true")
+    browser.fill("details.panel input[name=destination]", "<b>billing</b>")
+    # Without the tick nothing is paused
+    browser.press("Pause dispatching")
+    assert browser.shows("tick the box to confirm")
+    browser.open("/waiting")
+    browser.driver.execute_script("document.querySelector('details.panel').open = true")
+    browser.fill("details.panel input[name=destination]", "<b>billing</b>")
+    browser.driver.execute_script("document.querySelector('input[name=confirm]').click()")
+    browser.press("Pause dispatching")
+    assert browser.shows("dispatching to <b>billing</b> is paused")
+    browser.picture("paused")
+    browser.fill("input[name=rate]", "50")
+    browser.press("Resume dispatching")
+    assert browser.shows("Done")
+    assert not browser.driver.find_elements("css selector", ".notice.warn")
+
+
 def test_the_life_of_a_message_is_in_the_journal(browser: Browser) -> None:
     browser.open("/life")
     browser.fill("input[name=id]", "order-009-reminder")

@@ -38,6 +38,7 @@ from delayline.dashboard.overview import LATENESS_SPANS, SPANS, Overview
 from delayline.dashboard.rendering import PAGES, link_to, number, render
 from delayline.dashboard.service import EndpointService
 from delayline.dashboard.summary import LATE, lines
+from delayline.delayed.pauses import HIGHEST_RESUMED_RATE
 from delayline.errors import ConfigurationError, DelaylineError, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, Headers
 from delayline.readable import parse_delay, parse_instant
@@ -126,6 +127,7 @@ class Pages:
         self.actions: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/waiting": self._action(self.change, "/waiting"),
             "/waiting/all": self._action(self.change_all, "/waiting"),
+            "/waiting/dispatching": self._action(self.change_dispatching, "/waiting"),
             "/schedules": self._action(self.change_schedule, "/schedules"),
             "/errors/retry": self._action(self.retry, "/errors"),
             "/errors/edit": self._action(self.edit, "/errors"),
@@ -205,6 +207,7 @@ class Pages:
             "/waiting",
             service,
             results=results,
+            pauses=await service.pauses.all(),
             fields=fields,
             after=after,
             longest=LONGEST_FIELD,
@@ -370,6 +373,19 @@ class Pages:
         if isinstance(outcomes, Unavailable):
             raise InvalidMessage(outcomes.reason)
         return self._outcome(request, outcomes, "/errors", service)
+
+    async def change_dispatching(self, request: Request) -> Response:
+        """Hold back what is due for a destination, or all of the endpoint, or let it leave, at a given rate."""
+        service, form, actor = self._service(request), request.state.form, request.state.actor.name
+        destination, rate = form.get("destination", "").strip() or None, form.get("rate", "").strip()
+        if form.get("action") == OperatorAction.RESUME.value:
+            most = whole(rate, "the rate", HIGHEST_RESUMED_RATE) if rate else None
+            outcomes = await service.pauses.resume(destination, rate=most, actor=actor)
+        elif form.get("confirm"):
+            outcomes = await service.pauses.pause(destination, actor=actor)
+        else:
+            raise InvalidMessage("tick the box to confirm that nothing of it leaves until it is resumed")
+        return self._outcome(request, outcomes, "/waiting", service)
 
     async def change_schedule(self, request: Request) -> Response:
         """Pause, resume or trigger a schedule."""

@@ -11,6 +11,7 @@ from delayline.dashboard.errors import FailedMessages
 from delayline.dashboard.jobs import PipelineJobs
 from delayline.dashboard.life import MessageLives
 from delayline.dashboard.overview import Overview
+from delayline.dashboard.pauses import PausedDispatching
 from delayline.dashboard.pending import PendingMessages
 from delayline.dashboard.schedules import RecurringMessages
 from delayline.dashboard.search import PendingSearch
@@ -61,6 +62,7 @@ class EndpointService:
         self.errors: FailedMessages = FailedMessages(back_ends, self.actions)
         self.life: MessageLives = MessageLives(self.search, self.errors)
         self.schedules: RecurringMessages = RecurringMessages(back_ends, self.actions)
+        self.pauses: PausedDispatching = PausedDispatching(back_ends, self.actions)
         self.jobs: PipelineJobs = PipelineJobs(back_ends, self.actions)
 
     async def __aenter__(self) -> EndpointService:
