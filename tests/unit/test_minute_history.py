@@ -158,10 +158,10 @@ def test_rows_round_trip() -> None:
 
 
 async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) -> None:
-    # Given an endpoint with the setting, whose process has dispatched late messages in the last minute
+    # Given an endpoint with the setting, whose process dispatches a backlog for two minutes
     settings = Settings(endpoint="sales", url=f"sqlite:///{tmp_path / 'delayline.db'}", history=True)
     now = datetime.now(UTC)
-    clock = ManualClock(now)
+    clock = ManualClock(now - MINUTE)
     history = MinuteHistory(settings.url, clock=clock)
     store = SqlDelayedMessageStore(settings.url)
     endpoint = Endpoint(
@@ -171,9 +171,10 @@ async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) 
         observers=[history],
     )
     async with endpoint:
-        history.dispatched({("billing", now - timedelta(seconds=7)): 120}, now)
-        await passes(clock, MINUTE)
-        await eventually_async(lambda: written(settings.url, now))
+        for minute in range(2):
+            history.dispatched({("billing", clock.now() - timedelta(seconds=7)): 600}, clock.now())
+            await passes(clock, MINUTE)
+            await eventually_async(lambda minutes=minute + 1: written(settings.url, now, minutes))
         await store.store(DelayedMessage(Message("m", {}, b""), "billing", datetime.now(UTC) + HOUR))
         async with EndpointService(settings) as service:
             # When the pages are asked for
@@ -184,25 +185,25 @@ async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) 
             )
     # Then they show what the rows have
     assert not isinstance(page.throughput, Unavailable)
-    assert page.throughput.dispatched_a_second == pytest.approx(2)
+    assert page.throughput.dispatched_a_second == pytest.approx(10)
     assert page.throughput.lateness_p99 == 10
     assert not isinstance(page.processes, Unavailable)
     assert [(process.row.process, process.alive) for process in page.processes] == [(history.process, True)]
     assert not isinstance(lateness, Unavailable)
-    assert sum(map(sum, lateness.counts)) == 120
+    assert sum(map(sum, lateness.counts)) == 1200
     assert lateness.destinations == ["billing"]
     assert len(lateness.counts) == len(lateness.p50) == 60
     assert not isinstance(forecast, Unavailable)
-    assert forecast.drain_rate == 2.0
-    assert [bar.capacity for bar in forecast.bars][1] == 3600
+    assert forecast.drain_rate == 10.0
+    assert [bar.capacity for bar in forecast.bars][1] == 18_000
     assert not any(bar.exceeds for bar in forecast.bars)
 
 
-async def written(url: str, now: datetime) -> bool:
+async def written(url: str, now: datetime, minutes: int) -> bool:
     def read(connection: Connection) -> list[MinuteRow] | None:
         return read_minutes(connection, None, "sales", now - HOUR, now + HOUR)
 
-    return bool(await database_at(url).look(read))
+    return len(await database_at(url).look(read) or []) == minutes
 
 
 def test_history_needs_a_sql_store() -> None:

@@ -56,10 +56,10 @@ TEXTS = [
     "of_topic",
     "of_queue",
 ]
-TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value", "new_id", "new_destination"]
+TEXTS += ["Id", "Destination", "SagaId", "Headers", "PersistenceVersion", "value", "new_id", "new_destination", "event"]
 LISTS = ["keys", "names", "topics"]
 BYTES = ["headers", "body", "State", "marker", "expiry", "new_headers", "new_body"]
-NUMBERS = ["retry_count", "number", "after", "skip", "claim", "sequence", "new_retry_count"]
+NUMBERS = ["retry_count", "retries", "number", "after", "skip", "claim", "sequence", "new_retry_count"]
 TIMES = ["due", "until", "since", "at", "expires", "Time", "later", "new_due"]
 
 

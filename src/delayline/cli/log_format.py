@@ -31,7 +31,7 @@ LOG_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 #: Loggers of the servers that commands start; they have no handlers of their own.
 SERVERS: Final = ("uvicorn",)
 #: Libraries whose INFO is about each request, or each start of a server.
-LOUD_LIBRARIES: Final = ("azure", *SERVERS)
+LOUD_LIBRARIES: Final = ("azure.core", *SERVERS)
 TRACE: Final = "traceparent"
 MOST_IDS: Final = 10
 
