@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -174,7 +175,7 @@ async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) 
         for minute in range(2):
             history.dispatched({("billing", clock.now() - timedelta(seconds=7)): 600}, clock.now())
             await passes(clock, MINUTE)
-            await eventually_async(lambda minutes=minute + 1: written(settings.url, now, minutes))
+            await eventually_async(partial(written, settings.url, now, minute + 1))
         await store.store(DelayedMessage(Message("m", {}, b""), "billing", datetime.now(UTC) + HOUR))
         async with EndpointService(settings) as service:
             # When the pages are asked for
@@ -203,7 +204,8 @@ async def written(url: str, now: datetime, minutes: int) -> bool:
     def read(connection: Connection) -> list[MinuteRow] | None:
         return read_minutes(connection, None, "sales", now - HOUR, now + HOUR)
 
-    return len(await database_at(url).look(read) or []) == minutes
+    rows = await database_at(url).look(read)
+    return len(rows or []) == minutes
 
 
 def test_history_needs_a_sql_store() -> None:
