@@ -1,4 +1,4 @@
-"""A private Prometheus that scrapes one address."""
+"""A private Prometheus with the shipped alert rules."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from tests.servers.postgresql import free_port
 ROOT: Final = Path(__file__).parents[2]
 RULES: Final = ROOT / "deploy" / "prometheus" / "delayline-alerts.yml"
 SETTINGS: Final = """
-global: {{scrape_interval: 1s, evaluation_interval: 1s}}
+global: {{scrape_interval: {every}, evaluation_interval: {every}}}
 rule_files: ["{rules}"]
 scrape_configs:
   - job_name: delayline
-    static_configs: [{{targets: ["{target}"]}}]
+    static_configs: [{{targets: {targets}}}]
 """
 
 
 class PrometheusServer(OwnProcess):
-    """Scrapes the target every second, and evaluates the alert rules."""
+    """Scrapes the targets, and evaluates the alert rules, `every` so long."""
 
     product = "Prometheus"
     install = "apt-get install prometheus"
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, *targets: str, every: str = "1s") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-prometheus-"))
         self.url = f"http://127.0.0.1:{free_port()}"
         settings = self.folder / "prometheus.yml"
-        settings.write_text(SETTINGS.format(rules=RULES, target=target))
+        settings.write_text(SETTINGS.format(rules=RULES, targets=list(targets), every=every))
         self._begin(
             [
                 "prometheus",
