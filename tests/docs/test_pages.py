@@ -52,7 +52,9 @@ ON_A_BROKER, ON_POSTGRESQL = (
 )
 #: Pages that take half a minute each, for Spark's start and its jobs.
 ON_SPARK = [
-    page for page in OURS if page.name in {AS_A_NEWCOMER, "cold-tier.md", "spark-schedule.md", "spark-audit.md"}
+    page
+    for page in OURS
+    if page.name in {AS_A_NEWCOMER, "runbook.md", "cold-tier.md", "spark-schedule.md", "spark-audit.md"}
 ]
 BLOCK = re.compile(
     r"^(?:<!-- ([\w-]+)(?:: ([^\n]*?))? -->\n+)?^(`{3,})(\w*)[^\n]*\n(.*?)^\3$", re.MULTILINE | re.DOTALL
