@@ -21,6 +21,8 @@ from tests.servers.postgresql import PostgresqlServer
 from tests.servers.programs import CONFIGURED, Programs
 from tests.servers.rabbitmq import RabbitmqServer
 
+from delayline.events import tracebacks
+
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator
 
@@ -53,6 +55,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.server)
         if needs_server(item, NEWER):
             item.add_marker(pytest.mark.newer_server)
+
+
+@pytest.fixture(autouse=True)
+def no_earlier_failures() -> None:
+    """Log the first traceback of each failure in each test: the process counts those that repeat."""
+    tracebacks.forget()
 
 
 def needs_server(item: pytest.Item, servers: Collection[str] = SERVERS) -> bool:

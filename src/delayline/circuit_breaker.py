@@ -9,7 +9,7 @@ from datetime import timedelta
 from enum import Enum
 from typing import TYPE_CHECKING, Final
 
-from delayline.events import Event, emit
+from delayline.events import Event, emit, is_outage
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -47,7 +47,8 @@ class FailureLog:
     """Logs a failure that repeats: the first time in full, then a count after 1, 2, 4 ... 60 seconds.
 
     The failures between are logged at DEBUG, so that each of them remains an event. Events are counted apart; only the
-    first failure of all has a traceback.
+    first failure of all has a traceback. An outage is logged at WARNING at most: what does not pass becomes a critical
+    error.
     """
 
     def __init__(self, clock: Clock) -> None:
@@ -75,6 +76,8 @@ class FailureLog:
             exception: The error whose traceback is logged with the first failure.
             facts: The facts of the record.
         """
+        if is_outage(exception):
+            level = min(level, logging.WARNING)
         now = self._clock.now()
         repeats = self._repeats.get(event)
         if repeats is None:
@@ -177,7 +180,7 @@ class RepeatedFailuresOverTime(FailureLog):
         self._timer = asyncio.get_running_loop().create_task(lasting, name=f"breaker {self.name}")
         emit(
             logger,
-            logging.WARNING,
+            logging.INFO,  # the failure itself is logged already
             Event.BREAKER_ARMED,
             "The circuit breaker for '%s' is now in the armed state due to '%s' and might trigger in '%s' "
             "when not disarmed.",

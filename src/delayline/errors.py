@@ -29,7 +29,7 @@ DelaylineError
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -129,6 +129,9 @@ class TransactionAborted(DelaylineError, RuntimeError):
 
 class BackendUnavailable(DelaylineError, ConnectionError):
     """The database or broker does not answer now; nothing was lost and trying again may help."""
+
+    is_outage: Final = True
+    """Logs have no traceback of it, except at DEBUG."""
 
 
 class TransactionConflict(BackendUnavailable):

@@ -3,11 +3,12 @@
 Log handlers, metrics and tests follow these names; the texts beside them are for people and may change.
 """
 
+import logging
+import threading
+import time
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    import logging
+from typing import Final
 
 
 class Event(StrEnum):
@@ -101,10 +102,70 @@ class Event(StrEnum):
 
 
 LOGGER_NAME: Final = "delayline"
+#: Of how many kinds of failure the repetitions are counted; of more, the kind logged the longest ago is forgotten.
+MOST_KINDS_OF_FAILURE: Final = 256
+#: Seconds until the traceback of a failure that repeats is logged again; doubled each time, up to the longest.
+FIRST_TRACEBACK_INTERVAL: Final = 600.0
+LONGEST_TRACEBACK_INTERVAL: Final = 86_400.0
+
+
+@dataclass(slots=True)
+class _Shown:
+    """A traceback that was logged."""
+
+    at: float
+    interval: float = FIRST_TRACEBACK_INTERVAL
+    times: int = 1
+
+
+class Tracebacks:
+    """Decides which records have a traceback: of a failure that repeats the first, later a count, from any thread.
+
+    Failures are the same that were raised as the same type, at the same place, and are logged as the same event.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._shown: dict[tuple[str, type[BaseException], str, int], _Shown] = {}
+
+    def earlier(self, event: str, exception: BaseException) -> int:
+        """Return how many records had the same failure since its traceback was last logged; 0 to log it now."""
+        trace = exception.__traceback__
+        while trace is not None and trace.tb_next is not None:
+            trace = trace.tb_next
+        file, line = ("", 0) if trace is None else (trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        key, now = (event, type(exception), file, line), time.monotonic()
+        with self._lock:
+            shown = self._shown.pop(key, None)
+            if shown is None:
+                if len(self._shown) >= MOST_KINDS_OF_FAILURE:
+                    del self._shown[next(iter(self._shown))]
+                self._shown[key] = _Shown(now)
+                return 0
+            self._shown[key] = shown
+            if now - shown.at < shown.interval:
+                shown.times += 1
+                return shown.times - 1
+            shown.at, shown.times = now, 1
+            shown.interval = min(shown.interval * 2, LONGEST_TRACEBACK_INTERVAL)
+            return 0
+
+    def forget(self) -> None:
+        """Log the next traceback of each failure."""
+        with self._lock:
+            self._shown.clear()
+
+
+tracebacks: Final = Tracebacks()
+
+
+def is_outage(exception: BaseException | None) -> bool:
+    """Return whether a back end is out of reach, which its text says: a traceback would add nothing."""
+    return getattr(exception, "is_outage", False) is True
 
 
 def emit(
-    logger: "logging.Logger",
+    logger: logging.Logger,
     level: int,
     event: Event,
     text: str,
@@ -112,6 +173,16 @@ def emit(
     exception: BaseException | None = None,
     **facts: object,
 ) -> None:
-    """Log `text % args` at `level` with `event` and `facts` as attributes of the record; nearly free when off."""
-    if logger.isEnabledFor(level):
-        logger.log(level, text, *args, exc_info=exception, extra={"event": event, "facts": facts}, stacklevel=2)
+    """Log `text % args` at `level` with `event` and `facts` as attributes of the record; nearly free when off.
+
+    The traceback of `exception` is logged too, but that of an outage only at DEBUG, and of a failure that repeats with
+    the first record; the others say how many there were.
+    """
+    if not logger.isEnabledFor(level):
+        return
+    if exception is not None and not logging.getLogger(LOGGER_NAME).isEnabledFor(logging.DEBUG):
+        if is_outage(exception):
+            exception = None
+        elif earlier := tracebacks.earlier(event, exception):
+            text, args, exception = f"{text} (%d more since the traceback)", (*args, earlier), None
+    logger.log(level, text, *args, exc_info=exception, extra={"event": event, "facts": facts}, stacklevel=2)

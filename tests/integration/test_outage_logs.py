@@ -8,7 +8,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.eventually import PATIENCE
+from tests.eventually import PATIENCE, eventually_async
 from tests.servers.postgresql import PostgresqlServer
 
 from delayline import Endpoint, Event, SqlDelayedMessageStore, SqlTransport, StoredDelivery
@@ -50,3 +50,26 @@ async def test_an_outage_writes_one_traceback_for_each_breaker_and_few_lines(ser
     assert armed > 0
     assert len(loud) < 30, seen
     assert len(tracebacks) == armed, seen
+
+
+@pytest.mark.slow
+async def test_an_outage_has_no_traceback_at_info(server: PostgresqlServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Given a log at INFO, when the server is down for some seconds, then warnings tell it, and a line its end."""
+    url = server.new_database()
+    caplog.set_level(logging.INFO, "delayline")
+    endpoint = Endpoint(
+        "sales", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url))
+    )
+    await endpoint.setup()
+
+    def events() -> list[Event]:
+        return [vars(record)["event"] for record in caplog.records]
+
+    async with endpoint:
+        await asyncio.to_thread(server.stop)
+        await eventually_async(lambda: Event.BREAKER_ARMED in events(), "the outage is noticed")
+        await asyncio.to_thread(server.start)
+        armed = events().count(Event.BREAKER_ARMED)
+        await eventually_async(lambda: events().count(Event.BREAKER_DISARMED) >= armed, "the outage is over")
+    assert [record for record in caplog.records if record.exc_info] == []
+    assert {record.levelname for record in caplog.records if record.levelno > logging.INFO} == {"WARNING"}
