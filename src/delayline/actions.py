@@ -84,8 +84,10 @@ class SetRequest:
             raise ConfigurationError("give the new due time, to=, or how much later, by=")
         if self.action not in OF_PENDING | OF_FAILED:
             raise ConfigurationError(f"{self.action.value!r} is no action on a set of messages")
-        if self.action in OF_PENDING and self.filter.exception is not None:
-            raise ConfigurationError("pending messages have no exception: leave it out, or act on failed messages")
+        if self.action in OF_PENDING and (self.filter.exception is not None or self.filter.group is not None):
+            raise ConfigurationError(
+                "pending messages have no exception and no group: leave them out, or act on failed messages"
+            )
         if self.action in OF_FAILED and self.filter.checks_due:
             raise ConfigurationError("failed messages have no due time: leave due out, or act on pending messages")
 
@@ -230,6 +232,10 @@ class MessageSet(Protocol):
             request: The action, of which the filter counts.
             counted: Called now and then with how many messages were looked through.
         """
+        ...
+
+    async def last(self, request: SetRequest) -> int:
+        """Return the `bound` of a set of the messages that are there now, without counting them."""
         ...
 
     async def begin(

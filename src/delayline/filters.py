@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidDueTime
+from delayline.failure_groups import group_key
 from delayline.message import UNUSABLE_IN_IDS, Headers, in_utc
 from delayline.readable import DELAYS, INSTANTS, parse_delay, parse_instant
 
@@ -26,6 +27,7 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "header": "header",
     "due": "due",
     "exception": "exception",
+    "group": "group",
 }
 LONGEST_FILTER: Final = 10_000
 """Characters of a written filter."""
@@ -104,6 +106,8 @@ class MessageFilter:
     """The time before which it is due."""
     exception: str | None = None
     """The type of the exception that a failed message has failed with, as a type of messages."""
+    group: str | None = None
+    """The key of the group that a failed message is in, as the dashboard's page of a group has it in its address."""
 
     def __post_init__(self) -> None:
         """Refuse conditions that mean nothing. Raises ConfigurationError."""
@@ -161,7 +165,7 @@ class MessageFilter:
     @property
     def checks_headers(self) -> bool:
         """Whether the headers of messages have to be read."""
-        return any((self.message_type, self.header, self.header_value, self.exception))
+        return any((self.message_type, self.header, self.header_value, self.exception, self.group))
 
     @property
     def checks_due(self) -> bool:
@@ -188,6 +192,10 @@ class MessageFilter:
 
     def matches_headers(self, message: Message) -> bool:
         """Return whether a message's headers fulfil the conditions on headers."""
+        if self.group is not None and group_key(message) != self.group:
+            return False
+        if not any((self.message_type, self.header, self.header_value, self.exception)):
+            return True
         try:
             headers = message.headers
         except CorruptHeaders:
@@ -210,6 +218,7 @@ class MessageFilter:
             "header": None if self.header is None and self.header_value is None else self._written_header,
             "due": self._written_due if self.checks_due else None,
             "exception": self.exception,
+            "group": self.group,
         }
         return ",".join(f"{name}={_escape(value)}" for name, value in conditions.items() if value is not None)
 

@@ -280,6 +280,11 @@ class SetInMemory:
         )
         return self._record
 
+    async def last(self, request: SetRequest) -> int:
+        """Return 0: the messages have no numbers, and are read when the job begins."""
+        del request
+        return 0
+
     async def take(self, name: str, owner: str) -> ActionRecord | None:
         """Return the job: nobody else knows it."""
         del name, owner
@@ -305,21 +310,21 @@ class SetOfPending(SetInMemory):
     def __init__(self, management: object, endpoint: str, clock: Clock) -> None:
         super().__init__(endpoint, clock)
         self._management = managed(management)
-        self._messages: list[tuple[str, datetime]] = []
+        self._messages: list[tuple[str, datetime]] | None = None
 
     async def preview(self, request: SetRequest, counted: Callable[[int], None] | None = None) -> SetPreview:
         """Count the messages, and keep their ids: these are changed."""
         at, looked_at = self._clock.now(), 0
-        self._messages = []
+        found: list[tuple[str, datetime]] = []
         ask, named = self._management.pending, request.filter.destination
         destination = None if named is None else pattern_of(named).exact
         while page := await ask(destination=destination, limit=READ_AT_ONCE, offset=looked_at):
             looked_at += len(page)
-            self._messages += [(each.id, each.due) for each in page if _matches(request, each)]
+            found += [(each.id, each.due) for each in page if _matches(request, each)]
             if counted is not None:
                 counted(looked_at)
-        ids = [message_id for message_id, _ in self._messages[:5]]
-        return SetPreview(len(self._messages), at, len(self._messages), looked_at, examples=ids)
+        self._messages = found
+        return SetPreview(len(found), at, len(found), looked_at, examples=[message_id for message_id, _ in found[:5]])
 
     async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
         """Change the next messages, one by one."""
@@ -328,7 +333,10 @@ class SetOfPending(SetInMemory):
         assert record is not None  # noqa: S101 - it was begun
         request, now = record.request, latest_of(self._clock)()
         assert request is not None  # noqa: S101 - by a request
-        for message_id, due in self._messages[record.position : record.position + min(most, READ_AT_ONCE)]:
+        if self._messages is None:
+            await self.preview(request)
+        messages = self._messages or []
+        for message_id, due in messages[record.position : record.position + min(most, READ_AT_ONCE)]:
             record = replace(record, position=record.position + 1)
             try:
                 outcome = await self._change(request, message_id, due, now)
@@ -342,7 +350,7 @@ class SetOfPending(SetInMemory):
                 else:
                     record = record.with_problem(message_id, outcome.meaning)
             self._record = record
-        self._record = self._through(record) if record.position >= len(self._messages) else record
+        self._record = self._through(record) if record.position >= len(messages) else record
         return self._record
 
     async def _change(self, request: SetRequest, message_id: str, due: datetime, now: datetime) -> Outcome:

@@ -10,8 +10,9 @@ from sqlalchemy import make_url
 from tests.eventually import eventually_async
 
 from delayline import Headers, Message
+from delayline.actions import JobState, OperatorAction
 from delayline.composition import endpoint_from, transport_of
-from delayline.dashboard.model import JobState, OperatorAction, PendingPage, PendingQuery, Unavailable
+from delayline.dashboard.model import PendingPage, PendingQuery, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.doctor import State
 from delayline.error_queue import managed_queues
@@ -111,9 +112,13 @@ async def test_messages_are_found_and_changed(service: EndpointService) -> None:
         one.done for one in await service.pending.change(OperatorAction.CANCEL, ["m0", "m0", "x"], actor="ann")
     ] == [True, False]
     job = await service.pending.change_all(OperatorAction.RESCHEDULE, PendingQuery(), by=HOUR, actor="ann", rate=100)
-    assert not isinstance(job, Unavailable)
-    await eventually_async(lambda: service.actions.jobs()[0].state is not JobState.RUNNING)
-    assert (service.actions.jobs()[0].state, service.actions.jobs()[0].done) == (JobState.DONE, 2)
+
+    async def is_done() -> bool:
+        records = await service.actions.recorded()
+        assert not isinstance(records, Unavailable)
+        return [(one.state, one.done) for one in records if one.name == job.name] == [(JobState.DONE, 2)]
+
+    await eventually_async(is_done)
 
 
 async def test_errors_are_retried_edited_and_deleted(settings: Settings, service: EndpointService) -> None:

@@ -17,7 +17,7 @@ from tests.eventually import PATIENCE, eventually_async
 
 from delayline import Endpoint, Event, Message, MessageContext, Recoverability
 from delayline.cli import main
-from delayline.dashboard.model import ActionJob
+from delayline.dashboard.model import Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
 
     from tests.servers.rabbitmq import RabbitmqServer
+
+    from delayline.actions import ActionRecord
 
 DEFAULT: Final = 20
 MORE_THAN_THAT: Final = DEFAULT + 4
@@ -522,12 +524,16 @@ class TestRetried:
             found = (await service.errors.groups()).groups  # type: ignore[union-attr]
             key = next(group.key for group in found if group.exception_type == "B")
 
-            async def started() -> bool:  # not where the broker gives no answer in time
-                return isinstance(await service.errors.retry_all(key, actor="me", rate=500), ActionJob)
+            name = (await service.errors.retry_all(key, actor="me", rate=500)).name
 
-            await eventually_async(started)
-            await eventually_async(lambda: service.actions.jobs()[0].finished)
-            job = service.actions.jobs()[0]
+            async def ended() -> ActionRecord | None:
+                records = await service.actions.recorded()
+                found = [] if isinstance(records, Unavailable) else records
+                return next((record for record in found if record.name == name and record.over), None)
+
+            await eventually_async(ended)
+            job = await ended()
+            assert job is not None
             assert (job.done, job.failed, list(job.problems)) == (30, 0, [])
             some = await service.errors.retry(["A3", "A3", "A4", "none"], actor="me")
             assert [(one.id, one.done) for one in some] == [("A3", True), ("A4", True), ("none", False)]

@@ -315,6 +315,7 @@ class LosesAnswers:
         self.take = messages.take
         self.leave = messages.leave
         self.preview = messages.preview
+        self.last = messages.last
 
     async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
         self._asked += 1

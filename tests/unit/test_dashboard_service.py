@@ -11,12 +11,13 @@ import pytest
 from tests.eventually import eventually_async
 
 from delayline import ConfigurationError, DelayedMessage, Endpoint, Headers, Message, StoredDelivery
-from delayline.dashboard.contents import body_of, place_of
-from delayline.dashboard.errors import group_key
-from delayline.dashboard.model import ActionJob, JobState, OperatorAction, PendingPage, PendingQuery, Unavailable
+from delayline.actions import ActionRecord, JobState, OperatorAction
+from delayline.dashboard.contents import body_of
+from delayline.dashboard.model import PendingPage, PendingQuery, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.error_queue import managed_queues
 from delayline.errors import BackendUnavailable
+from delayline.failure_groups import group_key, place_of
 from delayline.failures import failure_headers
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
@@ -237,12 +238,9 @@ async def test_an_action_changes_all_that_match_after_an_estimate(
     preview = await impatient.search.preview(query)
     assert not isinstance(preview, Unavailable)
     assert (preview.exact, list(preview.example)) == (False, ["m0", "m1", "m2"])
-    job = await impatient.pending.change_all(
-        OperatorAction.CANCEL, query, actor="ann", rate=1000, expected=preview.number
-    )
-    assert not isinstance(job, Unavailable)
-    done = await ended(impatient, job.id)
-    assert (done.state, done.expected, done.done) == (JobState.DONE, 7, 7)
+    job = await impatient.pending.change_all(OperatorAction.CANCEL, query, actor="ann", rate=1000)
+    done = await ended(impatient, job.name)
+    assert (done.state, done.expected, done.done) == (JobState.DONE, None, 7)
     assert not await store_of(endpoint).pending()
 
 
@@ -286,20 +284,31 @@ async def test_pending_messages_are_cancelled_moved_and_sent(endpoint: Endpoint,
     assert left["m1"] == NOW + 3 * HOUR
     assert left["m2"] <= datetime.now(UTC)
     # And each action has its entry
-    assert next((one.action, one.actor) for one in service.actions.audit()) == (OperatorAction.SEND_NOW, "ann")
-    assert len(service.actions.audit()) == 4
+    records = await recorded(service)
+    assert (records[0].action, records[0].actor) == (OperatorAction.SEND_NOW, "ann")
+    assert [record.state for record in records].count(JobState.DONE) == 3
+    assert len(records) == 4
     with pytest.raises(ConfigurationError, match="to=, or how much later, by="):
         await service.pending.change(OperatorAction.RESCHEDULE, ["m1"], actor="ann")
 
 
-async def ended(service: EndpointService, job_id: str) -> ActionJob:
+async def recorded(service: EndpointService) -> list[ActionRecord]:
+    """Return the recorded actions, the latest first."""
+    records = await service.actions.recorded()
+    assert not isinstance(records, Unavailable)
+    return records
+
+
+async def ended(service: EndpointService, name: str) -> ActionRecord:
     """Return the job once it has ended."""
 
-    def job() -> ActionJob:
-        return next(one for one in service.actions.jobs() if one.id == job_id)
+    async def job() -> ActionRecord | None:
+        return next((one for one in await recorded(service) if one.name == name and one.over), None)
 
-    await eventually_async(lambda: job().state is not JobState.RUNNING)
-    return job()
+    await eventually_async(job)
+    record = await job()
+    assert record is not None
+    return record
 
 
 async def test_all_that_match_are_changed_by_a_job(endpoint: Endpoint, service: EndpointService) -> None:
@@ -313,8 +322,7 @@ async def test_all_that_match_are_changed_by_a_job(endpoint: Endpoint, service: 
     job = await service.pending.change_all(
         OperatorAction.RESCHEDULE, query, by=timedelta(days=1), actor="ann", rate=1000
     )
-    assert not isinstance(job, Unavailable)
-    done = await ended(service, job.id)
+    done = await ended(service, job.name)
     # Then each of them was moved once
     assert (done.state, done.done, done.failed) == (JobState.DONE, 3, 0)
     dues = {one.id: one.due for one in await store_of(endpoint).pending()}
@@ -330,17 +338,45 @@ async def test_a_job_keeps_to_its_rate_and_can_be_stopped(endpoint: Endpoint) ->
     clock = ManualClock(NOW)
     async with EndpointService(endpoint, clock=clock) as service:
         job = await service.pending.change_all(OperatorAction.CANCEL, PendingQuery(), actor="ann", rate=1)
-        assert not isinstance(job, Unavailable)
-        await eventually_async(lambda: service.actions.jobs()[0].done == 1)
+
+        async def has_done(number: int) -> bool:
+            return next(one.done for one in await recorded(service) if one.name == job.name) == number
+
+        await eventually_async(lambda: has_done(1))
         # When a second passes, and the job is stopped
         await clock.advance(timedelta(seconds=1))
-        await eventually_async(lambda: service.actions.jobs()[0].done == 2)
-        assert service.actions.stop(job.id, actor="bob")
-        stopped = await ended(service, job.id)
+        await eventually_async(lambda: has_done(2))
+        assert await service.actions.stop(job.name, actor="bob")
+        stopped = await ended(service, job.name)
+        assert not await service.actions.stop(job.name, actor="bob")
     # Then two were cancelled
     assert (stopped.state, stopped.done) == (JobState.STOPPED, 2)
     assert len(await store_of(endpoint).pending()) == 3
-    assert not service.actions.stop(job.id, actor="bob")
+
+
+async def test_a_job_goes_on_in_the_dashboard_that_starts_next(endpoint: Endpoint) -> None:
+    """Given a job whose dashboard has ended, when another one resumes it, then each message is changed once."""
+    if not isinstance(endpoint.transport, SqlTransport):
+        return
+    await put(endpoint, 5)
+    async with EndpointService(endpoint, clock=ManualClock(NOW)) as first:
+        by = timedelta(days=1)
+        job = await first.pending.change_all(OperatorAction.RESCHEDULE, PendingQuery(), by=by, actor="ann", rate=1)
+        await eventually_async(lambda: moved(endpoint, NOW + by))
+    async with EndpointService(endpoint) as second:
+        [interrupted] = [one for one in await recorded(second) if one.name == job.name]
+        assert (interrupted.state, interrupted.done) == (JobState.INTERRUPTED, 1)
+        assert await second.actions.resume(job.name, actor="bob")
+        done = await ended(second, job.name)
+        assert (done.state, done.done, done.failed, done.actor) == (JobState.DONE, 5, 0, "ann")
+        assert not await second.actions.resume(job.name, actor="bob")
+    dues = [one.due for one in await store_of(endpoint).pending()]
+    assert dues == [NOW + by + (number + 1) * HOUR for number in range(5)]
+
+
+async def moved(endpoint: Endpoint, since: datetime) -> bool:
+    """Return whether a message is due from then on."""
+    return any(one.due >= since for one in await store_of(endpoint).pending())
 
 
 async def test_errors_are_grouped_with_their_trend(endpoint: Endpoint, service: EndpointService) -> None:
@@ -386,8 +422,7 @@ async def test_a_group_is_retried(endpoint: Endpoint, service: EndpointService) 
     groups = await service.errors.groups()
     assert not isinstance(groups, Unavailable)
     job = await service.errors.retry_all(groups.groups[0].key, actor="ann", rate=1000)
-    assert not isinstance(job, Unavailable)
-    done = await ended(service, job.id)
+    done = await ended(service, job.name)
     assert (done.done, done.failed) == (2, 0)
     queues = managed_queues(endpoint.transport)
     assert await queues.count("billing") == 2

@@ -1,79 +1,55 @@
-"""What people ask for messages: done message by message or in the background, at a rate, and kept for the audit."""
+"""What people ask for messages: done message by message, or as jobs in the background, and recorded."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final
 
-from delayline.dashboard.back_ends import PageQueries
-from delayline.dashboard.model import ActionJob, ActionOutcome, AuditEntry, JobState, OperatorAction
-from delayline.error_queue import HeldMessage
-from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.actions import OF_PENDING, ActionRecord, JobState, OperatorAction, SetPreview
+from delayline.dashboard.back_ends import PageQueries, within_limit
+from delayline.dashboard.model import ActionOutcome
+from delayline.errors import ConfigurationError, DelaylineError
 from delayline.events import Event, emit
+from delayline.set_jobs import HIGHEST_RATE, SetJob, action_log, failed_set, keep_action, log_action, pending_set
 
 if TYPE_CHECKING:
-    from delayline.clock import Clock
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from delayline.actions import ActionLog, MessageSet, SetRequest
     from delayline.dashboard.back_ends import BackEnds
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-Changed = TypeVar("Changed", str, HeldMessage)
-
-#: Messages that an action on all that match changes at most.
-MOST_CHANGED: Final = 100_000
-#: Actions that are kept for the audit page, and jobs that are listed.
-AUDITED: Final = 500
-JOBS_LISTED: Final = 50
-PROBLEMS_LISTED: Final = 20
-HIGHEST_JOB_RATE: Final = 1_000
+#: Actions that are shown, and that are kept in memory where the back end keeps none.
+SHOWN: Final = 200
 
 
-@dataclass(slots=True)
-class RunningAction:
-    """An action on many messages while it runs."""
+class ProcessLog:
+    """The actions of this process, where the back end has no table for them."""
 
-    shown: ActionJob
-    clock: Clock
-    task: asyncio.Task[None] | None = None
-    problems: list[str] = field(default_factory=list)
+    def __init__(self) -> None:
+        self._records: deque[ActionRecord] = deque(maxlen=SHOWN)
 
-    async def change_ids(self, ids: Sequence[str], change: Callable[[str], Awaitable[ActionOutcome]]) -> None:
-        """Change the messages with the ids, which are all that are expected."""
-        self.shown = replace(self.shown, expected=len(ids))
+    async def record(self, done: ActionRecord) -> None:
+        """Keep an action that is over."""
+        self._records.append(done)
 
-        async def each() -> AsyncIterator[str]:
-            for message_id in ids:
-                yield message_id
+    async def actions(self, limit: int) -> Sequence[ActionRecord]:
+        """Return the latest actions, the latest first."""
+        return list(reversed(self._records))[:limit]
 
-        await self.change_each(each(), change)
+    async def action(self, name: str) -> ActionRecord | None:
+        """Return the action with that name."""
+        return next((record for record in self._records if record.name == name), None)
 
-    async def change_each(
-        self, messages: AsyncIterator[Changed], change: Callable[[Changed], Awaitable[ActionOutcome]]
-    ) -> None:
-        """Change message after message, no faster than the job's rate."""
-        began, number = self.clock.now(), 0
-        async for message in messages:
-            early = number / self.shown.rate - (self.clock.now() - began).total_seconds()
-            number += 1
-            if early > 0:
-                await self.clock.sleep(early)
-            message_id = message if isinstance(message, str) else message.message.id
-            try:
-                outcome = await change(message)
-            except BackendUnavailable as error:
-                outcome = ActionOutcome(message_id, done=False, text=str(error))
-            if outcome.done:
-                self.shown = replace(self.shown, done=self.shown.done + 1)
-                continue
-            if len(self.problems) < PROBLEMS_LISTED:
-                self.problems.append(f"{message_id}: {outcome.text}")
-            self.shown = replace(self.shown, failed=self.shown.failed + 1, problems=tuple(self.problems))
+    async def stop(self, name: str) -> bool:
+        """Return False: what is kept is over."""
+        del name
+        return False
 
 
 class Actions(PageQueries):
@@ -81,36 +57,38 @@ class Actions(PageQueries):
 
     def __init__(self, back_ends: BackEnds) -> None:
         super().__init__(back_ends)
-        self._running: dict[str, RunningAction] = {}
-        self._audit: deque[AuditEntry] = deque(maxlen=AUDITED)
-
-    def jobs(self) -> list[ActionJob]:
-        """Return the jobs of this process, the latest first."""
-        return [job.shown for job in reversed(self._running.values())]
-
-    def stop(self, job_id: str, *, actor: str) -> bool:
-        """Stop a job; the messages that it has changed stay changed. False if it does not run."""
-        job = self._running.get(job_id)
-        if job is None or job.task is None or job.task.done():
-            return False
-        job.task.cancel()
-        self.note(job.shown.action, actor, job.shown.what, "stopped")
-        return True
+        self._jobs: dict[str, SetJob] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._here = {True: ProcessLog(), False: ProcessLog()}
 
     def tasks(self) -> list[asyncio.Task[None]]:
-        """Return the tasks of the jobs."""
-        return [job.task for job in self._running.values() if job.task is not None]
+        """Return the tasks of the jobs that run in this process."""
+        return list(self._tasks.values())
 
-    def audit(self) -> list[AuditEntry]:
-        """Return the actions that were taken, the latest first; all of them are in the log."""
-        return list(reversed(self._audit))
+    @within_limit
+    async def recorded(self) -> list[ActionRecord]:
+        """Return the latest actions, single ones and jobs, the latest first."""
+        records: dict[str, ActionRecord] = {}
+        for log in await self._logs():
+            records |= {record.name: record for record in await log.actions(SHOWN)}
+        for name, job in self._jobs.items():
+            records.setdefault(name, job.record)
+        return sorted(records.values(), key=lambda record: record.started, reverse=True)[:SHOWN]
 
-    def note(self, action: OperatorAction, actor: str, what: str, result: str) -> None:
-        """Keep what an action did."""
-        name = self.back_ends.name
-        self._audit.append(AuditEntry(self.back_ends.clock.now(), actor, name, action, what, result))
-        template = "Dashboard: %s by %s on endpoint %s: %s: %s"
-        emit(logger, logging.INFO, Event.OPERATOR_ACTION, template, action.value, actor, name, what, result)
+    async def note(
+        self, action: OperatorAction, actor: str, what: str, result: str, *, done: bool, failed: bool = False
+    ) -> None:
+        """Record an action on a single message, queue or schedule.
+
+        Args:
+            action: What was done.
+            actor: Who did it.
+            what: The message, queue or schedule.
+            result: The outcome, as a person reads it.
+            done: Whether it was done.
+            failed: Whether it was about failed messages: the transport's database keeps these.
+        """
+        await keep_action(await self._log(failed=failed), self._name(failed), action, actor, what, result, done=done)
 
     async def each(
         self, action: OperatorAction, ids: Sequence[str], actor: str, change: Callable[[str], Awaitable[ActionOutcome]]
@@ -121,66 +99,103 @@ class Actions(PageQueries):
             answer = await self.back_ends.ask((action, message_id, actor), partial(change, message_id))
             outcome = answer if isinstance(answer, ActionOutcome) else not_done(message_id, answer.reason)
             outcomes.append(outcome)
-            self.note(action, actor, message_id, outcome.text)
+            await self.note(action, actor, message_id, outcome.text, done=outcome.done)
         return outcomes
 
-    def start(
-        self,
-        action: OperatorAction,
-        actor: str,
-        what: str,
-        expected: int,
-        rate: float,
-        work: Callable[[RunningAction], Awaitable[None]],
-    ) -> ActionJob:
-        """Begin an action on many messages.
+    async def start(
+        self, request: SetRequest, *, actor: str, rate: float | None, expected: int | None = None
+    ) -> ActionRecord:
+        """Begin a job that changes all messages of a request, or go on with the job that does this already.
 
         Args:
-            action: What is done.
+            request: What is done, with which messages.
             actor: Who does it.
-            what: Which messages, as a sentence.
-            expected: How many messages there are.
-            rate: Messages a second at most, above 0 and up to 1000.
-            work: Changes the messages.
+            rate: Messages a second at most, 1 to 1,000,000; None for as many as go.
+            expected: How many messages there are, if they were counted.
         """
-        if not isinstance(rate, int | float) or not 0 < rate <= HIGHEST_JOB_RATE:
-            raise ConfigurationError(
-                f"rate must be above 0 and up to {HIGHEST_JOB_RATE} messages a second, not {rate!r}"
-            )
-        clock = self.back_ends.clock
-        shown = ActionJob(
-            id=uuid.uuid4().hex[:12],
-            action=action,
-            actor=actor,
-            what=what,
-            started=clock.now(),
-            expected=expected,
-            rate=float(rate),
+        if rate is not None and (not isinstance(rate, int | float) or not 1 <= rate <= HIGHEST_RATE):
+            raise ConfigurationError(f"rate must be 1 to {HIGHEST_RATE:,} messages a second, not {rate!r}")
+        messages = await self._messages(request)
+        preview = SetPreview(
+            expected or 0, self.back_ends.clock.now(), await messages.last(request), exact=expected is not None
         )
-        job = self._running[shown.id] = RunningAction(shown, clock)
-        ended = [key for key, running in self._running.items() if running.task is not None and running.task.done()]
-        for key in ended[:-JOBS_LISTED]:
-            del self._running[key]
-        self.note(action, actor, what, f"started: {expected} messages, {rate:g} a second")
-        job.task = asyncio.create_task(self._run(job, work), name=f"delayline {action.value} {shown.id}")
-        return shown
+        record = await messages.begin(request, preview, actor=actor, rate=None if rate is None else int(rate))
+        if record.name not in self._tasks:
+            log_action(record, "started" if expected is None else f"started: {expected:,} messages")
+            await self._run(messages, record)
+        return record
 
-    async def _run(self, job: RunningAction, work: Callable[[RunningAction], Awaitable[None]]) -> None:
-        state = JobState.FAILED
+    async def resume(self, name: str, *, actor: str) -> bool:
+        """Go on with a job whose process has ended; False if there is none of that name."""
+        for log in await self._logs():
+            record = await log.action(name)
+            if record is not None and record.state is JobState.INTERRUPTED and record.request is not None:
+                if name not in self._tasks:
+                    await self._run(await self._messages(record.request), record)
+                failed = record.action not in OF_PENDING
+                await self.note(record.action, actor, name, "resumed the job", done=True, failed=failed)
+                return True
+        return False
+
+    async def stop(self, name: str, *, actor: str) -> bool:
+        """Stop a job, wherever it runs; the messages that it has changed stay changed. False if it does not run."""
+        job, task = self._jobs.get(name), self._tasks.get(name)
+        stopped, recorded, action = False, False, OperatorAction.CANCEL
+        for log in await self._logs():
+            record = await log.action(name)
+            if record is not None:
+                recorded, action = True, record.action
+                stopped = await log.stop(name) or stopped
+        if job is not None and task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+            if not recorded and not job.record.over:
+                stopped, action = True, job.record.action
+                now = self.back_ends.clock.now()
+                job.record = replace(job.record, state=JobState.STOPPED, finished=now, result="stopped")
+        if stopped:
+            await self.note(action, actor, name, "stopped the job", done=True, failed=action not in OF_PENDING)
+        return stopped
+
+    async def _run(self, messages: MessageSet, record: ActionRecord) -> None:
+        failed = record.action not in OF_PENDING
+        log = await self._log(failed=failed)
+        job = SetJob(messages, None if isinstance(log, ProcessLog) else log, record, self.back_ends.clock)
+        for name in [name for name in self._jobs if name not in self._tasks][:-SHOWN]:
+            del self._jobs[name]
+        self._jobs[record.name] = job
+        task = asyncio.create_task(self._until_over(job), name=f"delayline job {record.name}")
+        self._tasks[record.name] = task
+        task.add_done_callback(lambda _: self._tasks.pop(record.name, None))
+
+    async def _until_over(self, job: SetJob) -> None:
         try:
-            await work(job)
-            state = JobState.DONE
-        except asyncio.CancelledError:
-            state = JobState.STOPPED
-            raise
+            await job.run()
         except DelaylineError as error:
-            job.problems.append(str(error))
-        finally:
-            shown = job.shown = replace(
-                job.shown, state=state, finished=job.clock.now(), problems=job.problems[:PROBLEMS_LISTED]
+            job.record = replace(
+                job.record, state=JobState.FAILED, result=str(error), finished=self.back_ends.clock.now()
             )
-            result = f"{state.value}: {shown.done} done, {shown.failed} not"
-            self.note(shown.action, shown.actor, shown.what, result)
+            emit(logger, logging.WARNING, Event.OPERATOR_ACTION, "Job %s: %s", job.record.name, error)
+
+    async def _messages(self, request: SetRequest) -> MessageSet:
+        if request.action in OF_PENDING:
+            return pending_set(await self.back_ends.store(), self._name(False), await self.back_ends.store_clock())
+        return failed_set(await self.back_ends.transport(), self._name(True), self.back_ends.clock)
+
+    async def _logs(self) -> list[ActionLog]:
+        return [await self._log(failed=False), await self._log(failed=True)]
+
+    async def _log(self, *, failed: bool) -> ActionLog:
+        """Return the record of the actions on pending or failed messages: in the database, else in this process."""
+        try:
+            part = await self.back_ends.transport() if failed else await self.back_ends.store()
+        except DelaylineError:
+            return self._here[failed]
+        return action_log(part, self._name(failed)) or self._here[failed]
+
+    def _name(self, failed: bool) -> str:
+        """Return whose messages they are, as the table of actions has it."""
+        return self.back_ends.error_queue if failed else self.back_ends.name
 
 
 def not_done(message_id: str, reason: object) -> ActionOutcome:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import TYPE_CHECKING, Final, Literal
 
 from delayline.dashboard.model import Body, HeaderRow, MessageDetails
-from delayline.errors import CorruptHeaders
-from delayline.message import Headers, from_wire_time
+from delayline.failure_groups import headers_of, message_type
+from delayline.message import from_wire_time
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,20 +27,6 @@ VALUE_SHOWN: Final = 16_384
 HEADERS_SHOWN: Final = 200
 #: Characters of texts in lists.
 TEXT_SHOWN: Final = 300
-#: A frame of a Python stack trace, and of a .NET stack trace.
-PYTHON_FRAME: Final = re.compile(r'^\s*File "([^"\n]{1,500})", line (\d{1,9}), in ([^\n]{1,200})$', re.MULTILINE)
-NET_FRAME: Final = re.compile(r"^\s*at ([^\n(]{1,300})\(", re.MULTILINE)
-#: Parts of paths of code that is not the user's.
-FOREIGN_PATHS: Final = ("/site-packages/", "/dist-packages/", "/lib/python", "/delayline/", "<frozen ")
-FOREIGN_TYPES: Final = ("NServiceBus.", "System.", "Microsoft.")
-
-
-def headers_of(message: Message) -> tuple[Mapping[str, str], str | None]:
-    """Return a message's headers, and why they cannot be read, None if they can."""
-    try:
-        return message.headers, None
-    except CorruptHeaders as error:
-        return {}, str(error)
 
 
 def header_rows(message: Message) -> tuple[list[HeaderRow], str | None]:
@@ -82,24 +67,6 @@ def body_of(body: bytes, size: int, form: Form | None = None) -> Body:
             pretty = pretty.encode("utf-8", "backslashreplace").decode()
             return Body(size, "json", pretty[: 4 * BODY_SHOWN], cut=len(pretty) > 4 * BODY_SHOWN)
     return Body(size, "text", decoded, cut=cut)
-
-
-def message_type(headers: Mapping[str, str]) -> str:
-    """Return the short name of the first enclosed type: of `Shop.OrderPlaced, Shop; ...` it is `Shop.OrderPlaced`."""
-    return re.split("[,;]", headers.get(Headers.ENCLOSED_MESSAGE_TYPES, ""), maxsplit=1)[0].strip()[:TEXT_SHOWN]
-
-
-def place_of(headers: Mapping[str, str]) -> str:
-    """Return where an exception was raised: the innermost frame of the user's own code in its stack trace."""
-    trace = headers.get(Headers.EXCEPTION_STACK_TRACE, "")[: 4 * VALUE_SHOWN]
-    frames = PYTHON_FRAME.findall(trace)
-    own = [frame for frame in frames if not any(part in frame[0].replace("\\", "/") for part in FOREIGN_PATHS)]
-    for path, line, function in reversed(own or frames):
-        name = path.replace("\\", "/").rsplit("/", 1)[-1]
-        return f"{name}:{line} in {function}"
-    methods = NET_FRAME.findall(trace)
-    own_methods = [method for method in methods if not method.startswith(FOREIGN_TYPES)]
-    return str(next(iter(own_methods or methods), "")).strip()
 
 
 def wire_time(headers: Mapping[str, str], name: str) -> datetime | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import heapq
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
@@ -12,37 +11,36 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from delayline import error_queue
+from delayline.actions import OperatorAction, SetRequest
 from delayline.checks import whole_number
-from delayline.dashboard.actions import MOST_CHANGED, not_done
+from delayline.dashboard.actions import not_done
 from delayline.dashboard.back_ends import PageQueries, within_limit
-from delayline.dashboard.contents import details, headers_of, message_type, one_line, place_of, wire_time
+from delayline.dashboard.contents import details, one_line, wire_time
 from delayline.dashboard.forms import editable
 from delayline.dashboard.model import (
-    ActionJob,
     ActionOutcome,
     ErrorGroup,
     ErrorGroups,
     ErrorPage,
     ErrorRow,
     MessageDetails,
-    OperatorAction,
     Unavailable,
 )
 from delayline.errors import DelaylineError
+from delayline.failure_groups import group_key, headers_of, message_type, place_of
 from delayline.failures import FAILURE_HEADERS
+from delayline.filters import MessageFilter
 from delayline.message import Headers, Message
 from delayline.transport import SupportsQueuePass, SupportsTransportTransactions
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping
 
-    from delayline.dashboard.actions import Actions, RunningAction
+    from delayline.actions import ActionRecord
+    from delayline.dashboard.actions import Actions
     from delayline.dashboard.back_ends import BackEnds
     from delayline.dashboard.contents import Form
-    from delayline.transport import Transport
 
-#: How long a pass through the error queue may keep messages from others; brokers end it after half an hour.
-PASS_SECONDS: Final = 600.0
 #: Failed messages that are read to be grouped.
 MOST_GROUPED: Final = 10_000
 #: Failed messages that are read where each has to be taken from the broker and given back.
@@ -107,28 +105,21 @@ class FailedMessages(PageQueries):
         return await self._each_failed(OperatorAction.RETRY, ids, actor, partial(self._retry, to=to))
 
     async def retry_all(
-        self, group: str | None = None, *, actor: str, rate: float = 10.0, to: str | None = None
-    ) -> ActionJob | Unavailable:
+        self, group: str | None = None, *, actor: str, rate: float | None = 10.0, to: str | None = None
+    ) -> ActionRecord:
         """Send all failed messages of a group, or all, to the queues they failed in, as a job.
 
-        Messages that fail again meanwhile are not retried again.
+        Messages that fail again meanwhile are not retried again. In a SQL database the job is recorded, and goes on in
+        another process if this one ends.
         """
-        groups = await self.groups()
-        if isinstance(groups, Unavailable):
-            return groups
-        expected = sum(each.count for each in groups.groups if group in (None, each.key))
-
-        async def work(job: RunningAction) -> None:
-            transport = await self.back_ends.transport()
-            if isinstance(transport, SupportsQueuePass):
-                async with contextlib.aclosing(self._held(transport, group, rate)) as held:
-                    await job.change_each(held, partial(self._retry, to=to))
-                return
-            ids = [message.id async for message in self._failed(group, MOST_CHANGED)]
-            await job.change_ids(ids, partial(self._retry_by_id, to=to))
-
-        what = "all failed messages" if group is None else f"the failed messages of group {group}"
-        return self._actions.start(OperatorAction.RETRY, actor, what, expected, rate, work)
+        request = SetRequest(
+            OperatorAction.RETRY,
+            MessageFilter(group=group),
+            queue=self._queue,
+            destination=to,
+            inbox_window=self.back_ends.inbox_window,
+        )
+        return await self._actions.start(request, actor=actor, rate=rate)
 
     async def edit(
         self, message_id: str, *, headers: Mapping[str, str], body: bytes, to: str | None = None, actor: str
@@ -156,7 +147,8 @@ class FailedMessages(PageQueries):
         number = await self._purge_all()
         if isinstance(number, Unavailable):
             return number
-        self._actions.note(OperatorAction.PURGE, actor, f"all of {self._queue}", f"{number} deleted")
+        result = f"{number} deleted"
+        await self._actions.note(OperatorAction.PURGE, actor, f"all of {self._queue}", result, done=True, failed=True)
         return [ActionOutcome("", done=True, text=f"{number} deleted")]
 
     async def export(self, group: str | None = None) -> AsyncGenerator[Mapping[str, object], None]:
@@ -192,30 +184,6 @@ class FailedMessages(PageQueries):
         queues = await self.back_ends.queues()
         return (await error_queue.find(queues, self._queue, {message_id})).get(message_id)
 
-    async def _held(
-        self, transport: Transport, group: str | None, rate: float
-    ) -> AsyncGenerator[error_queue.HeldMessage, None]:
-        """Yield the failed messages of a group, each once: messages that fail again meanwhile are left out.
-
-        A pass keeps the messages that it has seen from others, and brokers end a pass that keeps them for long.
-        """
-        tried: set[str] = set()
-
-        def wanted(message: Message) -> bool:
-            if message.id in tried or group not in (None, group_key(message)):
-                return False
-            tried.add(message.id)
-            return True
-
-        while len(tried) < MOST_CHANGED:
-            before, most = len(tried), max(1, min(int(rate * PASS_SECONDS), MOST_CHANGED - len(tried)))
-            passing = error_queue.holding(transport, self._queue, wanted, most=most)
-            async with contextlib.aclosing(passing) as messages:
-                async for held in messages:
-                    yield held
-            if len(tried) - before < most:
-                return
-
     async def _each_failed(
         self,
         action: OperatorAction,
@@ -242,17 +210,11 @@ class FailedMessages(PageQueries):
                 outcomes.setdefault(message_id, not_done(message_id, ended.reason))
             missing = self._missing(message_id, ": nothing was sent" if action is OperatorAction.EDIT else "")
             outcome = outcomes.setdefault(message_id, missing)
-            self._actions.note(action, actor, message_id, outcome.text)
+            await self._actions.note(action, actor, message_id, outcome.text, done=outcome.done, failed=True)
         return [outcomes[message_id] for message_id in wanted]
 
     def _missing(self, message_id: str, consequence: str = "") -> ActionOutcome:
         return ActionOutcome(message_id, done=False, text=f"not in {self._queue} any more{consequence}")
-
-    async def _retry_by_id(self, message_id: str, *, to: str | None) -> ActionOutcome:
-        message = await self.find(message_id)
-        if message is None:
-            return self._missing(message_id)
-        return await self._retry(error_queue.HeldMessage(message, None), to=to)
 
     async def _retry(self, held: error_queue.HeldMessage, *, to: str | None) -> ActionOutcome:
         transport, window = await self.back_ends.transport(), self.back_ends.inbox_window
@@ -279,19 +241,6 @@ class FailedMessages(PageQueries):
     @within_limit
     async def _purge_all(self) -> int:
         return await (await self.back_ends.queues()).purge(self._queue)
-
-
-def group_key(message: Message) -> str:
-    """Return the key of a failed message's group."""
-    headers, damaged = headers_of(message)
-    parts = (
-        headers.get(Headers.EXCEPTION_TYPE, ""),
-        place_of(headers),
-        headers.get(Headers.FAILED_QUEUE, ""),
-        message_type(headers),
-        "damaged" if damaged else "",
-    )
-    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def error_row(message: Message) -> ErrorRow:

@@ -40,10 +40,14 @@ class PipelineJobs(PageQueries):
 
     async def all(self) -> Jobs:
         """Return the jobs of the pipeline, from their tables."""
-        parts = await asyncio.gather(
-            self._rows(schedules), self._rows(dispatchers), self._migrations(), self._cold_tier()
+        schedule_rows, dispatcher_rows, migration_rows, cold_rows, actions = await asyncio.gather(
+            self._rows(schedules),
+            self._rows(dispatchers),
+            self._migrations(),
+            self._cold_tier(),
+            self._actions.recorded(),
         )
-        return Jobs(*parts, self._actions.jobs())
+        return Jobs(schedule_rows, dispatcher_rows, migration_rows, cold_rows, actions)
 
     @within_limit
     async def _rows(self, read: Callable[[Connection, Dialect, str | None], list[JobRow]]) -> list[JobRow]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from delayline.actions import ActionRecord
 from delayline.delayed.store import DueBucket
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ class PendingQuery:
     message_id: str | None = None
     destination: str | None = None
     message_type: str | None = None
-    """A part of the header `NServiceBus.EnclosedMessageTypes`."""
+    """A part of the name of an enclosed type."""
     header: str | None = None
     """The name of a header that the message has."""
     header_value: str | None = None
@@ -258,20 +258,6 @@ class MessageDetails:
     """The message as fields of a form; None where a form would change it."""
 
 
-class OperatorAction(StrEnum):
-    """What a person asks for messages and schedules."""
-
-    CANCEL = "cancel"
-    RESCHEDULE = "reschedule"
-    SEND_NOW = "send now"
-    RETRY = "retry"
-    EDIT = "edit"
-    PURGE = "purge"
-    PAUSE = "pause"
-    RESUME = "resume"
-    TRIGGER = "trigger"
-
-
 @dataclass(frozen=True, slots=True)
 class ActionOutcome:
     """The result of an action on a message."""
@@ -280,37 +266,6 @@ class ActionOutcome:
     done: bool
     text: str
     """What happened, or why not: `done`, `too late: it is being sent now`, or a reason."""
-
-
-class JobState(StrEnum):
-    """The state of a job that acts on many messages."""
-
-    RUNNING = "running"
-    DONE = "done"
-    STOPPED = "stopped"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True, slots=True)
-class ActionJob:
-    """An action on all messages that match, which runs in the dashboard's process."""
-
-    id: str
-    action: OperatorAction
-    actor: str
-    what: str
-    """Which messages, as a sentence."""
-    started: datetime
-    expected: int
-    """How many messages the preview has found."""
-    rate: float
-    """Messages a second at most."""
-    state: JobState = JobState.RUNNING
-    finished: datetime | None = None
-    done: int = 0
-    failed: int = 0
-    problems: Sequence[str] = ()
-    """The first reasons of failures."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,17 +394,5 @@ class Jobs:
     migrations: Sequence[JobRow] | Unavailable
     cold_tier: Sequence[JobRow] | Unavailable
     """The files that wait for their promotion, by day."""
-    actions: Sequence[ActionJob]
-    """Actions on many messages, of this process."""
-
-
-@dataclass(frozen=True, slots=True)
-class AuditEntry:
-    """An action that was taken."""
-
-    at: datetime
-    actor: str
-    endpoint: str
-    action: OperatorAction
-    what: str
-    result: str
+    actions: Sequence[ActionRecord] | Unavailable
+    """What people did, single actions and jobs, the last one first."""

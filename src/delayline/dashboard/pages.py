@@ -16,21 +16,19 @@ from markupsafe import Markup
 from starlette.exceptions import HTTPException
 from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
 
+from delayline.actions import OperatorAction
 from delayline.dashboard import charts
-from delayline.dashboard.actions import HIGHEST_JOB_RATE, MOST_CHANGED
 from delayline.dashboard.back_ends import unavailable
 from delayline.dashboard.contents import BODY_FORMS, Form
 from delayline.dashboard.forms import body_of, headers_of, instant_of, whole
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
 from delayline.dashboard.model import (
-    ActionJob,
     ActionOutcome,
     ErrorGroups,
     Forecast,
     ForecastBar,
     Lateness,
     MessageDetails,
-    OperatorAction,
     PendingQuery,
     Unavailable,
 )
@@ -42,12 +40,14 @@ from delayline.delayed.pauses import HIGHEST_RESUMED_RATE
 from delayline.errors import ConfigurationError, DelaylineError, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, Headers
 from delayline.readable import parse_delay, parse_instant
+from delayline.set_jobs import HIGHEST_RATE
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:
     from starlette.datastructures import ImmutableMultiDict
     from starlette.requests import Request
 
+    from delayline.actions import ActionRecord
     from delayline.clock import Clock
     from delayline.endpoint import Endpoint
     from delayline.settings import Settings
@@ -133,6 +133,7 @@ class Pages:
             "/errors/edit": self._action(self.edit, "/errors"),
             "/errors/purge": self._action(self.purge, "/errors"),
             "/jobs/stop": self._action(self.stop_job, "/jobs"),
+            "/jobs/resume": self._action(self.resume_job, "/jobs"),
         }
 
     async def close(self) -> None:
@@ -232,9 +233,7 @@ class Pages:
         service = self._service(request)
         fields = _filters(request.query_params)
         preview = await self._searched(fields, service.search.preview)
-        return self._page(
-            request, "waiting_all.html", "/waiting", service, preview=preview, fields=fields, most=MOST_CHANGED
-        )
+        return self._page(request, "waiting_all.html", "/waiting", service, preview=preview, fields=fields)
 
     async def schedules(self, request: Request) -> Response:
         """List the recurring messages."""
@@ -280,10 +279,7 @@ class Pages:
     async def jobs(self, request: Request) -> Response:
         """Show jobs and actions on many messages, with their progress."""
         service = self._service(request)
-        all_jobs = await service.jobs.all()
-        return self._page(
-            request, "jobs.html", "/jobs", service, all_jobs=all_jobs, audit=service.actions.audit()[:PAGE_ROWS]
-        )
+        return self._page(request, "jobs.html", "/jobs", service, all_jobs=await service.jobs.all())
 
     async def live_jobs(self, request: Request) -> Response:
         """Send the same again and again."""
@@ -330,7 +326,7 @@ class Pages:
         fields = _filters(form)
         query = self._query(fields)
         action, to, by = self._wanted(form)
-        rate = whole(form.get("rate", ""), "the rate", HIGHEST_JOB_RATE)
+        rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
         preview = await service.search.preview(query)
         if isinstance(preview, Unavailable):
             raise InvalidMessage(preview.reason)
@@ -341,9 +337,8 @@ class Pages:
             refusal = f"Not started: {count} match now, and {typed} was typed."
             return self._redirect(request, "/waiting/all", Notice("bad", refusal), endpoint=service.name, **fields)
         actor = request.state.actor.name
-        job = await service.pending.change_all(
-            action, query, actor=actor, rate=rate, to=to, by=by, expected=preview.number
-        )
+        expected = preview.number if preview.exact else None
+        job = await service.pending.change_all(action, query, actor=actor, rate=rate, to=to, by=by, expected=expected)
         return self._started(request, job, service)
 
     async def retry(self, request: Request) -> Response:
@@ -351,7 +346,7 @@ class Pages:
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
         to = form.get("to", "").strip() or None
         if form.get("all"):
-            rate = whole(form.get("rate", ""), "the rate", HIGHEST_JOB_RATE)
+            rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
             job = await service.errors.retry_all(form.get("group") or None, to=to, rate=rate, actor=actor)
             return self._started(request, job, service)
         return self._outcome(request, await service.errors.retry(_ids(form), to=to, actor=actor), "/errors", service)
@@ -399,8 +394,15 @@ class Pages:
     async def stop_job(self, request: Request) -> Response:
         """Stop an action on many messages; the messages that it has changed stay changed."""
         service = self._service(request)
-        stopped = service.actions.stop(request.state.form.get("job", ""), actor=request.state.actor.name)
+        stopped = await service.actions.stop(request.state.form.get("job", ""), actor=request.state.actor.name)
         notice = Notice("good", "Stopped.") if stopped else Notice("bad", "It does not run any more.")
+        return self._redirect(request, "/jobs", notice, endpoint=service.name)
+
+    async def resume_job(self, request: Request) -> Response:
+        """Go on with an action on many messages whose process has ended."""
+        service = self._service(request)
+        resumed = await service.actions.resume(request.state.form.get("job", ""), actor=request.state.actor.name)
+        notice = Notice("good", "Resumed.") if resumed else Notice("bad", "It is over, or runs elsewhere.")
         return self._redirect(request, "/jobs", notice, endpoint=service.name)
 
     # Shared by all pages
@@ -503,10 +505,8 @@ class Pages:
         notice = Notice("good" if done == len(outcomes) else "bad", summary, lines[:20])
         return self._redirect(request, path, notice, endpoint=service.name)
 
-    def _started(self, request: Request, job: ActionJob | Unavailable, service: EndpointService) -> Response:
-        if isinstance(job, Unavailable):
-            raise InvalidMessage(job.reason)
-        notice = Notice("good", f"Started: {job.action.value}, {job.what}.")
+    def _started(self, request: Request, job: ActionRecord, service: EndpointService) -> Response:
+        notice = Notice("good", f"Started: {job.action.value}, {job.what} ({job.name}).")
         return self._redirect(request, "/jobs", notice, endpoint=service.name)
 
     def _redirect(self, request: Request, path: str, notice: Notice, **query: object) -> Response:

@@ -7,25 +7,23 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
+from delayline.actions import OperatorAction, SetRequest
 from delayline.clock import latest_of
-from delayline.dashboard.actions import MOST_CHANGED
 from delayline.dashboard.back_ends import PageQueries, within_limit
 from delayline.dashboard.contents import BODY_SHOWN, details
 from delayline.dashboard.model import (
-    ActionJob,
     ActionOutcome,
     MessageDetails,
-    OperatorAction,
     PendingQuery,
-    Unavailable,
 )
-from delayline.dashboard.search import describe
+from delayline.dashboard.search import filter_of
 from delayline.delayed.store import Outcome
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
 
 if TYPE_CHECKING:
-    from delayline.dashboard.actions import Actions, RunningAction
+    from delayline.actions import ActionRecord
+    from delayline.dashboard.actions import Actions
     from delayline.dashboard.contents import Form
     from delayline.dashboard.search import PendingSearch
 
@@ -79,36 +77,27 @@ class PendingMessages(PageQueries):
         query: PendingQuery,
         *,
         actor: str,
-        rate: float = 100.0,
+        rate: float | None = 100.0,
         to: datetime | None = None,
         by: timedelta | None = None,
         expected: int | None = None,
-    ) -> ActionJob | Unavailable:
+    ) -> ActionRecord:
         """Do the same with all pending messages that match, as a job.
 
-        The job changes messages that match when the job starts, 100 000 at most.
+        The job changes messages that are there now, and that match when it comes to them. In a SQL database it is
+        recorded, and goes on in another process if this one ends.
 
         Args:
             action: As for `change`.
             query: Which messages.
-            actor: Who does it, for the log.
-            rate: Messages a second at most, above 0 and up to 1000.
+            actor: Who does it, for the record.
+            rate: Messages a second at most, 1 to 1,000,000; None for as many as go.
             to: The new due time.
-            by: How much later, or earlier.
-            expected: The number of the preview, which is read again by default.
+            by: How much later, or earlier where it is negative.
+            expected: The number of the preview, if it was exact.
         """
-        change = self._changing(action, to, by)
-        if expected is None:
-            preview = await self._search.preview(query)
-            if isinstance(preview, Unavailable):
-                return preview
-            expected = preview.number
-
-        async def work(job: RunningAction) -> None:
-            ids = [match.message.id async for match in self._search.matching(query, MOST_CHANGED)]
-            await job.change_ids(ids, change)
-
-        return self._actions.start(action, actor, describe(query), min(expected, MOST_CHANGED), rate, work)
+        request = SetRequest(action, filter_of(query), to=to, by=by)
+        return await self._actions.start(request, actor=actor, rate=rate, expected=expected)
 
     def _changing(
         self, action: OperatorAction, to: datetime | None, by: timedelta | None

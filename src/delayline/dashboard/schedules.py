@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from delayline.actions import OperatorAction
 from delayline.dashboard.back_ends import PageQueries, within_limit
-from delayline.dashboard.model import ActionOutcome, OperatorAction
+from delayline.dashboard.model import ActionOutcome
 from delayline.delayed.schedules import Schedules, scheduled
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 

@@ -6,14 +6,15 @@ import asyncio
 import contextlib
 from dataclasses import replace
 from datetime import timedelta
+from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from delayline.dashboard.back_ends import PageQueries, within_limit
-from delayline.dashboard.contents import headers_of, message_type
 from delayline.dashboard.model import PendingPage, PendingQuery, PendingRow, Preview
 from delayline.delayed.store import DueBucket, FoundMessage, SupportsDueForecast, SupportsLookup, found_of
 from delayline.errors import ConfigurationError
-from delayline.message import Headers
+from delayline.failure_groups import headers_of, message_type
+from delayline.filters import MessageFilter, literal
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -121,18 +122,6 @@ class PendingSearch(PageQueries):
             offset += len(page)
         return None
 
-    async def matching(self, query: PendingQuery, most: int) -> AsyncGenerator[FoundMessage, None]:
-        """Yield the pending messages that match, `most` of them."""
-        number = 0
-        async with contextlib.aclosing(self._pages(query, None, 0, READ_AT_ONCE)) as pages:
-            async for page in pages:
-                for candidate in page:
-                    if matches(query, candidate):
-                        yield candidate
-                        number += 1
-                        if number >= most:
-                            return
-
     async def _pages(
         self, query: PendingQuery, after: datetime | None, offset: int, at_once: int
     ) -> AsyncGenerator[Sequence[FoundMessage], None]:
@@ -202,26 +191,32 @@ class PendingSearch(PageQueries):
         )
 
 
+@lru_cache(maxsize=256)
+def filter_of(query: PendingQuery) -> MessageFilter:
+    """Return the query as a filter: its texts as they are, of type and header a part."""
+    return MessageFilter(
+        message_id=_literal(query.message_id),
+        destination=_literal(query.destination),
+        message_type=_part(query.message_type),
+        header=query.header,
+        header_value=_part(query.header_value),
+        due_from=query.due_from,
+        due_before=query.due_before,
+    )
+
+
+def _literal(text: str | None) -> str | None:
+    return literal(text) if text else None
+
+
+def _part(text: str | None) -> str | None:
+    return f"*{literal(text)}*" if text else None
+
+
 def matches(query: PendingQuery, found: FoundMessage) -> bool:
     """Return whether a message fulfils all conditions of the query; a message with damaged headers has no headers."""
     message = found.message
-    if query.message_id is not None and message.id != query.message_id:
-        return False
-    if query.destination is not None and message.destination != query.destination:
-        return False
-    if query.due_from is not None and message.due < query.due_from:
-        return False
-    if query.due_before is not None and message.due >= query.due_before:
-        return False
-    if not _checks_headers(query):
-        return True
-    headers, _ = headers_of(message.message)
-    if query.message_type and query.message_type not in headers.get(Headers.ENCLOSED_MESSAGE_TYPES, ""):
-        return False
-    if query.header:
-        value = headers.get(query.header)
-        return value is not None and (not query.header_value or query.header_value in value)
-    return not query.header_value or any(query.header_value in value for value in headers.values())
+    return filter_of(query).matches(message.message, message.destination, message.due)
 
 
 def _checks_headers(query: PendingQuery) -> bool:
@@ -232,16 +227,6 @@ def _checks_headers(query: PendingQuery) -> bool:
 def _checks_each(query: PendingQuery) -> bool:
     """Return whether messages have to be looked at each."""
     return bool(query.destination) or _checks_headers(query)
-
-
-def describe(query: PendingQuery) -> str:
-    """Return the query as a sentence, for previews and the log."""
-    parts = [
-        f"{name.replace('_', ' ')} {getattr(query, name)}"
-        for name in PendingQuery.__slots__
-        if getattr(query, name) is not None
-    ]
-    return "pending messages with " + ", ".join(parts) if parts else "all pending messages"
 
 
 def row_of(found: FoundMessage) -> PendingRow:

@@ -82,7 +82,7 @@ class SqlFailedSet:
     async def preview(self, request: SetRequest, counted: Callable[[int], None] | None = None) -> SetPreview:
         """Count the messages."""
         queue, at = request.queue or "", self._database.clock.now()
-        bound = await self._database.read(partial(self._last, queue=queue))
+        bound = await self.last(request)
         number, looked_at, position = 0, 0, 0
         found: list[str] = []
         while position < bound:
@@ -93,6 +93,10 @@ class SqlFailedSet:
             if counted is not None:
                 counted(looked_at)
         return SetPreview(number, at, bound, looked_at, examples=found)
+
+    async def last(self, request: SetRequest) -> int:
+        """Return the number of the last message of the queue."""
+        return await self._database.read(partial(self._last, queue=request.queue or ""))
 
     @long_work
     async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:

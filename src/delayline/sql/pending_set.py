@@ -115,7 +115,7 @@ class SqlPendingSet:
     async def preview(self, request: SetRequest, counted: Callable[[int], None] | None = None) -> SetPreview:
         """Count the messages."""
         wanted, at = request.filter, self._database.clock.now()
-        bound = await self._database.read(self._last)
+        bound = await self.last(request)
         if not _must_read(wanted):
             number, examples = await self._database.read(partial(self._count, wanted=wanted, bound=bound))
             return SetPreview(number, at, bound, number, examples=examples)
@@ -130,6 +130,11 @@ class SqlPendingSet:
             if counted is not None:
                 counted(looked_at)
         return SetPreview(number, at, bound, looked_at, examples=found)
+
+    async def last(self, request: SetRequest) -> int:
+        """Return the number of the last message."""
+        del request
+        return await self._database.read(self._last)
 
     def _last(self, connection: Connection) -> int:
         return int(connection.execute(select(func.max(self._table.c.seq))).scalar() or 0)
