@@ -249,3 +249,26 @@ def test_a_search_whose_time_ends_leads_on_and_its_estimate_is_confirmed_by_name
         form = {"csrf": csrf_of(client, "/waiting/all?type=shop."), "type": "shop.", "action": "cancel", "rate": "1000"}
         assert "Not started: about" in client.post("/waiting/all", data={**form, "confirm": "60"}).text
         assert "Started: cancel" in client.post("/waiting/all", data={**form, "confirm": "sales"}).text
+
+
+def test_postponing_by_less_than_nothing_is_earlier_and_the_search_stays(tmp_path: Path) -> None:
+    settings = asyncio.run(fill(f"sqlite:///{tmp_path / 'delayline.db'}"))
+    with client_of(settings, read_only=False, authorize=lambda _: Actor("ana", may_act=True)) as client:
+        # Given a search that shows a message
+        search = "/waiting?destination=email"
+        page = client.get(search).text
+        message_id = re.findall(r'name="id" value="([^"]+)" aria-label', page)[0]
+        [action] = re.findall(r'<form method="post" action="(/waiting\?[^"]+)"', page)
+        before = due_shown(client.get(f"/waiting/message?id={message_id}").text)
+        # When it is postponed by -10m
+        form = {"csrf": csrf_of(client, search), "id": message_id, "action": "postpone", "due": "-10m"}
+        answer = client.post(action, data=form)
+        # Then the search is shown again, and the message is due ten minutes earlier
+        assert "Done." in answer.text
+        assert answer.url.params["destination"] == "email"
+        assert due_shown(client.get(f"/waiting/message?id={message_id}").text) == before - timedelta(minutes=10)
+
+
+def due_shown(page: str) -> datetime:
+    """Return the due time on the page of a message."""
+    return datetime.fromisoformat(re.findall(r'<time datetime="([^"]+)"', page)[0])

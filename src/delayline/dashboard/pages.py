@@ -318,7 +318,7 @@ class Pages:
         ids = _ids(form)
         action, to, by = self._wanted(form)
         outcomes = await service.pending.change(action, ids, to=to, by=by, actor=actor)
-        return self._outcome(request, outcomes, "/waiting", service)
+        return self._outcome(request, outcomes, "/waiting", service, **_filters(request.query_params))
 
     async def change_all(self, request: Request) -> Response:
         """Do the same with all that match, in the background."""
@@ -489,12 +489,20 @@ class Pages:
             case "reschedule":
                 return OperatorAction.RESCHEDULE, instant_of(due, self._clock.now()), None
             case "postpone":
-                return OperatorAction.RESCHEDULE, None, parse_delay(due)
+                due = due.strip()
+                delay = -parse_delay(due[1:]) if due.startswith("-") else parse_delay(due)
+                return OperatorAction.RESCHEDULE, None, delay
         raise InvalidMessage("no action was chosen")
 
     def _outcome(
-        self, request: Request, outcomes: Sequence[ActionOutcome], path: str, service: EndpointService
+        self,
+        request: Request,
+        outcomes: Sequence[ActionOutcome],
+        path: str,
+        service: EndpointService,
+        **query: str,
     ) -> Response:
+        """Return the answer that leads to a page with what was done, and with the search that was there."""
         done = sum(outcome.done for outcome in outcomes)
         lines = [
             f"{outcome.id}: {outcome.text}".removeprefix(": ")
@@ -503,7 +511,7 @@ class Pages:
         ]
         summary = f"{done:,} of {len(outcomes):,} done." if len(outcomes) != 1 else "Done." if done else "Not done."
         notice = Notice("good" if done == len(outcomes) else "bad", summary, lines[:20])
-        return self._redirect(request, path, notice, endpoint=service.name)
+        return self._redirect(request, path, notice, endpoint=service.name, **query)
 
     def _started(self, request: Request, job: ActionRecord, service: EndpointService) -> Response:
         notice = Notice("good", f"Started: {job.action.value}, {job.what} ({job.name}).")
