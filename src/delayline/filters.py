@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Self
 
 from delayline.errors import ConfigurationError, CorruptHeaders, InvalidDueTime
 from delayline.failure_groups import group_key
 from delayline.message import UNUSABLE_IN_IDS, Headers, in_utc
-from delayline.readable import DELAYS, INSTANTS, parse_delay, parse_instant
+from delayline.readable import DELAYS, INSTANTS, parse_instant, parse_shift
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -303,15 +303,11 @@ def _instant(written: str, now: datetime) -> datetime:
             return datetime.fromisoformat(written).replace(tzinfo=UTC)
         if written[:4].isdigit() and written[4:5] == "-":
             return parse_instant(written)
-        return now + _signed(written)
+        return now + parse_shift(written)
     except (InvalidDueTime, ValueError, OverflowError) as error:
         raise ConfigurationError(
             f"due time {_shown(written)} is not understood ({error}): write {DUE_FORMS}"
         ) from error
-
-
-def _signed(written: str) -> timedelta:
-    return -parse_delay(written[1:]) if written.startswith("-") else parse_delay(written)
 
 
 def _escape(value: str) -> str:

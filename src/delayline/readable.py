@@ -38,6 +38,12 @@ def parse_delay(written: str) -> timedelta:
     raise InvalidDueTime(f"delay {written!r} is not understood: write {DELAYS}")
 
 
+def parse_shift(written: str) -> timedelta:
+    """Return a delay that may go back, as in -2h. Raises InvalidDueTime."""
+    written = written.strip()
+    return -parse_delay(written[1:]) if written.startswith("-") else parse_delay(written)
+
+
 def parse_instant(written: str) -> datetime:
     """Return the aware instant that an ISO 8601 text names. Raises InvalidDueTime."""
     written = _short("time", written, INSTANTS)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Final
 
+from delayline.actions import OperatorAction
 from delayline.dashboard.model import EditableMessage
 from delayline.errors import CorruptHeaders, InvalidDueTime, InvalidMessage
 from delayline.failures import FAILURE_HEADERS
 from delayline.message import Headers
-from delayline.readable import parse_delay, parse_instant
+from delayline.readable import parse_delay, parse_instant, parse_shift
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from datetime import datetime
+    from datetime import datetime, timedelta
 
     from delayline.message import Message
 
@@ -43,6 +44,26 @@ def instant_of(written: str, now: datetime) -> datetime:
             raise no_instant if written[:4].isdigit() else no_delay from None
     except OverflowError as error:
         raise InvalidDueTime(f"{written!r} from now lies beyond year 9999: use an earlier time") from error
+
+
+def change_of(form: Mapping[str, str], now: datetime) -> tuple[OperatorAction, datetime | None, timedelta | None]:
+    """Return the action on pending messages, with the due time or the delay that it needs.
+
+    Raises:
+        InvalidDueTime: The due time or the delay cannot be read.
+        InvalidMessage: No action was chosen.
+    """
+    due = form.get("due", "")
+    match form.get("action"):
+        case "cancel":
+            return OperatorAction.CANCEL, None, None
+        case "send-now":
+            return OperatorAction.SEND_NOW, None, None
+        case "reschedule":
+            return OperatorAction.RESCHEDULE, instant_of(due, now), None
+        case "postpone":
+            return OperatorAction.RESCHEDULE, None, parse_shift(due)
+    raise InvalidMessage("no action was chosen")
 
 
 def whole(written: str, name: str, largest: int) -> int:

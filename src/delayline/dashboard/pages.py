@@ -20,7 +20,7 @@ from delayline.actions import OperatorAction
 from delayline.dashboard import charts
 from delayline.dashboard.back_ends import unavailable
 from delayline.dashboard.contents import BODY_FORMS, Form
-from delayline.dashboard.forms import body_of, headers_of, instant_of, whole
+from delayline.dashboard.forms import body_of, change_of, headers_of, instant_of, whole
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
 from delayline.dashboard.model import (
     ActionOutcome,
@@ -39,7 +39,7 @@ from delayline.dashboard.summary import LATE, lines
 from delayline.delayed.pauses import HIGHEST_RESUMED_RATE
 from delayline.errors import ConfigurationError, DelaylineError, InvalidMessage
 from delayline.message import MAXIMUM_ID_LENGTH, Headers
-from delayline.readable import parse_delay, parse_instant
+from delayline.readable import parse_instant
 from delayline.set_jobs import HIGHEST_RATE
 from delayline.sync import SyncEndpoint
 
@@ -316,7 +316,7 @@ class Pages:
         """Cancel, reschedule or send now the waiting messages that are ticked."""
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
         ids = _ids(form)
-        action, to, by = self._wanted(form)
+        action, to, by = change_of(form, self._clock.now())
         outcomes = await service.pending.change(action, ids, to=to, by=by, actor=actor)
         return self._outcome(request, outcomes, "/waiting", service, **_filters(request.query_params))
 
@@ -325,7 +325,7 @@ class Pages:
         service, form = self._service(request), request.state.form
         fields = _filters(form)
         query = self._query(fields)
-        action, to, by = self._wanted(form)
+        action, to, by = change_of(form, self._clock.now())
         rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
         preview = await service.search.preview(query)
         if isinstance(preview, Unavailable):
@@ -477,22 +477,6 @@ class Pages:
                 return self._redirect(request, path, Notice("bad", f"Not done: {reason}"), endpoint=endpoint)
 
         return shown
-
-    def _wanted(self, form: Mapping[str, str]) -> tuple[OperatorAction, datetime | None, timedelta | None]:
-        """Return the action of a form, with the due time or the delay that it needs."""
-        due = form.get("due", "")
-        match form.get("action"):
-            case "cancel":
-                return OperatorAction.CANCEL, None, None
-            case "send-now":
-                return OperatorAction.SEND_NOW, None, None
-            case "reschedule":
-                return OperatorAction.RESCHEDULE, instant_of(due, self._clock.now()), None
-            case "postpone":
-                due = due.strip()
-                delay = -parse_delay(due[1:]) if due.startswith("-") else parse_delay(due)
-                return OperatorAction.RESCHEDULE, None, delay
-        raise InvalidMessage("no action was chosen")
 
     def _outcome(
         self,
