@@ -243,7 +243,7 @@ async def test_the_plans_on_postgresql_read_one_group_alone(
     groups, queued = DueGroups(table, dialect), await filled_queue(postgresql_url)
     connection.exec_driver_sql("ANALYZE delayline_messages")
     assert groups.found is not None
-    move = PostgresqlForwarding(table, tables, dialect).fair_statements[False][0]  # type: ignore[arg-type]
+    move = PostgresqlForwarding(StoreStatements(table, dialect), tables, dialect).fair_statements[False][0]  # type: ignore[arg-type]
     statements = {
         locks.due_in_turn: ("quiet", PAST, now, 100),
         groups.found: ([""], [LAST_NAME], now),
