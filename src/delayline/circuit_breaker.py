@@ -159,7 +159,7 @@ class RepeatedFailuresOverTime(FailureLog):
         self._failures += 1
         if self.state is BreakerState.DISARMED:
             self._failures, self._armed_at = 1, self._clock.now()
-            self._arm_for(error)
+            self._be_armed()
         elif self.state is BreakerState.ARMED and self._timer is not None and self._timer.done():
             self._trigger_for(error)
 
@@ -173,7 +173,7 @@ class RepeatedFailuresOverTime(FailureLog):
         if self._observer is not None:
             self._observer.breaker_changed(self.name, state.value)
 
-    def _arm_for(self, error: Exception) -> None:
+    def _be_armed(self) -> None:
         self._change(BreakerState.ARMED)
         self._run(self._arm, "arm")
         lasting = self._clock.sleep(self._time_to_trigger.total_seconds())
@@ -182,11 +182,9 @@ class RepeatedFailuresOverTime(FailureLog):
             logger,
             logging.INFO,  # the failure itself is logged already
             Event.BREAKER_ARMED,
-            "The circuit breaker for '%s' is now in the armed state due to '%s' and might trigger in '%s' "
-            "when not disarmed.",
+            "The circuit breaker for '%s' is armed: it triggers unless its operation works again within %g s.",
             self.name,
-            error,
-            self._time_to_trigger,
+            self._time_to_trigger.total_seconds(),
         )
 
     def _trigger_for(self, error: Exception) -> None:
