@@ -107,6 +107,11 @@ class SetRequest:
         return cls(**kept | spans | {"to": _instant(kept["to"])})
 
     @property
+    def job_prefix(self) -> str:
+        """How the names of its jobs begin."""
+        return f"{self.action.value.replace(' ', '-')}-"
+
+    @property
     def what(self) -> str:
         """Which messages, as a person reads it."""
         kind = "pending" if self.action in OF_PENDING else "failed"
@@ -177,6 +182,34 @@ class ActionRecord:
     """The last message that belongs to the set."""
     held: Sequence[str] = ()
     """Messages that the poller had, and that are tried again at the end."""
+
+    @classmethod
+    def begun(
+        cls,
+        name: str,
+        endpoint: str,
+        request: SetRequest,
+        preview: SetPreview,
+        *,
+        actor: str,
+        rate: int | None,
+        at: datetime,
+    ) -> Self:
+        """Return the record of a job that begins."""
+        return cls(
+            name=name,
+            endpoint=endpoint,
+            action=request.action,
+            actor=actor,
+            what=request.what,
+            state=JobState.RUNNING,
+            request=request,
+            rate=rate,
+            started=at,
+            seen=at,
+            expected=preview.number if preview.exact else None,
+            bound=preview.bound,
+        )
 
     @property
     def over(self) -> bool:

@@ -263,20 +263,9 @@ class SetInMemory:
         self, request: SetRequest, preview: SetPreview, *, actor: str, rate: int | None = None
     ) -> ActionRecord:
         """Begin a job."""
-        now = self._clock.now()
-        self._record = ActionRecord(
-            name=f"{request.action.value.replace(' ', '-')}-{uuid.uuid4().hex[:8]}",
-            endpoint=self._endpoint,
-            action=request.action,
-            actor=actor,
-            what=request.what,
-            state=JobState.RUNNING,
-            request=request,
-            rate=rate,
-            started=now,
-            seen=now,
-            expected=preview.number if preview.exact else None,
-            bound=preview.bound,
+        name = f"{request.job_prefix}{uuid.uuid4().hex[:8]}"
+        self._record = ActionRecord.begun(
+            name, self._endpoint, request, preview, actor=actor, rate=rate, at=self._clock.now()
         )
         return self._record
 

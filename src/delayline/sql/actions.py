@@ -175,7 +175,7 @@ class SqlActionLog:
     ) -> ActionRecord:
         encoded = request.encoded()
         digest = hashlib.sha256(f"{self._endpoint}\n{encoded}".encode()).hexdigest()[:8]
-        begins = f"{request.action.value.replace(' ', '-')}-{digest}-"
+        begins = f"{request.job_prefix}{digest}-"
         columns = self.table.c
         same = columns.name.startswith(begins, autoescape=True)
         rows = self._rows(connection, self._query.where(same))
@@ -184,19 +184,8 @@ class SqlActionLog:
                 return record
         [(now,)] = connection.execute(select(self._now)).all()
         at = self._dialect.values.from_due(now)
-        record = ActionRecord(
-            name=f"{begins}{1 + len(rows)}",
-            endpoint=self._endpoint,
-            action=request.action,
-            actor=actor,
-            what=request.what,
-            state=JobState.RUNNING,
-            request=request,
-            rate=rate,
-            started=at,
-            seen=at,
-            expected=preview.number if preview.exact else None,
-            bound=preview.bound,
+        record = ActionRecord.begun(
+            f"{begins}{1 + len(rows)}", self._endpoint, request, preview, actor=actor, rate=rate, at=at
         )
         self._insert(connection, record, NO_OWNER)
         return record
