@@ -16,7 +16,7 @@ from delayline.cli.due import delay_given, due_options, shift_given
 from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, examples, json_option, settings_options
 from delayline.cli.screen import bar
 from delayline.cli.sets import change_set, open_waiting_set, set_options
-from delayline.clock import SystemClock, latest_of
+from delayline.clock import ONE_HOUR, SystemClock, latest_of
 from delayline.delayed.pauses import SupportsDispatchPauses
 from delayline.delayed.store import Outcome, SupportsClock
 from delayline.opening import open_waiting
@@ -42,7 +42,6 @@ timeouts_option: Callable[[Command], Command] = click.option(
 MOST = 2**31 - 1
 """Rows that every database takes as a limit."""
 WIDEST = timedelta(days=365_000)
-ONE_HOUR = timedelta(hours=1)
 MOST_WITHOUT_TIME = 1000
 
 

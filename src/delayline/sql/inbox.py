@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import Column, Index, MetaData, PrimaryKeyConstraint, Table, and_, bindparam, delete, select
 
 from delayline.checks import time_span
-from delayline.clock import EPOCH
+from delayline.clock import EPOCH, ONE_DAY, ONE_SECOND
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, TransactionConflict
 from delayline.events import Event, emit
 from delayline.inbox import RecordKey
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-ONE_DAY: Final = timedelta(days=1)
 LONGEST_WINDOW: Final = timedelta(days=3650)
 #: Seconds between the ends of a removal of old records and the beginning of the next, at least and at most: processes
 #: of an endpoint that start together do not remove together.
@@ -129,7 +128,7 @@ class SqlInbox(OnDatabase):
     ) -> None:
         super().__init__(database, schema, None)
         self.window: timedelta = time_span("window", window)
-        if not timedelta(seconds=1) <= window <= LONGEST_WINDOW:
+        if not ONE_SECOND <= window <= LONGEST_WINDOW:
             raise ConfigurationError(f"window={window!r} must be a second to {LONGEST_WINDOW.days} days")
         self.claims_first = claims_first
         self._table = inbox_table(self._schema)
