@@ -300,7 +300,7 @@ EVENT_MEANING: Final = {
     Event.NO_HANDLERS: "The endpoint started without handlers and is not send-only: messages stay in its queue.",
     Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",
     Event.CRITICAL_ERROR_ACTION_FAILED: "The critical error action raised an error itself.",
-    Event.UNHEARD: "An event was published that nobody subscribes to.",
+    Event.UNHEARD: "An event was published to which no endpoint subscribes.",
     Event.SUBSCRIBER_GONE: "A queue subscribes to an event that was published, and does not exist.",
     Event.SEND_ABANDONED: "A send went on after its caller was cancelled, and has failed.",
     Event.HANDLED: "The handlers succeeded and the message is off its queue.",
@@ -369,7 +369,7 @@ EVENT_MEANING: Final = {
     Event.BREAKER_DISARMED: "The fault is over.",
     Event.BREAKER_ACTION_FAILED: "What a breaker does when it arms, triggers or disarms raised an error.",
     Event.DASHBOARD_REFUSED: "The dashboard refused a request: another host name, no permission, no CSRF token.",
-    Event.DASHBOARD_SIGNED_IN: "Somebody gave the dashboard a right token, or a right user name and password.",
+    Event.DASHBOARD_SIGNED_IN: "A user has signed in to the dashboard, with the token or with a name and a password.",
     Event.DASHBOARD_SIGN_IN_FAILED: "A wrong token, user name or password was given to the dashboard.",
 }
 
