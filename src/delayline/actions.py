@@ -224,6 +224,11 @@ class ActionRecord:
             f", {self.failed:,} not" if self.failed else ""
         )
 
+    def ended(self) -> Self:
+        """Return the record of the job when it is through."""
+        done = replace(self, state=JobState.DONE)
+        return replace(done, result=done.numbers)
+
     def with_problem(self, message_id: str, reason: str) -> ActionRecord:
         """Return the record with a message more that was not changed."""
         text = f"{message_id}: {reason}"

@@ -283,8 +283,7 @@ class SetInMemory:
         """Do nothing: nobody else could go on."""
 
     def _through(self, record: ActionRecord) -> ActionRecord:
-        ended = replace(record, state=JobState.DONE, finished=self._clock.now())
-        return replace(ended, result=ended.numbers)
+        return replace(record.ended(), finished=self._clock.now())
 
 
 class SetOfPending(SetInMemory):

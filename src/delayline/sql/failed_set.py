@@ -8,18 +8,18 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from sqlalchemy import func, select
 
-from delayline.actions import OperatorAction, SetPreview
+from delayline.actions import OperatorAction
 from delayline.failures import failed_queue_of, no_queue, retry_of
 from delayline.message import Message
 from delayline.sql.deadlines import job_work, long_work
-from delayline.sql.pending_set import EXAMPLES, ended
+from delayline.sql.set_pages import SetPage, preview_of_pages
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
     from sqlalchemy import ColumnElement, Connection
 
-    from delayline.actions import ActionRecord, SetRequest
+    from delayline.actions import ActionRecord, SetPreview, SetRequest
     from delayline.filters import MessageFilter
     from delayline.sql.actions import SqlActionLog
     from delayline.sql.claims import Claims
@@ -40,14 +40,6 @@ class FailedRow(NamedTuple):
 
     number: int
     id: str
-
-
-class FailedPage(NamedTuple):
-    """The messages of a page that match, the last number that was looked at, and how many were."""
-
-    rows: list[FailedRow]
-    end: int
-    looked_at: int
 
 
 class SqlFailedSet:
@@ -83,16 +75,12 @@ class SqlFailedSet:
         """Count the messages."""
         queue, at = request.queue or "", self._database.clock.now()
         bound = await self.last(request)
-        number, looked_at, position = 0, 0, 0
-        found: list[str] = []
-        while position < bound:
-            read = partial(self._page, queue=queue, wanted=request.filter, position=position, bound=bound, most=None)
-            page = await self._database.read(read)
-            number, looked_at, position = number + len(page.rows), looked_at + page.looked_at, page.end
-            found += [row.id for row in page.rows[: EXAMPLES - len(found)]]
-            if counted is not None:
-                counted(looked_at)
-        return SetPreview(number, at, bound, looked_at, examples=found)
+
+        async def read(position: int) -> SetPage[FailedRow]:
+            page = partial(self._page, queue=queue, wanted=request.filter, position=position, bound=bound, most=None)
+            return await self._database.read(page)
+
+        return await preview_of_pages(read, bound, at, counted)
 
     async def last(self, request: SetRequest) -> int:
         """Return the number of the last message of the queue."""
@@ -139,7 +127,7 @@ class SqlFailedSet:
             if operations and len(there) < len(removed):
                 operations = [send for number, send in zip(removed, operations, strict=True) if number in there]
         if record.position >= record.bound:
-            record = ended(record)
+            record = record.ended()
         self._log.keep(connection, record)
         return record, operations
 
@@ -170,7 +158,7 @@ class SqlFailedSet:
 
     def _page(
         self, connection: Connection, queue: str, wanted: MessageFilter, position: int, bound: int, most: int | None
-    ) -> FailedPage:
+    ) -> SetPage[FailedRow]:
         """Return the next messages that match, behind `position` and up to `bound`, `most` of them."""
         columns = self._statements.queued.c
         reads_headers = wanted.checks_headers or wanted.destination is not None
@@ -182,12 +170,12 @@ class SqlFailedSet:
         looked_at, end = 0, position
         for number, message_id, *headers in connection.execute(query):
             if most is not None and len(rows) == most:
-                return FailedPage(rows, end, looked_at)
+                return SetPage(rows, end, looked_at)
             looked_at, end = looked_at + 1, int(number)
             message = Message.from_encoded(message_id, bytes(headers[0]) if headers else b"", b"")
             if wanted.matches(message, failed_queue_of(message) if reads_headers else ""):
                 rows.append(FailedRow(end, message_id))
-        return FailedPage(rows, end if looked_at == at_once else bound, looked_at)
+        return SetPage(rows, end if looked_at == at_once else bound, looked_at)
 
     def _last(self, connection: Connection, queue: str) -> int:
         self._statements.must_exist(connection, queue)

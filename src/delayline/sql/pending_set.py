@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from sqlalchemy import bindparam, delete, func, literal_column, select, update
 
-from delayline.actions import JobState, OperatorAction, SetPreview
+from delayline.actions import OperatorAction, SetPreview
 from delayline.clock import latest_of
 from delayline.filters import pattern_of
 from delayline.message import Message
 from delayline.sql.deadlines import job_work, long_work
 from delayline.sql.prepared import Prepared
+from delayline.sql.set_pages import EXAMPLES, SetPage, preview_of_pages
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -38,7 +39,6 @@ LOOKED_AT_ONCE: Final = 10_000
 READ_AT_ONCE: Final = 2_000
 #: Messages of the poller's that a job keeps to try them again.
 MOST_HELD: Final = 5_000
-EXAMPLES: Final = 5
 TOO_LATE: Final = "too late: it is being sent now"
 SENT_MEANWHILE: Final = "too late: it was sent, cancelled or changed meanwhile"
 
@@ -49,14 +49,6 @@ class PendingRow(NamedTuple):
     number: int
     id: str
     due: datetime
-
-
-class PageOfSet(NamedTuple):
-    """The messages of a page that match, and the last number that was looked at."""
-
-    rows: list[PendingRow]
-    end: int
-    looked_at: int
 
 
 class SqlPendingSet:
@@ -119,17 +111,13 @@ class SqlPendingSet:
         if not _must_read(wanted):
             number, examples = await self._database.read(partial(self._count, wanted=wanted, bound=bound))
             return SetPreview(number, at, bound, number, examples=examples)
-        number, looked_at, position = 0, 0, 0
-        found: list[str] = []
-        while position < bound:
-            page = await self._database.read(
+
+        async def read(position: int) -> SetPage[PendingRow]:
+            return await self._database.read(
                 partial(self._page, wanted=wanted, position=position, bound=bound, most=None)
             )
-            number, looked_at, position = number + len(page.rows), looked_at + page.looked_at, page.end
-            found += [row.id for row in page.rows[: EXAMPLES - len(found)]]
-            if counted is not None:
-                counted(looked_at)
-        return SetPreview(number, at, bound, looked_at, examples=found)
+
+        return await preview_of_pages(read, bound, at, counted)
 
     async def last(self, request: SetRequest) -> int:
         """Return the number of the last message."""
@@ -180,7 +168,7 @@ class SqlPendingSet:
             record = record.with_problem(message_id, TOO_LATE)
         record = replace(record, held=tuple(held[:kept]))
         if record.position >= record.bound and not record.held:
-            record = ended(record)
+            record = record.ended()
         self._log.keep(connection, record)
         return record, earliest
 
@@ -211,7 +199,7 @@ class SqlPendingSet:
 
     def _page(
         self, connection: Connection, wanted: MessageFilter, position: int, bound: int, most: int | None
-    ) -> PageOfSet:
+    ) -> SetPage[PendingRow]:
         """Return the next messages that match, behind `position` and up to `bound`, `most` of them."""
         number = self._table.c.seq
         at_once = READ_AT_ONCE if _must_read(wanted) else LOOKED_AT_ONCE
@@ -220,7 +208,7 @@ class SqlPendingSet:
         rows = self._matching(connection, wanted, [number > position, number <= end], most)
         if most is not None and len(rows) > most:
             rows, end = rows[:most], rows[most - 1].number
-        return PageOfSet(rows, int(end), at_once)
+        return SetPage(rows, int(end), at_once)
 
     def _matching(
         self,
@@ -272,9 +260,3 @@ def _fitting(column: ColumnElement[str], pattern: TextPattern) -> list[ColumnEle
         return [column == pattern.exact]
     prefix = pattern.prefix
     return [column >= prefix, func.substr(column, 1, len(prefix)) == prefix] if prefix else []
-
-
-def ended(record: ActionRecord) -> ActionRecord:
-    """Return the record of a job that is through."""
-    done = replace(record, state=JobState.DONE)
-    return replace(done, result=done.numbers)
