@@ -163,6 +163,8 @@ class Pipeline:
             if wanted <= 0 or self._is_alone:
                 await self._room.wait()
                 continue
+            if self._recovery.leaves_to_others:
+                wanted = 1
             asked = time.monotonic()
             try:
                 batch = await (self._next_batch(wanted) if free > 0 else self._next_batch_ahead(wanted))

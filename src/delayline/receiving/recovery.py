@@ -16,11 +16,20 @@ from delayline.failures import back_off, error_operations, is_outage, may_fit_sm
 from delayline.message import Headers
 from delayline.outgoing import DELAYED_DELIVERIES, Outgoing
 from delayline.receiving.completion import AlreadyHandled
-from delayline.receiving.recoverability import Discard, GiveBack, MoveToErrors, RetryLater, RetryNow
+from delayline.receiving.recoverability import (
+    LONGEST_WAIT_FOR_TYPE,
+    Discard,
+    GiveBack,
+    MoveToErrors,
+    RetryLater,
+    RetryNow,
+)
 from delayline.serialization import names_in_header
 from delayline.transaction import TransactionMode
 
 if TYPE_CHECKING:
+    from datetime import datetime
+
     from delayline.circuit_breaker import RepeatedFailuresOverTime
     from delayline.message import Message
     from delayline.outgoing import Composer
@@ -30,6 +39,8 @@ if TYPE_CHECKING:
     from delayline.transport import ReceivedMessage
 
 MOST_COUNTED: Final = 10_000
+#: How long a process leaves most of what comes to others after it has met a message whose type it does not know.
+LEAVES_TO_OTHERS_FOR: Final = 2 * LONGEST_WAIT_FOR_TYPE
 
 
 @dataclass(slots=True)
@@ -43,6 +54,7 @@ class Recovery:
     breaker: RepeatedFailuresOverTime
     recoverability: Recoverability
     """The endpoint's own retries: how long messages wait whose type no handler takes."""
+    _leaves_to_others_until: datetime | None = None
     _unmoved: dict[str, int] = field(default_factory=dict)
     """How often messages could not be moved to the error queue, by id."""
 
@@ -152,11 +164,27 @@ class Recovery:
         """Forget that the message could not be moved."""
         self._unmoved.pop(message_id, None)
 
+    @property
+    def leaves_to_others(self) -> bool:
+        """Whether other processes should receive first: messages wait whose types are not known here.
+
+        A process hears first of what its own poller dispatches, so that it would receive them all again each time.
+        """
+        until = self._leaves_to_others_until
+        if until is None:
+            return False
+        if self.intake.host.clock.now() < until:
+            return True
+        self._leaves_to_others_until = None
+        return False
+
     def _wait_for_handler(self, message: Message) -> RetryLater | MoveToErrors:
         headers = message.logical.headers
         if self.composer is None or not names_in_header(headers.get(Headers.ENCLOSED_MESSAGE_TYPES, "")):
             return MoveToErrors()
-        return self.recoverability.await_type(headers, self.intake.host.clock.now())
+        now = self.intake.host.clock.now()
+        self._leaves_to_others_until = now + LEAVES_TO_OTHERS_FOR
+        return self.recoverability.await_type(headers, now)
 
     async def _retry_later(self, received: ReceivedMessage, error: Exception, decision: RetryLater) -> None:
         assert self.composer is not None  # noqa: S101 - `recover` has looked
