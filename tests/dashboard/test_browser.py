@@ -16,6 +16,7 @@ from delayline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from delayline.delayed.recurrence import Recurrence
 
@@ -87,6 +88,28 @@ def test_now_shows_due_messages_and_is_updated_without_a_reload(browser: Browser
     browser.press("Pause")
     assert browser.find("#live-state").text == "paused"
     browser.picture("now")
+
+
+def test_now_is_updated_where_nothing_happens(chromium: Browser, tmp_path: Path) -> None:
+    # Given an endpoint of which no process has ever written a minute row, and nothing waits
+    settings = Settings(endpoint="quiet", url=f"sqlite:///{tmp_path / 'quiet.db'}")
+    asyncio.run(set_up(settings))
+    with serving([settings]) as url:
+        chromium.url = url
+        # When its page is open
+        chromium.open("/")
+        shown = chromium.find("#panel-1").text
+        assert "no process of this endpoint has written minute rows" in shown
+        at = chromium.find("[hx-sse\\:connect] time").get_attribute("datetime")
+        # Then the time of its figures goes on, and the figures are the same
+        chromium.until(lambda: chromium.find("[hx-sse\\:connect] time").get_attribute("datetime") != at)
+        assert chromium.find("#panel-1").text == shown
+        assert chromium.complaints() == []
+
+
+async def set_up(settings: Settings) -> None:
+    async with endpoint_from(settings, polling=False):
+        pass
 
 
 def test_the_forecast_shows_when_messages_are_due_and_zooms(browser: Browser) -> None:

@@ -159,6 +159,7 @@ class Pages:
         """Return what `Now` shows: a line for each endpoint, the worst first, and its details in their usual order."""
         states = await self._now()
         return {
+            "at": self._clock.now(),  # so that people see that the page lives where nothing else changes
             "states": states,
             "summary": lines([(service.name, now) for service, now in states]),
             "places": {service.name: place for place, (service, _) in enumerate(states, 1)},
