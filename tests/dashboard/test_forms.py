@@ -16,10 +16,10 @@ from tests.dashboard.pages import client_of, csrf_of
 from tests.dashboard.world import fill
 
 from delayline.dashboard import Actor
-from delayline.dashboard.forms import body_of, editable, header_lines, headers_of, instant_of, whole
+from delayline.dashboard.forms import body_of, editable, filter_of, header_lines, headers_of, instant_of, whole
 from delayline.dashboard.live import Shared, event
 from delayline.dashboard.service import EndpointService
-from delayline.errors import InvalidDueTime, InvalidMessage
+from delayline.errors import ConfigurationError, InvalidDueTime, InvalidMessage
 from delayline.message import NO_VALUE, Message
 from delayline.settings import Settings
 from delayline.sql import SqlTransport
@@ -59,6 +59,15 @@ def test_a_time_is_a_delay_or_an_instant(text: str, instant: datetime) -> None:
 def test_another_text_is_refused_with_how_to_write_it(text: str, reason: str) -> None:
     with pytest.raises(InvalidDueTime, match=reason):
         instant_of(text, NOW)
+
+
+def test_the_fields_of_a_search_are_a_filter() -> None:
+    fields = dict.fromkeys(("id", "destination", "type", "header", "value", "from", "before"), "")
+    assert filter_of(fields, NOW).names_nothing
+    wanted = filter_of(fields | {"id": "a*", "type": "Remind", "value": "a,*", "from": "1h"}, NOW)
+    assert str(wanted) == f"id=a\\*,type=*Remind*,header=:*a\\,\\**,due={(NOW + timedelta(hours=1)).isoformat()}.."
+    with pytest.raises(ConfigurationError, match="second time must be later"):
+        filter_of(fields | {"from": "2h", "before": "1h"}, NOW)
 
 
 def test_headers_keep_their_values_as_lines_of_a_form() -> None:

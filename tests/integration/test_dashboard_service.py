@@ -9,10 +9,10 @@ import pytest
 from sqlalchemy import make_url
 from tests.eventually import eventually_async
 
-from delayline import Headers, Message
+from delayline import Headers, Message, MessageFilter
 from delayline.actions import JobState, OperatorAction
 from delayline.composition import endpoint_from, transport_of
-from delayline.dashboard.model import PendingPage, PendingQuery, Unavailable
+from delayline.dashboard.model import PendingPage, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.doctor import State
 from delayline.error_queue import managed_queues
@@ -105,13 +105,13 @@ async def test_every_part_that_the_back_end_has_is_shown(settings: Settings, ser
 
 
 async def test_messages_are_found_and_changed(service: EndpointService) -> None:
-    found = await service.search.page(PendingQuery(header="Customer", header_value="c1"))
+    found = await service.search.page(MessageFilter(header="Customer", header_value="*c1*"))
     assert isinstance(found, PendingPage)
     assert [row.id for row in found.rows] == ["m1"]
     assert [
         one.done for one in await service.pending.change(OperatorAction.CANCEL, ["m0", "m0", "x"], actor="ann")
     ] == [True, False]
-    job = await service.pending.change_all(OperatorAction.RESCHEDULE, PendingQuery(), by=HOUR, actor="ann", rate=100)
+    job = await service.pending.change_all(OperatorAction.RESCHEDULE, MessageFilter(), by=HOUR, actor="ann", rate=100)
 
     async def is_done() -> bool:
         records = await service.actions.recorded()

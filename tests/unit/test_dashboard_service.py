@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, cast
 import pytest
 from tests.eventually import eventually_async
 
-from delayline import ConfigurationError, DelayedMessage, Endpoint, Headers, Message, StoredDelivery
+from delayline import ConfigurationError, DelayedMessage, Endpoint, Headers, Message, MessageFilter, StoredDelivery
 from delayline.actions import ActionRecord, JobState, OperatorAction
 from delayline.dashboard.contents import body_of
-from delayline.dashboard.model import PendingPage, PendingQuery, Unavailable
+from delayline.dashboard.model import PendingPage, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.error_queue import managed_queues
 from delayline.errors import BackendUnavailable
@@ -127,20 +127,22 @@ async def test_a_forecast_has_bars_and_destinations(endpoint: Endpoint, service:
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        (PendingQuery(), ["m0", "m1", "m2", "m3"]),
-        (PendingQuery(message_id="m2"), ["m2"]),
-        (PendingQuery(message_id="nothing"), []),
-        (PendingQuery(message_id="m2", destination="sales"), []),
-        (PendingQuery(destination="billing", due_from=NOW + 2 * HOUR, due_before=NOW + 4 * HOUR), ["m1", "m2"]),
-        (PendingQuery(message_type="OrderPlaced"), ["m0", "m1", "m2", "m3"]),
-        (PendingQuery(message_type="OrderCancelled"), []),
-        (PendingQuery(header="Customer", header_value="c3"), ["m3"]),
-        (PendingQuery(header="Nothing"), []),
-        (PendingQuery(header_value="c1"), ["m1"]),
+        (MessageFilter(), ["m0", "m1", "m2", "m3"]),
+        (MessageFilter(message_id="m2"), ["m2"]),
+        (MessageFilter(message_id="nothing"), []),
+        (MessageFilter(message_id="m*", destination="*ling"), ["m0", "m1", "m2", "m3"]),
+        (MessageFilter(message_id="*2"), ["m2"]),
+        (MessageFilter(message_id="m2", destination="sales"), []),
+        (MessageFilter(destination="billing", due_from=NOW + 2 * HOUR, due_before=NOW + 4 * HOUR), ["m1", "m2"]),
+        (MessageFilter(message_type="*OrderPlaced*"), ["m0", "m1", "m2", "m3"]),
+        (MessageFilter(message_type="*OrderCancelled*"), []),
+        (MessageFilter(header="Customer", header_value="*c3*"), ["m3"]),
+        (MessageFilter(header="Nothing"), []),
+        (MessageFilter(header_value="*c1*"), ["m1"]),
     ],
 )
 async def test_pending_messages_are_found(
-    endpoint: Endpoint, service: EndpointService, query: PendingQuery, expected: list[str]
+    endpoint: Endpoint, service: EndpointService, query: MessageFilter, expected: list[str]
 ) -> None:
     await put(endpoint, 4)
     page = await service.search.page(query)
@@ -182,7 +184,7 @@ async def test_a_search_ends_with_its_time_and_goes_on_from_there(
     endpoint: Endpoint, impatient: EndpointService
 ) -> None:
     await put(endpoint, 7)
-    query = PendingQuery(header_value="c5", due_before=NOW + 7 * HOUR)
+    query = MessageFilter(header_value="*c5*", due_before=NOW + 7 * HOUR)
     page = await impatient.search.page(query, limit=3)
     assert isinstance(page, PendingPage)
     assert (list(page.rows), page.looked_at, page.complete, page.cut) == ([], 3, False, True)
@@ -199,7 +201,7 @@ async def test_a_search_ends_with_its_time_and_goes_on_from_there(
 
 async def test_a_full_page_does_not_count_as_cut(endpoint: Endpoint, impatient: EndpointService) -> None:
     await put(endpoint, 7)
-    page = await impatient.search.page(PendingQuery(message_type="Order"), limit=3)
+    page = await impatient.search.page(MessageFilter(message_type="*Order*"), limit=3)
     assert isinstance(page, PendingPage)
     assert (len(page.rows), page.complete, page.cut, page.total) == (3, False, False, None)
 
@@ -207,22 +209,23 @@ async def test_a_full_page_does_not_count_as_cut(endpoint: Endpoint, impatient: 
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        (PendingQuery(), (7, True)),
-        (PendingQuery(due_from=NOW + 2 * HOUR, due_before=NOW + 7 * HOUR), (5, True)),
-        (PendingQuery(due_from=NOW + 2 * HOUR, due_before=NOW + HOUR), (0, True)),
-        (PendingQuery(message_id="m5"), (1, True)),
-        (PendingQuery(destination="billing"), (7, False)),
-        (PendingQuery(destination="billing", due_from=NOW + 2 * HOUR, due_before=NOW + 7 * HOUR), (5, False)),
-        (PendingQuery(destination="nowhere"), (0, False)),
-        (PendingQuery(destination="billing", due_before=NOW + 3 * HOUR), (2, True)),
-        (PendingQuery(message_type="OrderPlaced"), (7, False)),
-        (PendingQuery(message_type="OrderPlaced", due_from=NOW + 2 * HOUR), (6, False)),
-        (PendingQuery(header_value="c1"), (2, False)),  # one of three looked at, of seven
-        (PendingQuery(header="Nothing"), (0, False)),
+        (MessageFilter(), (7, True)),
+        (MessageFilter(due_from=NOW + 2 * HOUR, due_before=NOW + 7 * HOUR), (5, True)),
+        (MessageFilter(message_id="m5"), (1, True)),
+        (MessageFilter(destination="billing"), (7, False)),
+        (MessageFilter(destination="billing", due_from=NOW + 2 * HOUR, due_before=NOW + 7 * HOUR), (5, False)),
+        (MessageFilter(destination="nowhere"), (0, False)),
+        (MessageFilter(destination="bill*"), (7, False)),
+        (MessageFilter(message_id="m*"), (7, False)),
+        (MessageFilter(destination="billing", due_before=NOW + 3 * HOUR), (2, True)),
+        (MessageFilter(message_type="*OrderPlaced*"), (7, False)),
+        (MessageFilter(message_type="*OrderPlaced*", due_from=NOW + 2 * HOUR), (6, False)),
+        (MessageFilter(header_value="*c1*"), (2, False)),  # one of three looked at, of seven
+        (MessageFilter(header="Nothing"), (0, False)),
     ],
 )
 async def test_a_preview_is_an_estimate_when_its_time_ends(
-    endpoint: Endpoint, impatient: EndpointService, query: PendingQuery, expected: tuple[int, bool]
+    endpoint: Endpoint, impatient: EndpointService, query: MessageFilter, expected: tuple[int, bool]
 ) -> None:
     await put(endpoint, 7)
     preview = await impatient.search.preview(query)
@@ -234,7 +237,7 @@ async def test_an_action_changes_all_that_match_after_an_estimate(
     endpoint: Endpoint, impatient: EndpointService
 ) -> None:
     await put(endpoint, 7)
-    query = PendingQuery(header_value="c")
+    query = MessageFilter(header_value="*c*")
     preview = await impatient.search.preview(query)
     assert not isinstance(preview, Unavailable)
     assert (preview.exact, list(preview.example)) == (False, ["m0", "m1", "m2"])
@@ -314,7 +317,7 @@ async def ended(service: EndpointService, name: str) -> ActionRecord:
 async def test_all_that_match_are_changed_by_a_job(endpoint: Endpoint, service: EndpointService) -> None:
     # Given messages of which some match
     await put(endpoint, 6)
-    query = PendingQuery(due_before=NOW + 4 * HOUR)
+    query = MessageFilter(due_before=NOW + 4 * HOUR)
     preview = await service.search.preview(query)
     assert not isinstance(preview, Unavailable)
     assert (preview.number, preview.exact, list(preview.example)) == (3, True, ["m0", "m1", "m2"])
@@ -337,7 +340,7 @@ async def test_a_job_keeps_to_its_rate_and_can_be_stopped(endpoint: Endpoint) ->
     await put(endpoint, 5)
     clock = ManualClock(NOW)
     async with EndpointService(endpoint, clock=clock) as service:
-        job = await service.pending.change_all(OperatorAction.CANCEL, PendingQuery(), actor="ann", rate=1)
+        job = await service.pending.change_all(OperatorAction.CANCEL, MessageFilter(), actor="ann", rate=1)
 
         async def has_done(number: int) -> bool:
             return next(one.done for one in await recorded(service) if one.name == job.name) == number
@@ -361,7 +364,7 @@ async def test_a_job_goes_on_in_the_dashboard_that_starts_next(endpoint: Endpoin
     await put(endpoint, 5)
     async with EndpointService(endpoint, clock=ManualClock(NOW)) as first:
         by = timedelta(days=1)
-        job = await first.pending.change_all(OperatorAction.RESCHEDULE, PendingQuery(), by=by, actor="ann", rate=1)
+        job = await first.pending.change_all(OperatorAction.RESCHEDULE, MessageFilter(), by=by, actor="ann", rate=1)
         await eventually_async(lambda: moved(endpoint, NOW + by))
     async with EndpointService(endpoint) as second:
         [interrupted] = [one for one in await recorded(second) if one.name == job.name]

@@ -9,6 +9,7 @@ from delayline.actions import OperatorAction
 from delayline.dashboard.model import EditableMessage
 from delayline.errors import CorruptHeaders, InvalidDueTime, InvalidMessage
 from delayline.failures import FAILURE_HEADERS
+from delayline.filters import MessageFilter, literal
 from delayline.message import Headers
 from delayline.readable import parse_delay, parse_instant, parse_shift
 
@@ -44,6 +45,29 @@ def instant_of(written: str, now: datetime) -> datetime:
             raise no_instant if written[:4].isdigit() else no_delay from None
     except OverflowError as error:
         raise InvalidDueTime(f"{written!r} from now lies beyond year 9999: use an earlier time") from error
+
+
+def filter_of(fields: Mapping[str, str], now: datetime) -> MessageFilter:
+    """Return the filter of a search's fields: texts as they are written, of a type and a header's value a part.
+
+    Raises:
+        InvalidDueTime: A due time cannot be read.
+        ConfigurationError: The fields do not fit together.
+    """
+    start, end = (instant_of(fields[name], now) if fields[name] else None for name in ("from", "before"))
+    return MessageFilter(
+        message_id=literal(fields["id"]) or None,
+        destination=literal(fields["destination"]) or None,
+        message_type=_part(fields["type"]),
+        header=fields["header"] or None,
+        header_value=_part(fields["value"]),
+        due_from=start,
+        due_before=end,
+    )
+
+
+def _part(text: str) -> str | None:
+    return f"*{literal(text)}*" if text else None
 
 
 def change_of(form: Mapping[str, str], now: datetime) -> tuple[OperatorAction, datetime | None, timedelta | None]:

@@ -156,22 +156,6 @@ class Lateness:
     """Dispatched messages of the time span whose lateness the store did not report."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingQuery:
-    """Which pending messages to find; all conditions together. Without conditions, all messages."""
-
-    message_id: str | None = None
-    destination: str | None = None
-    message_type: str | None = None
-    """A part of the name of an enclosed type."""
-    header: str | None = None
-    """The name of a header that the message has."""
-    header_value: str | None = None
-    """A part of the value of that header, or of any header if no name is given."""
-    due_from: datetime | None = None
-    due_before: datetime | None = None
-
-
 @dataclass(frozen=True, slots=True)
 class PendingRow:
     """A pending message in a list."""

@@ -20,7 +20,7 @@ from delayline.actions import OperatorAction
 from delayline.dashboard import charts
 from delayline.dashboard.back_ends import unavailable
 from delayline.dashboard.contents import BODY_FORMS, Form
-from delayline.dashboard.forms import body_of, change_of, headers_of, instant_of, whole
+from delayline.dashboard.forms import body_of, change_of, filter_of, headers_of, whole
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
 from delayline.dashboard.model import (
     ActionOutcome,
@@ -29,7 +29,6 @@ from delayline.dashboard.model import (
     ForecastBar,
     Lateness,
     MessageDetails,
-    PendingQuery,
     Unavailable,
 )
 from delayline.dashboard.overview import LATENESS_SPANS, SPANS, Overview
@@ -50,6 +49,7 @@ if TYPE_CHECKING:
     from delayline.actions import ActionRecord
     from delayline.clock import Clock
     from delayline.endpoint import Endpoint
+    from delayline.filters import MessageFilter
     from delayline.settings import Settings
 
 T = TypeVar("T")
@@ -199,8 +199,8 @@ class Pages:
         after, offset = request.query_params.get("after", "")[:100], _offset(request)
         results = await self._searched(
             fields,
-            lambda query: service.search.page(
-                query, limit=PAGE_ROWS, after=parse_instant(after) if after else None, offset=offset
+            lambda wanted: service.search.page(
+                wanted, limit=PAGE_ROWS, after=parse_instant(after) if after else None, offset=offset
             ),
         )
         return self._page(
@@ -216,10 +216,10 @@ class Pages:
         )
 
     async def _searched(
-        self, fields: Mapping[str, str], search: Callable[[PendingQuery], Awaitable[T]]
+        self, fields: Mapping[str, str], search: Callable[[MessageFilter], Awaitable[T]]
     ) -> T | Unavailable:
         try:
-            return await search(self._query(fields))
+            return await search(filter_of(fields, self._clock.now()))
         except DelaylineError as error:
             return unavailable(error)
 
@@ -325,10 +325,10 @@ class Pages:
         """Do the same with all that match, in the background."""
         service, form = self._service(request), request.state.form
         fields = _filters(form)
-        query = self._query(fields)
-        action, to, by = change_of(form, self._clock.now())
+        now = self._clock.now()
+        wanted, (action, to, by) = filter_of(fields, now), change_of(form, now)
         rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
-        preview = await service.search.preview(query)
+        preview = await service.search.preview(wanted)
         if isinstance(preview, Unavailable):
             raise InvalidMessage(preview.reason)
         # An estimate is another number each time: the endpoint's name is typed instead.
@@ -339,7 +339,7 @@ class Pages:
             return self._redirect(request, "/waiting/all", Notice("bad", refusal), endpoint=service.name, **fields)
         actor = request.state.actor.name
         expected = preview.number if preview.exact else None
-        job = await service.pending.change_all(action, query, actor=actor, rate=rate, to=to, by=by, expected=expected)
+        job = await service.pending.change_all(action, wanted, actor=actor, rate=rate, to=to, by=by, expected=expected)
         return self._started(request, job, service)
 
     async def retry(self, request: Request) -> Response:
@@ -451,18 +451,6 @@ class Pages:
         if name not in self._services:
             raise HTTPException(404, "there is no such endpoint")
         return self._services[name]
-
-    def _query(self, fields: Mapping[str, str]) -> PendingQuery:
-        now = self._clock.now()
-        return PendingQuery(
-            message_id=fields["id"] or None,
-            destination=fields["destination"] or None,
-            message_type=fields["type"] or None,
-            header=fields["header"] or None,
-            header_value=fields["value"] or None,
-            due_from=instant_of(fields["from"], now) if fields["from"] else None,
-            due_before=instant_of(fields["before"], now) if fields["before"] else None,
-        )
 
     def _action(
         self, act: Callable[[Request], Awaitable[Response]], path: str

@@ -11,12 +11,7 @@ from delayline.actions import OperatorAction, SetRequest
 from delayline.clock import latest_of
 from delayline.dashboard.back_ends import PageQueries, within_limit
 from delayline.dashboard.contents import BODY_SHOWN, details
-from delayline.dashboard.model import (
-    ActionOutcome,
-    MessageDetails,
-    PendingQuery,
-)
-from delayline.dashboard.search import filter_of
+from delayline.dashboard.model import ActionOutcome, MessageDetails
 from delayline.delayed.store import Outcome
 from delayline.errors import ConfigurationError
 from delayline.message import in_utc
@@ -26,6 +21,7 @@ if TYPE_CHECKING:
     from delayline.dashboard.actions import Actions
     from delayline.dashboard.contents import Form
     from delayline.dashboard.search import PendingSearch
+    from delayline.filters import MessageFilter
 
 
 class PendingMessages(PageQueries):
@@ -74,7 +70,7 @@ class PendingMessages(PageQueries):
     async def change_all(
         self,
         action: OperatorAction,
-        query: PendingQuery,
+        wanted: MessageFilter,
         *,
         actor: str,
         rate: float | None = 100.0,
@@ -89,14 +85,14 @@ class PendingMessages(PageQueries):
 
         Args:
             action: As for `change`.
-            query: Which messages.
+            wanted: Which messages.
             actor: Who does it, for the record.
             rate: Messages a second at most, 1 to 1,000,000; None for as many as go.
             to: The new due time.
             by: How much later, or earlier where it is negative.
             expected: The number of the preview, if it was exact.
         """
-        request = SetRequest(action, filter_of(query), to=to, by=by)
+        request = SetRequest(action, wanted, to=to, by=by)
         return await self._actions.start(request, actor=actor, rate=rate, expected=expected)
 
     def _changing(

@@ -6,15 +6,14 @@ import asyncio
 import contextlib
 from dataclasses import replace
 from datetime import timedelta
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
 from delayline.dashboard.back_ends import PageQueries, within_limit
-from delayline.dashboard.model import PendingPage, PendingQuery, PendingRow, Preview
+from delayline.dashboard.model import PendingPage, PendingRow, Preview
 from delayline.delayed.store import DueBucket, FoundMessage, SupportsDueForecast, SupportsLookup, found_of
 from delayline.errors import ConfigurationError
 from delayline.failure_groups import headers_of, message_type
-from delayline.filters import MessageFilter, literal
+from delayline.filters import MessageFilter, pattern_of
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Callable, Sequence
@@ -50,7 +49,7 @@ class PendingSearch(PageQueries):
 
     @within_limit
     async def page(
-        self, query: PendingQuery | None = None, *, limit: int = 50, after: datetime | None = None, offset: int = 0
+        self, wanted: MessageFilter | None = None, *, limit: int = 50, after: datetime | None = None, offset: int = 0
     ) -> PendingPage:
         """Return pending messages that match, earliest due first.
 
@@ -58,36 +57,36 @@ class PendingSearch(PageQueries):
         full or the search time is used up; then the result is `cut`, and a search with `next_after` goes on from there.
 
         Args:
-            query: What to find; everything by default.
+            wanted: What to find; everything by default.
             limit: How many to return at most, 1 to 500.
             after: The due time to go on from, `next_after` of the page before.
             offset: How many messages of that due time to skip, `next_offset` of the page before.
         """
         if not 1 <= limit <= READ_AT_ONCE:
             raise ConfigurationError(f"limit must be 1 to {READ_AT_ONCE}, not {limit}")
-        query = query or PendingQuery()
+        wanted = wanted or MessageFilter()
         rows, looked_at, is_over = [], 0, await self._search_timer()
-        at_once = READ_AT_ONCE if _checks_each(query) else limit
-        start, skipped = after or query.due_from, offset
-        async with contextlib.aclosing(self._pages(query, after, offset, at_once)) as pages:
+        at_once = READ_AT_ONCE if _checks_each(wanted) else limit
+        start, skipped = after or wanted.due_from, offset
+        async with contextlib.aclosing(self._pages(wanted, after, offset, at_once)) as pages:
             async for page in pages:
                 for candidate in page:
                     looked_at += 1
                     due = candidate.message.due
                     start, skipped = due, skipped + 1 if due == start else 1
-                    if matches(query, candidate):
+                    if _matches(wanted, candidate):
                         rows.append(row_of(candidate))
                         if len(rows) == limit:
                             return PendingPage(rows, looked_at, False, skipped, start)
                 if len(page) == at_once and is_over():
-                    total = await self._expected(replace(query, due_from=after or query.due_from, destination=None))
+                    total = await self._expected(after or wanted.due_from, wanted.due_before)
                     if total is not None:  # without the skipped messages at its beginning
                         total = replace(total, count=max(total.count - offset, looked_at))
                     return PendingPage(rows, looked_at, False, skipped, start, cut=True, total=total)
         return PendingPage(rows, looked_at, True, None, None)
 
     @within_limit
-    async def preview(self, query: PendingQuery) -> Preview:
+    async def preview(self, wanted: MessageFilter) -> Preview:
         """Return how many pending messages match, for an action on all of them.
 
         The number is counted within the search time, or estimated: from the due forecast for due times and a
@@ -95,18 +94,19 @@ class PendingSearch(PageQueries):
         """
         number, looked_at, is_over = 0, 0, await self._search_timer()
         examples: list[str] = []
-        by_due = not _checks_each(query) and query.message_id is None
-        total = await self._expected(query) if by_due else None  # the index or statistics count them
+        by_due = not _checks_each(wanted) and wanted.message_id is None
+        # The index or statistics count them.
+        total = await self._expected(wanted.due_from, wanted.due_before) if by_due else None
         at_once = READ_AT_ONCE if total is None else PREVIEWED_IDS
-        async with contextlib.aclosing(self._pages(query, None, 0, at_once)) as pages:
+        async with contextlib.aclosing(self._pages(wanted, None, 0, at_once)) as pages:
             async for page in pages:
-                matching = [candidate for candidate in page if matches(query, candidate)]
+                matching = [candidate for candidate in page if _matches(wanted, candidate)]
                 examples += [match.message.id for match in matching[: PREVIEWED_IDS - len(examples)]]
                 if total is not None:
                     return Preview(total.count, total.exact, total.at_least, examples)
                 number, looked_at = number + len(matching), looked_at + len(page)
                 if len(page) == at_once and is_over():
-                    return await self._estimated(query, number, looked_at, examples)
+                    return await self._estimated(wanted, number, looked_at, examples)
         return Preview(number, exact=True, at_least=False, example=examples)
 
     async def find(self, message_id: str, *, body_limit: int = 0) -> FoundMessage | None:
@@ -123,22 +123,23 @@ class PendingSearch(PageQueries):
         return None
 
     async def _pages(
-        self, query: PendingQuery, after: datetime | None, offset: int, at_once: int
+        self, wanted: MessageFilter, after: datetime | None, offset: int, at_once: int
     ) -> AsyncGenerator[Sequence[FoundMessage], None]:
         """Yield pages of messages in order of due time, by the indexes that there are."""
-        if query.message_id is not None:
-            message = await self.find(query.message_id)
+        if (message_id := _exact(wanted.message_id)) is not None:
+            message = await self.find(message_id)
             yield [message] if message is not None else []
             return
         store = await self.back_ends.store()
         if not isinstance(store, SupportsLookup):
             managed = await self.back_ends.managed_store()
-            while messages := await managed.pending(destination=query.destination, limit=at_once, offset=offset):
+            destination = _exact(wanted.destination)
+            while messages := await managed.pending(destination=destination, limit=at_once, offset=offset):
                 yield [found_of(message, 0) for message in messages]
                 offset += len(messages)
             return
-        start = after or query.due_from
-        while page := await store.due_between(start, query.due_before, limit=at_once, offset=offset):
+        start = after or wanted.due_from
+        while page := await store.due_between(start, wanted.due_before, limit=at_once, offset=offset):
             yield page
             if len(page) < at_once:
                 return
@@ -154,79 +155,58 @@ class PendingSearch(PageQueries):
         end = time() + self._search_time
         return lambda: time() >= end
 
-    async def _estimated(self, query: PendingQuery, number: int, looked_at: int, examples: Sequence[str]) -> Preview:
-        """Return the preview of a query after `number` matches among the first `looked_at` messages."""
-        by_share = _checks_headers(query)
-        total = await self._expected(replace(query, destination=None) if by_share else query)
+    async def _estimated(self, wanted: MessageFilter, number: int, looked_at: int, examples: Sequence[str]) -> Preview:
+        """Return the preview of a filter after `number` matches among the first `looked_at` messages."""
+        name = _exact(wanted.destination)
+        by_share = name is None or wanted.checks_headers
+        total = await self._expected(wanted.due_from, wanted.due_before, None if by_share else name)
         if total is None:
             return Preview(number, exact=False, at_least=True, example=examples)
         about = round(total.count * number / looked_at) if by_share else total.count
         return Preview(max(about, number), exact=False, at_least=total.at_least, example=examples)
 
-    async def _expected(self, query: PendingQuery) -> DueBucket | None:
-        """Return how many messages have the due times and the destination of the query, by the due forecast.
+    async def _expected(
+        self, start: datetime | None, end: datetime | None, destination: str | None = None
+    ) -> DueBucket | None:
+        """Return how many messages have these due times and this destination, by the due forecast.
 
-        None where the store has no forecast. The query's other conditions are ignored.
+        None where the store has no forecast.
         """
         store = await self.back_ends.store()
         if not isinstance(store, SupportsDueForecast):
             return None
-        now, start, end, name = await self.back_ends.time(), query.due_from, query.due_before, query.destination
+        now = await self.back_ends.time()
         times = {time for time in (start, end) if time is not None}
-        if name is not None:  # shares of destinations come from the first messages of each bucket: more buckets
+        if destination is not None:  # shares of destinations come from the first messages of each bucket: more buckets
             times.update(now + span for span in GROWING)
         edges = sorted(
             time for time in times or {now} if (start is None or time >= start) and (end is None or time <= end)
         )
-        if not edges:  # due_from is later than due_before
-            return DueBucket(start, end, 0)
-        forecast = await store.due_forecast(edges, by_destination=name is not None)
+        forecast = await store.due_forecast(edges, by_destination=destination is not None)
         buckets = forecast.buckets[0 if start is None else 1 : None if end is None else -1]
         return DueBucket(
             start,
             end,
-            sum(bucket.count if name is None else bucket.destinations.get(name, 0) for bucket in buckets),
+            sum(bucket.count if destination is None else bucket.destinations.get(destination, 0) for bucket in buckets),
             exact=all(bucket.exact for bucket in buckets),
             at_least=any(bucket.at_least for bucket in buckets),
         )
 
 
-@lru_cache(maxsize=256)
-def filter_of(query: PendingQuery) -> MessageFilter:
-    """Return the query as a filter: its texts as they are, of type and header a part."""
-    return MessageFilter(
-        message_id=_literal(query.message_id),
-        destination=_literal(query.destination),
-        message_type=_part(query.message_type),
-        header=query.header,
-        header_value=_part(query.header_value),
-        due_from=query.due_from,
-        due_before=query.due_before,
-    )
-
-
-def _literal(text: str | None) -> str | None:
-    return literal(text) if text else None
-
-
-def _part(text: str | None) -> str | None:
-    return f"*{literal(text)}*" if text else None
-
-
-def matches(query: PendingQuery, found: FoundMessage) -> bool:
-    """Return whether a message fulfils all conditions of the query; a message with damaged headers has no headers."""
+def _matches(wanted: MessageFilter, found: FoundMessage) -> bool:
     message = found.message
-    return filter_of(query).matches(message.message, message.destination, message.due)
+    return wanted.matches(message.message, message.destination, message.due)
 
 
-def _checks_headers(query: PendingQuery) -> bool:
-    """Return whether the headers of messages have to be looked at."""
-    return any((query.message_type, query.header, query.header_value))
+def _exact(pattern: str | None) -> str | None:
+    """Return the text that a pattern without stars means; None for another pattern."""
+    return None if pattern is None else pattern_of(pattern).exact
 
 
-def _checks_each(query: PendingQuery) -> bool:
+def _checks_each(wanted: MessageFilter) -> bool:
     """Return whether messages have to be looked at each."""
-    return bool(query.destination) or _checks_headers(query)
+    has_stars = wanted.message_id is not None and _exact(wanted.message_id) is None
+    return wanted.destination is not None or has_stars or wanted.checks_headers
 
 
 def row_of(found: FoundMessage) -> PendingRow:
