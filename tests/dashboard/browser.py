@@ -128,6 +128,18 @@ class Browser:
             lambda _: condition()
         )
 
+    def at_chart(self, share: float) -> dict[str, str]:
+        """Point at a place of the chart, 0 on the left and 1 on the right, and return what its legend says."""
+        self.until(lambda: self.all(".u-over"))
+        self.driver.execute_script(
+            "const over = document.querySelector('.u-over'), box = over.getBoundingClientRect();"
+            "for (const name of ['mouseenter', 'mousemove']) over.dispatchEvent(new MouseEvent(name,"
+            " {bubbles: true, clientX: box.left + box.width * arguments[0], clientY: box.top + 5}));",
+            share,
+        )
+        labels, values = self.all(".u-legend .u-label"), self.all(".u-legend .u-value")
+        return {label.text: value.text for label, value in zip(labels, values, strict=True)}
+
     def complaints(self) -> list[str]:
         """Return what the console has: violations of the policy, errors of scripts, missing files."""
         return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.conftest import not_installed
 from tests.dashboard.browser import DRIVER, Browser, serving
-from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill
+from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill, minute_row, remember
 
 from delayline import cron, interval
 from delayline.composition import endpoint_from
@@ -88,6 +88,20 @@ def test_now_shows_due_messages_and_is_updated_without_a_reload(browser: Browser
     browser.press("Pause")
     assert browser.find("#live-state").text == "paused"
     browser.picture("now")
+
+
+def test_the_chart_has_the_day_at_once_and_each_minute_that_is_written(browser: Browser, shop: Settings) -> None:
+    # Given an endpoint that has dispatched 600 messages in each minute of the last day
+    browser.open("/")
+    # When the page has just been opened
+    first = browser.at_chart(0.02)
+    # Then the chart reaches back over the day
+    assert "10" in first["dispatched/s"]
+    hours = 24 + int(browser.at_chart(0.99)["UTC"][:2]) - int(first["UTC"][:2])
+    assert hours % 24 in (0, 1, 23)
+    # And when a row of this minute is written, it is in the chart without a reload
+    asyncio.run(remember(shop.resolved_store_url, [minute_row(0, dispatched=6000)]))
+    browser.until(lambda: browser.at_chart(0.999)["dispatched/s"] == "100")
 
 
 def test_now_is_updated_where_nothing_happens(chromium: Browser, tmp_path: Path) -> None:

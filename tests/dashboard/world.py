@@ -18,7 +18,7 @@ from delayline.telemetry.history import MinuteRow, encoded, minutes_table
 from delayline.telemetry.measurements import LATENESS_BOUNDS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
 ENDPOINT: Final = "sales"
 QUEUES: Final = ("billing", "email", "audit")
@@ -65,37 +65,47 @@ async def fill(url: str, *, hostile: bool = True) -> Settings:
     return settings
 
 
-async def remember(url: str) -> None:
-    """Write minute rows of the last day: an hour in it was slow."""
-    now = datetime.now(UTC).replace(second=0, microsecond=0)
-    rows = []
-    for back in range(1, 24 * 60):
-        start = now - timedelta(minutes=back)
-        row = MinuteRow(
-            process="web-1:4711:a1b2c3",
-            start=start,
-            minutes=1,
-            written=start + timedelta(minutes=1),
-            sent=140,
-            dispatched=600,
-            handled=590,
-            failed=back % 3,
-            lateness={name: late(back, share) for name, share in (("billing", 400), ("email", 150), ("audit", 50))},
-            poller=start + timedelta(seconds=58),
-            receivers={ENDPOINT: start + timedelta(seconds=59)},
-            running_handlers=4,
-            breakers={"store": 0, "dispatch": int(back == 1)},
-            measures={"lease.held": 1.0},
-        )
-        minute = int(start.timestamp()) // 60
-        key = {"endpoint": ENDPOINT, "scale": 1, "minute": minute, "process": row.process}
-        rows.append({**key, "content": encoded(row)})
+async def remember(url: str, rows: Sequence[MinuteRow] | None = None) -> None:
+    """Write minute rows; by default those of the last day, of which an hour was slow."""
+    if rows is None:
+        rows = [minute_row(back) for back in range(1, 24 * 60)]
+    contents = [
+        {
+            "endpoint": ENDPOINT,
+            "scale": row.minutes,
+            "minute": int(row.start.timestamp()) // 60,
+            "process": row.process,
+            "content": encoded(row),
+        }
+        for row in rows
+    ]
     database = database_at(url)
     await database.open()
     try:
-        await database.write(lambda connection: connection.execute(minutes_table().insert(), rows))
+        await database.write(lambda connection: connection.execute(minutes_table().insert(), contents))
     finally:
         await database.close()
+
+
+def minute_row(back: int, *, dispatched: int = 600) -> MinuteRow:
+    """Return the row of a minute so many minutes ago."""
+    start = datetime.now(UTC).replace(second=0, microsecond=0) - timedelta(minutes=back)
+    return MinuteRow(
+        process="web-1:4711:a1b2c3",
+        start=start,
+        minutes=1,
+        written=start + timedelta(minutes=1),
+        sent=140,
+        dispatched=dispatched,
+        handled=590,
+        failed=back % 3,
+        lateness={name: late(back, share) for name, share in (("billing", 400), ("email", 150), ("audit", 50))},
+        poller=start + timedelta(seconds=58),
+        receivers={ENDPOINT: start + timedelta(seconds=59)},
+        running_handlers=4,
+        breakers={"store": 0, "dispatch": int(back == 1)},
+        measures={"lease.held": 1.0},
+    )
 
 
 def late(back: int, total: int) -> list[int]:

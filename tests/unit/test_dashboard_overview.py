@@ -6,7 +6,7 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 
 from delayline.dashboard.model import DueCounts, Now, ProcessState, Unavailable
-from delayline.dashboard.overview import _bar, _throughput, highest_drain
+from delayline.dashboard.overview import _bar, _throughput, highest_drain, rates_of
 from delayline.dashboard.summary import lines
 from delayline.delayed.store import DueBucket
 from delayline.telemetry.history import MinuteRow
@@ -53,12 +53,21 @@ def test_a_dead_endpoint_is_silent_since_its_last_row() -> None:
     assert "history = true" not in found.reason
 
 
+def test_rates_add_the_processes_up_and_leave_minutes_without_a_row_unknown() -> None:
+    hour = replace(row(-60, 5000, IN_TIME), minutes=60)
+    rows = [hour, row(-3, 5, IN_TIME), row(-1, 7, IN_TIME), replace(row(-1, 4, IN_TIME), process="b")]
+    found = rates_of(rows, NOW + timedelta(seconds=30), 4)
+    assert found.start == NOW - 3 * MINUTE
+    assert found.dispatched == [5, None, 11, None]
+    assert found.failed == [0, None, 0, None]
+
+
 def state(*, overdue: int = 0, errors: int = 0, alive: bool = True) -> Now:
     nothing = DueBucket(NOW, None, 0)
     due = DueCounts(replace(nothing, count=overdue), nothing, nothing, nothing, nothing, NOW - timedelta(hours=1))
     processes = [ProcessState(row(-2, 5, IN_TIME), alive)]
     unknown = Unavailable("unknown")
-    return Now(NOW, due, unknown, processes, unknown, errors, unknown)
+    return Now(NOW, due, unknown, unknown, processes, unknown, errors, unknown)
 
 
 def test_the_worst_endpoint_comes_first_and_says_why() -> None:

@@ -68,6 +68,17 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
+class Rates:
+    """What all processes did in each of successive minutes; None for a minute of which no process has a row."""
+
+    start: datetime
+    """The first minute."""
+    dispatched: Sequence[int | None]
+    handled: Sequence[int | None]
+    failed: Sequence[int | None]
+
+
+@dataclass(frozen=True, slots=True)
 class QueueState:
     """A queue: how many messages it has, and its limits."""
 
@@ -83,6 +94,8 @@ class Now:
     at: datetime
     due: DueCounts | Unavailable
     throughput: Throughput | Unavailable
+    rates: Rates | Unavailable
+    """Of the last minutes."""
     processes: Sequence[ProcessState] | Unavailable
     queues: Sequence[QueueState] | Unavailable
     errors: int | Unavailable

@@ -22,6 +22,7 @@ from delayline.dashboard.model import (
     Now,
     ProcessState,
     QueueState,
+    Rates,
     Throughput,
     Unavailable,
 )
@@ -46,8 +47,11 @@ HALF_AN_HOUR: Final = timedelta(minutes=30)
 ALIVE: Final = timedelta(minutes=3)
 #: The minutes that rates are taken of.
 RATES_OF: Final = timedelta(minutes=5)
-#: Seconds for which a drain rate is shown again: it needs all rows of a day, and a new row comes each minute.
-RATE_KEPT: Final = 30.0
+#: The last minutes of a chart, which are drawn again: the processes write their rows one after the other.
+RATES_REDRAWN: Final = 10
+MINUTES_A_DAY: Final = ONE_DAY // ONE_MINUTE
+#: Seconds for which the rows of a day are used again: they are many, and a new one comes each minute.
+DAY_KEPT: Final = 30.0
 #: Destinations that a forecast shows by name.
 NAMED_DESTINATIONS: Final = 10
 OTHERS: Final = "(other)"
@@ -85,7 +89,7 @@ class Overview(PageQueries):
 
     def __init__(self, back_ends: BackEnds) -> None:
         super().__init__(back_ends)
-        self._rate = Shared(self._highest_drain, RATE_KEPT, back_ends.clock)
+        self._day = Shared(self._rows_of_day, DAY_KEPT, back_ends.clock)
 
     async def now(self) -> Now:
         """Return the page `Now`."""
@@ -93,8 +97,17 @@ class Overview(PageQueries):
             self._due_counts(), self._recent(), self._queues(), self._error_count(), self._levels()
         )
         if isinstance(recent, Unavailable):
-            return Now(self.back_ends.clock.now(), due, recent, recent, queues, errors, levels)
-        return Now(self.back_ends.clock.now(), due, _throughput(*recent), _processes(*recent), queues, errors, levels)
+            return Now(self.back_ends.clock.now(), due, recent, recent, recent, queues, errors, levels)
+        at, rows = recent
+        rates = rates_of(rows, at, RATES_REDRAWN)
+        return Now(
+            self.back_ends.clock.now(), due, _throughput(at, rows), rates, _processes(at, rows), queues, errors, levels
+        )
+
+    @within_limit
+    async def rates(self) -> Rates:
+        """Return what all processes did in each minute of the last day."""
+        return rates_of(await self._day(), await self.back_ends.time(), MINUTES_A_DAY)
 
     async def forecast(self, span: str = "day") -> Forecast | Unavailable:
         """Return the due times of pending messages.
@@ -190,6 +203,10 @@ class Overview(PageQueries):
             raise ConfigurationError(NO_HISTORY)
         return rows
 
+    async def _rows_of_day(self) -> list[MinuteRow]:
+        now = await self.back_ends.time()
+        return await self._minutes(now - ONE_DAY, now + ONE_MINUTE)
+
     @within_limit
     async def _recent(self) -> tuple[datetime, list[MinuteRow]]:
         now = await self.back_ends.time()
@@ -200,12 +217,8 @@ class Overview(PageQueries):
 
     @within_limit
     async def _drain_rate(self) -> float:
-        return await self._rate()
-
-    async def _highest_drain(self) -> float:
         """Return the messages a second that all processes have dispatched at most for two minutes of a backlog."""
-        now = await self.back_ends.time()
-        rows = await self._minutes(now - ONE_DAY, now + ONE_MINUTE)
+        rows = await self._day()
         best = highest_drain(rows)
         if not best:
             raise ConfigurationError(NO_BACKLOG if rows else NO_HISTORY)
@@ -280,6 +293,21 @@ def _throughput(now: datetime, rows: Sequence[MinuteRow]) -> Throughput | Unavai
         late.quantile(0.5),
         late.quantile(0.99),
     )
+
+
+def rates_of(rows: Sequence[MinuteRow], now: datetime, minutes: int) -> Rates:
+    """Return what all processes did in each of so many minutes, up to the present one."""
+    start = EPOCH + (now - EPOCH) // ONE_MINUTE * ONE_MINUTE - (minutes - 1) * ONE_MINUTE
+    sums: dict[int, Counter[str]] = {}
+    for row in rows:
+        if row.minutes == 1:  # those of an hour say nothing of its minutes
+            minute = sums.setdefault((row.start - start) // ONE_MINUTE, Counter())
+            minute.update(dispatched=row.dispatched, handled=row.handled, failed=row.failed)
+
+    def column(name: str) -> list[int | None]:
+        return [sums[place][name] if place in sums else None for place in range(minutes)]
+
+    return Rates(start, column("dispatched"), column("handled"), column("failed"))
 
 
 def highest_drain(rows: Sequence[MinuteRow]) -> float | None:

@@ -99,6 +99,7 @@ class Pages:
         self._streams = 0
         self._colours = charts.Colours()
         self._now = Shared(partial(self._of_all, Overview.now), FRESH, clock)
+        self._days = Shared(partial(self._of_all, Overview.rates), FRESH, clock)
         self._forecasts = {
             (service.name, span): Shared(partial(service.overview.forecast, span), FRESH, clock)
             for service in services
@@ -145,7 +146,8 @@ class Pages:
 
     async def now(self, request: Request) -> Response:
         """Show what each endpoint does at this moment."""
-        return self._page(request, "now.html", "/", None, **await self._overviews(), every=f"{EVERY:g}")
+        overviews, days = await asyncio.gather(self._overviews(), self._days())
+        return self._page(request, "now.html", "/", None, **overviews, days=days, every=f"{EVERY:g}")
 
     async def live_now(self, request: Request) -> Response:
         """Send the same again and again."""

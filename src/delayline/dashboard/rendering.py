@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
@@ -22,6 +23,7 @@ from delayline.readable import duration, relative, size
 if TYPE_CHECKING:
     from starlette.requests import Request
 
+    from delayline.dashboard.model import Rates
     from delayline.delayed.store import DueBucket
 
 STATIC: Final = "/static/"
@@ -122,6 +124,12 @@ def ago(value: datetime, now: datetime) -> str:
     return f"{duration(max(now - value, timedelta(0)))} ago"
 
 
+def points(value: Rates) -> str:
+    """Return rates as the script reads them: the first minute since 1970, and a list a line of the chart."""
+    minute = int(value.start.timestamp()) // 60
+    return json.dumps([minute, value.dispatched, value.handled, value.failed], separators=(",", ":"))
+
+
 def lateness(value: timedelta | float | None) -> str:
     """Return a lateness: 3 ms, 1.2 s, 4 min 3 s."""
     if value is None:
@@ -152,6 +160,7 @@ def _environment() -> Environment:
         "bucket": bucket,
         "exact": lambda value: Markup(escape(value)),  # noqa: S704 - for values that come back in a form
         "ago": ago,
+        "points": points,
     }
     environment.filters.update(filters)
     environment.tests["unavailable"] = lambda value: isinstance(value, Unavailable)

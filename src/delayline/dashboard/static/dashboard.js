@@ -30,38 +30,53 @@ for (const name of ["htmx:sse:error", "htmx:sse:close"]) {
   document.addEventListener(name, () => { if (state) state.textContent = "not connected; trying again"; });
 }
 
-// Rates as lines, since the page was opened. The figures come with each update of the live part.
-const MOST_POINTS = 600;
+// Rates as lines: the minutes of a day are there from the start, and each update of the live part brings the last ones.
+const MINUTES = 1440;
 const charts = new Map();
 function color(name) { return getComputedStyle(document.documentElement).getPropertyValue(name).trim(); }
 function size(place) { return { width: place.clientWidth, height: 150 }; }
-function chart(place, points) {
+function clock(seconds) { return new Date(seconds * 1000).toISOString().slice(11, 16); }
+function chart(place, values) {
   const soft = color("--soft"), grid = { stroke: color("--line"), width: 1 };
   const axis = { stroke: soft, grid, ticks: grid, font: "11px system-ui" };
+  const points = { show: (drawn) => drawn.data[0].length < 60 };
+  const rate = (_, value) => value == null ? "–" : String(Number(value.toPrecision(3)));
   return new uPlot({
     ...size(place), cursor: { y: false },
     scales: { y: { range: (_, low, high) => [0, Math.max(high * 1.1, 1)] } },
     tzDate: (seconds) => uPlot.tzDate(new Date(seconds * 1000), "UTC"),
-    axes: [{ ...axis, space: 90, values: (_, ticks) => ticks.map((one) => new Date(one * 1000).toISOString().slice(11, 19)) }, { ...axis, size: 46 }],
-    series: [{ label: "UTC", value: (_, one) => one == null ? "–" : new Date(one * 1000).toISOString().slice(11, 19) },
-      { label: "dispatched/s", stroke: color("--s1"), width: 2, points: { show: false } },
-      { label: "handled/s", stroke: color("--s0"), width: 2, fill: color("--s0") + "22", points: { show: false } },
-      { label: "failed/s", stroke: color("--bad"), width: 2, dash: [5, 3], points: { show: false } }],
-  }, points, place);
+    axes: [{ ...axis, space: 60, values: (_, ticks) => ticks.map(clock) }, { ...axis, size: 46 }],
+    series: [{ label: "UTC", value: (_, seconds) => seconds == null ? "–" : clock(seconds) },
+      { label: "dispatched/s", value: rate, stroke: color("--s1"), width: 2, points },
+      { label: "handled/s", value: rate, stroke: color("--s0"), width: 2, fill: color("--s0") + "22", points },
+      { label: "failed/s", value: rate, stroke: color("--bad"), width: 2, dash: [5, 3], points }],
+  }, values, place);
 }
 function draw() {
   for (const source of document.querySelectorAll("data[data-chart]")) {
     const place = document.getElementById(source.dataset.chart);
     if (!place || !window.uPlot) continue;
-    const known = charts.get(place.id) || { points: [[], [], [], []], chart: null };
+    const known = charts.get(place.id) || { minutes: new Map(), chart: null };
     charts.set(place.id, known);
-    const values = source.value.split(" ").map(Number), times = known.points[0];
-    if (times.at(-1) === values[0]) continue;
-    known.points.forEach((column, place) => { column.push(values[place]); if (column.length > MOST_POINTS) column.shift(); });
-    if (times.length < 2) continue;
-    place.hidden = false;
-    if (known.chart) known.chart.setData(known.points); else known.chart = chart(place, known.points);
+    const [first, ...lines] = JSON.parse(source.value);
+    lines[0].forEach((_, offset) => known.minutes.set(first + offset, lines.map((line) => line[offset])));
+    if (!source.closest("[hx-sse\\:connect]")) source.remove();
   }
+  for (const [id, known] of charts) show(document.getElementById(id), known);
+}
+function show(place, known) {
+  const latest = Math.max(...known.minutes.keys()), times = [], columns = [[], [], []];
+  for (const minute of known.minutes.keys()) if (minute <= latest - MINUTES) known.minutes.delete(minute);
+  for (let minute = Math.min(...known.minutes.keys()); minute <= latest; minute++) {
+    const counts = known.minutes.get(minute) || [null, null, null];
+    if (counts[0] == null && !times.length) continue; // it begins with the first minute that is known
+    times.push(minute * 60);
+    columns.forEach((column, line) => column.push(counts[line] == null ? null : counts[line] / 60));
+  }
+  known.points = [times, ...columns];
+  place.hidden = !times.length;
+  if (place.hidden || !place.clientWidth) return;
+  if (known.chart) known.chart.setData(known.points); else known.chart = chart(place, known.points);
 }
 draw();
 document.addEventListener("htmx:sse:after:message", draw);
