@@ -147,8 +147,8 @@ def test_a_password_comes_from_a_file_or_a_variable(tmp_path: Path, monkeypatch:
     options = {"url": "postgresql://me@host/db", "table": "t"}
     by_file = StoreOptions.of(options | {"passwordFile": str(tmp_path / "secret")})
     by_variable = StoreOptions.of(options | {"passwordEnv": "STORE_PASSWORD"})
-    assert by_file.address == "postgresql://me:p%40ss%2Fword@host/db"
-    assert by_variable.address == "postgresql://me:other@host/db"
+    assert by_file.address.startswith("postgresql://me:p%40ss%2Fword@host/db?")
+    assert by_variable.address.startswith("postgresql://me:other@host/db?")
 
 
 def test_a_password_in_a_url_is_in_no_repr() -> None:

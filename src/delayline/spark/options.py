@@ -21,6 +21,7 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
+from delayline.bulk.connections import CONNECT_TIMEOUT, connection_limit, job_url
 from delayline.bulk.writer import BulkWriter
 from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.errors import ConfigurationError
@@ -73,6 +74,8 @@ class StoreOptions:
     schema: str | None
     password_env: str | None
     password_file: str | None
+    max_connections: int | None = None
+    connect_timeout: int = CONNECT_TIMEOUT
 
     @classmethod
     def of(cls, options: Mapping[str, str]) -> StoreOptions:
@@ -84,7 +87,15 @@ class StoreOptions:
             table = f"{endpoint}.timeouts"
         if not table:
             raise ConfigurationError(f'{FORMAT} needs the endpoint: .option("endpoint", "sales"), or the "table"')
-        return cls(url, table, options.get("schema"), options.get("passwordEnv"), options.get("passwordFile"))
+        return cls(
+            url,
+            table,
+            options.get("schema"),
+            options.get("passwordEnv"),
+            options.get("passwordFile"),
+            whole_option(options, "maxConnections", 1) if "maxConnections" in options else None,
+            whole_option(options, "connectTimeout", CONNECT_TIMEOUT),
+        )
 
     @property
     def options(self) -> Mapping[str, str]:
@@ -95,12 +106,22 @@ class StoreOptions:
             "schema": self.schema,
             "passwordEnv": self.password_env,
             "passwordFile": self.password_file,
+            "maxConnections": self.max_connections,
+            "connectTimeout": self.connect_timeout,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: str(value) for name, value in given.items() if value is not None}
+
+    @property
+    def connections(self) -> int:
+        """How many connections the tasks of a job may have at a time; asks the server unless it was given."""
+        return connection_limit(self.address, self.max_connections)
 
     @property
     def address(self) -> str:
-        """The URL with its password. Raises ConfigurationError if the password is missing on this machine."""
+        """The URL with its password, for the connections of a job.
+
+        Raises ConfigurationError if the password is missing on this machine.
+        """
         password: str | None = None
         if self.password_env is not None:
             password = os.environ.get(self.password_env)
@@ -114,9 +135,10 @@ class StoreOptions:
                 raise ConfigurationError(
                     f"passwordFile={self.password_file!r} cannot be read on this machine: {why}"
                 ) from None  # the cause may contain a part of the password
-        if password is None:
-            return self.url
-        return read_url(self.url).set(password=password).render_as_string(hide_password=False)
+        url = self.url
+        if password is not None:
+            url = read_url(url).set(password=password).render_as_string(hide_password=False)
+        return job_url(url, self.connect_timeout)
 
     def staging(self, name: str | None = None) -> BulkWriter:
         """Return a staging area of the store; a new area without a name."""

@@ -165,6 +165,8 @@ _shared: Final[WeakValueDictionary[Hashable, Database]] = WeakValueDictionary()
 #: more.
 _servers: Final[WeakValueDictionary[URL, Database]] = WeakValueDictionary()
 _sharing: Final = threading.Lock()
+#: A parameter of the URLs of jobs: the seconds that they wait for a full server. They share no connections with others.
+JOB_PATIENCE: Final = "job_patience"
 LARGEST_POOL: Final = 1000
 
 
@@ -181,9 +183,14 @@ def database_at(given: str | Engine | SqlDatabase) -> Database:
     parsed = parsed.difference_update_query(["server_timeout", "pool_size"])
     with _sharing:
         known = _servers.get(parsed)
-    database = known or _new(parsed)
+    patience = parsed.query.get(JOB_PATIENCE)
+    database = known or _new(parsed.difference_update_query([JOB_PATIENCE]))
+    # Sessions of a job have other settings than those of an endpoint in this process; a file has no sessions.
+    of_job = patience is not None and isinstance(database, ServerDatabase)
     with _sharing:
-        shared = _shared.setdefault(database.domain, database)
+        shared = _shared.setdefault((database.domain, of_job), database)
+        if of_job and isinstance(shared, ServerDatabase):
+            shared.dialect.connections.job_patience = float(str(patience))
         if isinstance(shared.domain, URL):
             _servers[parsed] = shared
         if timeout is not None:

@@ -479,6 +479,11 @@ class DriverErrors(ABC):
         del error
         return False
 
+    def is_full(self, error: Exception) -> bool:
+        """Return whether the server had no connection left, so that connecting may succeed when another has ended."""
+        del error
+        return False
+
     def has_rolled_back(self, error: Exception) -> bool:
         """Return whether the whole transaction has been rolled back; later work would be outside it."""
         del error
@@ -520,6 +525,11 @@ class Connections(ABC):
     @property
     def server_address(self) -> tuple[str, int | None] | None:
         """Host and port of the server; None for a file."""
+        return None
+
+    def unused(self, connection: Connection) -> int | None:
+        """Return how many more connections the server would give this user; None where it has no limit."""
+        del connection
         return None
 
     def must_exist(self) -> None:  # noqa: B027 - connecting to a server makes no database

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeVar
 
@@ -18,6 +20,7 @@ from sqlalchemy.pool import NullPool
 
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError, MissingExtra
 from delayline.sql.deadlines import (
+    JOB_WORK,
     LOCK_TIMEOUT,
     LONG_WORK,
     SERVER_TIMEOUT,
@@ -49,6 +52,9 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 LEASE: Final = 60  # seconds; a dispatch takes less
+#: Seconds between attempts to connect to a full server, doubling.
+FIRST_PAUSE: Final = 0.1
+LONGEST_PAUSE: Final = 5.0
 
 
 #: Set on a connection whose commit failed: if the connection is lost as well, the outcome is unknown.
@@ -108,6 +114,8 @@ class ServerConnections(Connections):
         self.identity: URL = self.url.set(port=url.port or self.default_port)
         self.stops: StopLimit = StopLimit()
         self.server_timeout = SERVER_TIMEOUT
+        self.job_patience: float | None = None
+        """Seconds that a job waits for a full server to have a connection; None where no job makes the connections."""
         self._connect: Callable[[], object] | None = None
         # The URL itself wins over our defaults.
         arguments = {name: value for name, value in connect_args.items() if name not in url.query}
@@ -217,9 +225,27 @@ class ServerConnections(Connections):
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit."""
-        connection = self.engine.connect()
+        connection = self.connect_driver()
         watch_of(connection).end()
         return connection
+
+    def connect_driver(self) -> Connection:
+        """Return a new connection without settings; for a job it waits while the server is full."""
+        until, pause = time.monotonic() + (self.job_patience or 0.0), FIRST_PAUSE
+        while True:
+            try:
+                return self.engine.connect()
+            except self.errors.kinds as error:
+                left = until - time.monotonic()
+                if left <= 0 or self.stops.at is not None or not self.errors.is_full(error):
+                    raise
+            time.sleep(min(left, pause * random.uniform(0.5, 1.5)))  # noqa: S311 - spreads load
+            pause = min(pause * 2, LONGEST_PAUSE)
+
+    @property
+    def idle_transaction_timeout(self) -> float:
+        """Seconds after which the server ends a job's transaction in which nothing is asked of it."""
+        return self.server_timeout * JOB_WORK
 
     def ping(self, connection: Connection) -> bool:
         """Ask the server for a sign of life; writes are not asked for."""

@@ -34,6 +34,11 @@ SESSION_SETTINGS: Final = (
 )
 #: Both are there in each version, or none.
 BINARY_LOG: Final = "SHOW VARIABLES WHERE Variable_name IN ('log_bin', 'binlog_format')"
+#: The server's limit, the user's (0 is none), and the user's connections.
+LIMITS: Final = (
+    "SELECT @@GLOBAL.max_connections, @@max_user_connections, (SELECT count(*) FROM information_schema.processlist "
+    "WHERE user = SUBSTRING_INDEX(USER(), '@', 1))"
+)
 WAS_READ_ONLY: Final = "delayline read-only"  # the key in SQLAlchemy's `Connection.info`
 
 
@@ -47,6 +52,8 @@ class MariadbConnections(ServerConnections):
     oldest: ClassVar[tuple[int, ...]] = (10, 6)
     recover: ClassVar[str] = "XA RECOVER"
     """The statement that lists prepared transactions, whose names may have any bytes."""
+    ends_idle_transactions: ClassVar[str | None] = "SET SESSION idle_transaction_timeout = %s"
+    """The statement that has the server end a session whose transaction is idle; None where it has no such setting."""
 
     def __init__(self, url: URL) -> None:
         unknown = sorted(set(url.query) - set(DRIVER_OPTIONS))
@@ -67,7 +74,7 @@ class MariadbConnections(ServerConnections):
     def connect(self) -> Connection:
         """Return a new connection: autocommit, UTC, strict mode, READ COMMITTED."""
         try:
-            connection = self.engine.connect()
+            connection = self.connect_driver()
         except DelaylineError:  # from the user's function
             raise
         except InvalidRequestError as error:  # SQLAlchemy has asked for the version
@@ -79,6 +86,8 @@ class MariadbConnections(ServerConnections):
                 f"a certificate in the URL of {self} cannot be read: {error}. Check ssl_ca"
             ) from error
         run(connection, SESSION_SETTINGS.format(patience=self.lock_patience))
+        if self.job_patience is not None and self.ends_idle_transactions is not None:
+            run(connection, self.ends_idle_transactions, int(self.idle_transaction_timeout))
         connection.info[WAS_READ_ONLY] = not self.takes_writes(connection)
         driver: Any = connection.connection.driver_connection
         if "read_timeout" not in self.url.query:
@@ -132,6 +141,12 @@ class MariadbConnections(ServerConnections):
             raise BackendUnusable(STATEMENT_LOG.format(place=self, cause="binlog_format=STATEMENT"))
         self.room = int(packet)
 
+    def unused(self, connection: Connection) -> int:
+        """Return how many more connections the server would give this user."""
+        most, of_user, own = run(connection, LIMITS)[0]
+        left = int(most) - int(run(connection, "SHOW GLOBAL STATUS LIKE 'Threads_connected'")[0][1])
+        return max(0, min(left, int(of_user) - int(own)) if int(of_user) else left)
+
     def ping(self, connection: Connection) -> bool:
         """Ask whether the server has become read-only: administrators may write to such a server."""
         return connection.info.get(WAS_READ_ONLY, False) or self.takes_writes(connection)
@@ -150,6 +165,7 @@ class MysqlConnections(MariadbConnections):
     extra = "mysql"
     # The first with a collation for names that are equal only when they are the same.
     oldest: ClassVar[tuple[int, ...]] = (8, 0, 17)
+    ends_idle_transactions = None
     recover = "XA RECOVER CONVERT XID"  # in hexadecimal: its names are sent as text otherwise, which bytes may not be
 
 

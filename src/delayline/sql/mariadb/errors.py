@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: The connection is of no use any more: the server shuts down, has killed it, or is not there.
 DISCONNECTS: Final = {0, 1053, 1152, 1153, 1158, 1159, 1160, 1161, 1927, 2002, 2003, 2006, 2013, 2014, 2055, 4031}
+#: All connections of the server, or of the user, are in use.
+FULL: Final = {1040, 1203, 1226}
 #: The transaction gave way to another. 1020: the other has changed a row since this transaction's snapshot
 #: (innodb_snapshot_isolation, which is on since MariaDB 11.6.2).
 GAVE_WAY: Final = {1020, 1213, 1614}
@@ -118,6 +120,10 @@ class MariadbErrors(ServerErrors):
     def is_disconnect(self, error: Exception) -> bool:
         """Return whether the server has gone, or this connection to it."""
         return number_of(error) in DISCONNECTS
+
+    def is_full(self, error: Exception) -> bool:
+        """Return whether the server, or the user, has no connection left."""
+        return number_of(error) in FULL
 
     def outdates_sessions(self, error: Exception) -> bool:
         """Return whether the server is read-only, or not a part of its cluster."""

@@ -33,6 +33,31 @@ SETTINGS: Final = {
 #: Claims last as long as their session, however long that is idle.
 SINCE_14: Final = {"idle_session_timeout": "0"}
 SET: Final = "SELECT set_config(name, value, false) FROM unnest(%s::text[], %s::text[]) AS setting (name, value)"
+#: Settings of a job's sessions: the server looks every five seconds whether the client of a running statement is still
+#: there (since version 14, and not on every system), and asks machines that say nothing.
+OUTLIVING: Final = {
+    "client_connection_check_interval": "5s",
+    "tcp_keepalives_idle": "10",
+    "tcp_keepalives_interval": "5",
+    "tcp_keepalives_count": "3",
+}
+#: Where the system cannot make the first of these settings, its only allowed value is 0.
+SET_KNOWN: Final = (
+    "SELECT set_config(setting.name, value, false) FROM unnest(%s::text[], %s::text[]) AS setting (name, value) "
+    "JOIN pg_settings AS known ON known.name = setting.name "
+    "WHERE setting.name <> 'client_connection_check_interval' OR version() LIKE '%%-linux-%%'"
+)
+#: The least of what is left for all, for the database and for the user; -1 is no limit.
+UNUSED: Final = """
+SELECT least(
+  current_setting('max_connections')::int - current_setting('superuser_reserved_connections')::int
+    - coalesce(current_setting('reserved_connections', true)::int, 0)
+    - (SELECT count(*) FROM pg_stat_activity WHERE datid IS NOT NULL),
+  (SELECT nullif(datconnlimit, -1) - (SELECT count(*) FROM pg_stat_activity WHERE datid = oid)
+    FROM pg_database WHERE datname = current_database()),
+  (SELECT nullif(rolconnlimit, -1) - (SELECT count(*) FROM pg_stat_activity WHERE usesysid = oid)
+    FROM pg_roles WHERE rolname = current_user))
+"""
 #: Is refused by poolers in transaction mode, whose other clients would get a session with the settings.
 SERVER_OPTIONS: Final = "-c jit=off"
 #: Names of settings in the options of a URL.
@@ -106,7 +131,7 @@ class PostgresqlConnections(ServerConnections):
         """Return a new connection in autocommit, with the settings that statements need."""
         from delayline.sql.postgresql.binary import use_binary
 
-        connection = self.engine.connect()
+        connection = self.connect_driver()
         try:
             if self._any_order:
                 info = driver_of(connection).info
@@ -114,6 +139,8 @@ class PostgresqlConnections(ServerConnections):
             use_binary(driver_of(connection))
             if not self.pgbouncer:  # which gives the session to another client after each transaction
                 self._set_up_session(connection)
+                if self.job_patience is not None:
+                    self._set_up_job(connection)
         except BaseException:
             connection.close()
             raise
@@ -127,6 +154,17 @@ class PostgresqlConnections(ServerConnections):
             settings |= SINCE_14
         ours = {name: value for name, value in settings.items() if name not in self._given}
         run(connection, SET, list(ours), list(ours.values()))
+
+    def _set_up_job(self, connection: Connection) -> None:
+        """Have the server end the session soon after the task or driver that it works for has gone."""
+        idle = {"idle_in_transaction_session_timeout": str(round(self.idle_transaction_timeout * 1000))}
+        settings = {**OUTLIVING, **idle}
+        ours = {name: value for name, value in settings.items() if name not in self._given}
+        run(connection, SET_KNOWN, list(ours), list(ours.values()))
+
+    def unused(self, connection: Connection) -> int:
+        """Return how many more connections the server would give this user."""
+        return max(0, int(run(connection, UNUSED)[0][0]))
 
     def check(self) -> None:
         """Connect once. Raises BackendUnusable for a version that is too old."""

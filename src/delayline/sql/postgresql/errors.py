@@ -39,11 +39,13 @@ UNUSABLE_TEXTS: Final = {
     "permission denied for database": "As its owner: GRANT CONNECT ON DATABASE",
     "does not exist": "Create it, or name another database in the URL",
 }
+TOO_MANY: Final = "53300"
 TOO_MANY_SESSIONS: Final = (
     "too many clients",
     "too many connections",
     "connection slots are reserved",
     "connection limit exceeded",
+    "no more connections allowed",  # PgBouncer's
 )
 BEHIND_PGBOUNCER: Final = (
     "{place} shares its sessions between clients, as PgBouncer does in transaction mode: {cause}. Add ?pgbouncer=true "
@@ -112,6 +114,11 @@ class PostgresqlErrors(ServerErrors):
     def outdates_sessions(self, error: Exception) -> bool:
         """Return whether the session is read-only, or its prepared statements are for tables of another shape."""
         return _state(error) in {READ_ONLY, UNSUPPORTED}
+
+    def is_full(self, error: Exception) -> bool:
+        """Return whether the server, the database or the user has no connection left."""
+        cause = str(cause_of(error))  # libpq gives no SQLSTATE before a connection is established
+        return _state(error) == TOO_MANY or (not _state(error) and any(sign in cause for sign in TOO_MANY_SESSIONS))
 
     def is_deadlock(self, error: Exception) -> bool:
         """Return whether the transaction failed by a deadlock or a serialization conflict."""

@@ -100,7 +100,7 @@ class SqlServerConnections(ServerConnections):
         if self.missing is not None:
             raise self.missing
         try:
-            connection = self.engine.connect()
+            connection = self.connect_driver()
         except RuntimeError as error:  # from mssql-python where a library that it needs is missing
             raise ConfigurationError(NOT_LOADED.format(error=error)) from error
         except TypeError as error:
