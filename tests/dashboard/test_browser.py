@@ -104,12 +104,39 @@ def test_the_chart_has_the_day_at_once_and_each_minute_that_is_written(browser: 
     browser.until(lambda: browser.at_chart(0.999)["dispatched/s"] == "100")
 
 
+def test_details_of_several_endpoints_are_closed_and_stay_as_they_were_left(
+    chromium: Browser, shop: Settings, tmp_path: Path
+) -> None:
+    # Given two endpoints
+    quiet = Settings(endpoint="quiet", url=f"sqlite:///{tmp_path / 'quiet.db'}")
+    asyncio.run(set_up(quiet))
+    with serving([shop, quiet]) as url:
+        chromium.url = url
+        chromium.complaints()
+        # When their page is opened
+        chromium.open("/")
+        # Then only their lines are there
+        assert "in the next hour" not in chromium.text
+        # And the line of one leads to its details, with its chart
+        chromium.follow("sales")
+        assert chromium.shows("in the next hour")
+        assert chromium.at_chart(0.5)["dispatched/s"] == "10"
+        # And these are open after an update, and when the page is loaded again
+        at = chromium.find("[hx-sse\\:connect] time").get_attribute("datetime")
+        chromium.until(lambda: chromium.find("[hx-sse\\:connect] time").get_attribute("datetime") != at)
+        assert "in the next hour" in chromium.text
+        assert "in the next hour" in chromium.loaded("/")
+        assert not chromium.find("#endpoint-2").is_displayed()
+        assert chromium.complaints() == []
+
+
 def test_now_is_updated_where_nothing_happens(chromium: Browser, tmp_path: Path) -> None:
     # Given an endpoint of which no process has ever written a minute row, and nothing waits
     settings = Settings(endpoint="quiet", url=f"sqlite:///{tmp_path / 'quiet.db'}")
     asyncio.run(set_up(settings))
     with serving([settings]) as url:
         chromium.url = url
+        chromium.complaints()
         # When its page is open
         chromium.open("/")
         shown = chromium.find("#panel-1").text

@@ -18,6 +18,7 @@ from starlette.responses import HTMLResponse
 
 from delayline.dashboard.charts import compact, seconds
 from delayline.dashboard.model import Unavailable
+from delayline.dashboard.tables import full_columns
 from delayline.readable import duration, relative, size
 
 if TYPE_CHECKING:
@@ -161,6 +162,7 @@ def _environment() -> Environment:
         "exact": lambda value: Markup(escape(value)),  # noqa: S704 - for values that come back in a form
         "ago": ago,
         "points": points,
+        "full_columns": full_columns,
     }
     environment.filters.update(filters)
     environment.tests["unavailable"] = lambda value: isinstance(value, Unavailable)

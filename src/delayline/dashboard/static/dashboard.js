@@ -13,6 +13,21 @@ for (const box of document.querySelectorAll("input[data-checks]")) {
   });
 }
 
+// What was opened or closed stays so, when the page is updated and when it is loaded again.
+const remembered = new WeakSet();
+function kept(key, value) {
+  try { return value ? localStorage.setItem(key, value) : localStorage.getItem(key); } catch { return null; } // a browser may refuse it
+}
+function remember() {
+  for (const details of document.querySelectorAll("details[data-kept]")) {
+    if (remembered.has(details)) continue;
+    remembered.add(details);
+    const was = kept(details.dataset.kept);
+    if (was) details.open = was === "open";
+    details.addEventListener("toggle", () => { kept(details.dataset.kept, details.open ? "open" : "closed"); draw(); });
+  }
+}
+
 // Live parts: a button pauses them; a lost connection shows.
 let paused = false;
 const pause = document.getElementById("pause");
@@ -78,8 +93,9 @@ function show(place, known) {
   if (place.hidden || !place.clientWidth) return;
   if (known.chart) known.chart.setData(known.points); else known.chart = chart(place, known.points);
 }
+remember();
 draw();
-document.addEventListener("htmx:sse:after:message", draw);
+document.addEventListener("htmx:sse:after:message", () => { remember(); draw(); });
 addEventListener("resize", () => {
   for (const [id, one] of charts) if (one.chart) one.chart.setSize(size(document.getElementById(id)));
 });
