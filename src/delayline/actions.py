@@ -88,8 +88,8 @@ class SetRequest:
             raise ConfigurationError(
                 "pending messages have no exception and no group: leave them out, or act on failed messages"
             )
-        if self.action in OF_FAILED and self.filter.checks_due:
-            raise ConfigurationError("failed messages have no due time: leave due out, or act on pending messages")
+        if self.action in OF_FAILED:
+            self.filter.check_of_failed()
 
     def encoded(self) -> str:
         """Return it as JSON, the same for the same request."""

@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
 from delayline.failures import no_queue, retry_of
 from delayline.transport import (
+    QueueLook,
+    Stretch,
+    SupportsNumberedQueues,
     SupportsQueueManagement,
     SupportsQueuePass,
     SupportsTransportTransactions,
@@ -20,14 +23,18 @@ from delayline.transport import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Set
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence, Set
     from datetime import timedelta
 
     from delayline.message import Message
-    from delayline.transport import Transport
+    from delayline.transport import NumberedQueue, Transport
 
 #: Messages that are read at a time.
 ERROR_PAGE: Final = 200
+#: Messages that are looked at where each has to be taken from the broker and given back.
+MOST_TAKEN: Final = 1_000
+#: More than a queue has.
+WHOLE_QUEUE: Final = 2**31
 
 
 class HeldMessage(NamedTuple):
@@ -60,11 +67,69 @@ async def browse(queues: SupportsQueueManagement, queue: str) -> AsyncGenerator[
             async for message in messages:
                 yield message
         return
+    if isinstance(queues, SupportsNumberedQueues):
+        numbered, end = queues.numbered_queue(queue), 0
+        while rows := await numbered.read(end + 1, None, ERROR_PAGE, bodies=True):
+            for end, message in rows:  # noqa: B007 - the last number of the page
+                yield message
+        return
     offset = 0
     while page := await queues.browse(queue, ERROR_PAGE, offset=offset):
         for message in page:
             yield message
         offset += len(page)
+
+
+class BrowsedQueue:
+    """The messages of a queue without numbers, as a look shows them: their places, from the oldest on.
+
+    Places are those of the last look. Where looking takes messages from a broker, it shows the oldest ones.
+
+    Args:
+        queues: The transport.
+        queue: The queue.
+    """
+
+    def __init__(self, queues: SupportsQueueManagement, queue: str) -> None:
+        self._queues = queues
+        self._queue = queue
+        self._shown: Sequence[Message] = ()
+        # Only what shares this process's memory, or a database, shows all without taking it.
+        self._most = WHOLE_QUEUE if isinstance(queues, SupportsTransportTransactions) else MOST_TAKEN
+
+    async def look(self, width: int) -> QueueLook:
+        """Read the messages."""
+        total = await self._queues.count(self._queue)
+        self._shown = await self._queues.browse(self._queue, self._most)
+        number = len(self._shown)
+        ends = range(width, number + 1 + width, width)
+        stretches = {place: Stretch(min(end, number + 1) - max(1, end - width), 0) for place, end in enumerate(ends)}
+        there = {place: each for place, each in stretches.items() if each.messages}
+        return QueueLook(max(total, number), there, renumbered=True)
+
+    async def numbers(self, first: int, last: int) -> Sequence[int]:
+        """Return the places from `first` to `last` that messages have."""
+        return range(max(1, first), min(last, len(self._shown)) + 1)
+
+    async def read(
+        self, first: int, last: int | None, limit: int, *, newest_first: bool = False, bodies: bool = False
+    ) -> Sequence[tuple[int, Message]]:
+        """Return messages of the last look with their places; see `NumberedQueue`."""
+        del bodies
+        places = await self.numbers(first, len(self._shown) if last is None else last)
+        wanted = reversed(places) if newest_first else iter(places)
+        return [(place, self._shown[place - 1]) for place, _ in zip(wanted, range(limit), strict=False)]
+
+    async def messages(self, numbers: Sequence[int]) -> Mapping[int, Message]:
+        """Return the messages of the last look at these places."""
+        return {place: self._shown[place - 1] for place in numbers if place <= len(self._shown)}
+
+
+def numbered(transport: Transport, queue: str) -> NumberedQueue:
+    """Return the messages of a queue by numbers: those of a database, or their places."""
+    if isinstance(transport, SupportsNumberedQueues):
+        return transport.numbered_queue(queue)
+    return BrowsedQueue(managed_queues(transport), queue)
 
 
 async def find(queues: SupportsQueueManagement, queue: str, ids: Set[str]) -> dict[str, Message]:

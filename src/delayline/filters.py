@@ -16,6 +16,7 @@ from delayline.readable import DELAYS, INSTANTS, parse_instant, parse_shift
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+    from delayline.failure_groups import Failure
     from delayline.message import Message
 
 #: The conditions of a filter by the names that people write, and the fields of `MessageFilter` that have them.
@@ -171,6 +172,27 @@ class MessageFilter:
     def checks_due(self) -> bool:
         """Whether it has a condition on due times."""
         return self.due_from is not None or self.due_before is not None
+
+    @property
+    def asks_for_more_than_failure(self) -> bool:
+        """Whether it has a condition that `fits_failure` does not check."""
+        return any((self.message_id, self.header, self.header_value))
+
+    def check_of_failed(self) -> None:
+        """Raise ConfigurationError where it asks for what failed messages do not have."""
+        if self.checks_due:
+            raise ConfigurationError("failed messages have no due time: leave due out, or act on pending messages")
+
+    def fits_failure(self, failure: Failure) -> bool:
+        """Return whether failed messages of this kind fulfil the conditions on group, exception, type and queue."""
+        if self.group is not None and failure.key != self.group:
+            return False
+        return (
+            _fits(self.destination, failure.queue)
+            and (not failure.damaged or not any((self.message_type, self.exception)))
+            and _names(self.message_type, failure.types)
+            and _names(self.exception, failure.exception)
+        )
 
     def matches(self, message: Message, destination: str, due: datetime | None = None) -> bool:
         """Return whether a message fulfils all conditions.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, runtime_checkable
 
 from delayline.errors import ConfigurationError
 from delayline.external import UNSET
@@ -384,6 +384,65 @@ class SupportsQueueManagement(Protocol):
         Raises:
             QueueNotFound: The queue does not exist.
         """
+        ...
+
+
+class Stretch(NamedTuple):
+    """The messages with successive numbers, in numbers."""
+
+    messages: int
+    """How many there are."""
+    mark: int
+    """Another one once others are there, if they are as many."""
+
+
+class QueueLook(NamedTuple):
+    """What a look at a queue finds."""
+
+    total: int
+    """How many messages the queue has, also those that the look does not show."""
+    stretches: Mapping[int, Stretch]
+    """The messages that can be read: with a width `w`, those numbered `n * w` to `n * w + w - 1` by `n`."""
+    renumbered: bool = False
+    """Whether numbers may mean other messages than at the last look."""
+
+
+class NumberedQueue(Protocol):
+    """The messages of a queue by their numbers: one that arrives later has a higher number, as a rule."""
+
+    async def look(self, width: int) -> QueueLook:
+        """Count the messages in stretches of numbers. Raises QueueNotFound."""
+        ...
+
+    async def numbers(self, first: int, last: int) -> Sequence[int]:
+        """Return the numbers from `first` to `last` that messages have, in order."""
+        ...
+
+    async def read(
+        self, first: int, last: int | None, limit: int, *, newest_first: bool = False, bodies: bool = False
+    ) -> Sequence[tuple[int, Message]]:
+        """Return messages with their numbers, in the order of these.
+
+        Args:
+            first: The lowest number.
+            last: The highest number; None for no limit.
+            limit: The most messages to return.
+            newest_first: Whether to begin with the highest numbers.
+            bodies: Whether to read bodies too, which are empty otherwise.
+        """
+        ...
+
+    async def messages(self, numbers: Sequence[int]) -> Mapping[int, Message]:
+        """Return the messages with the numbers that are still there, without bodies."""
+        ...
+
+
+@runtime_checkable
+class SupportsNumberedQueues(Protocol):
+    """Capability: read a queue by the numbers of its messages."""
+
+    def numbered_queue(self, queue: str) -> NumberedQueue:
+        """Return the messages of a queue by their numbers."""
         ...
 
 

@@ -6,8 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.conftest import not_installed
-from tests.dashboard.browser import DRIVER, Browser, serving
+from tests.dashboard.browser import Browser, serving
 from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill, minute_row, remember
 
 from delayline import cron, interval
@@ -21,16 +20,6 @@ if TYPE_CHECKING:
     from delayline.delayed.recurrence import Recurrence
 
 PAGES = ("/", "/forecast", "/lateness", "/waiting", "/schedules", "/errors", "/life", "/jobs", "/doctor")
-
-
-@pytest.fixture(scope="session")
-def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    """One browser for all tests: it takes seconds to start."""
-    if not DRIVER.exists():
-        not_installed("chromium", "apt-get install chromium chromium-driver")
-    browser = Browser(tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -20,6 +20,7 @@ from delayline.cli import main
 from delayline.dashboard.model import Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.errors import BackendUnusable
+from delayline.filters import MessageFilter
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import limits
@@ -524,7 +525,7 @@ class TestRetried:
             found = (await service.errors.groups()).groups  # type: ignore[union-attr]
             key = next(group.key for group in found if group.exception_type == "B")
 
-            name = (await service.errors.retry_all(key, actor="me", rate=500)).name
+            name = (await service.errors.retry_all(MessageFilter(group=key), actor="me", rate=500)).name
 
             async def ended() -> ActionRecord | None:
                 records = await service.actions.recorded()
@@ -537,7 +538,7 @@ class TestRetried:
             assert (job.done, job.failed, list(job.problems)) == (30, 0, [])
             some = await service.errors.retry(["A3", "A3", "A4", "none"], actor="me")
             assert [(one.id, one.done) for one in some] == [("A3", True), ("A4", True), ("none", False)]
-            [dropped] = await service.errors.purge(["A5"], actor="me")  # type: ignore[misc]
+            [dropped] = await service.errors.purge(["A5"], actor="me")
             assert dropped.done
             edited = await service.errors.edit("A6", headers=FAILED, body=b"new", actor="me")
             assert edited.done

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from delayline.dashboard.model import Body, HeaderRow, MessageDetails
 from delayline.failure_groups import headers_of, message_type
-from delayline.message import from_wire_time
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from datetime import datetime
 
     from delayline.message import Message
@@ -67,14 +65,6 @@ def body_of(body: bytes, size: int, form: Form | None = None) -> Body:
             pretty = pretty.encode("utf-8", "backslashreplace").decode()
             return Body(size, "json", pretty[: 4 * BODY_SHOWN], cut=len(pretty) > 4 * BODY_SHOWN)
     return Body(size, "text", decoded, cut=cut)
-
-
-def wire_time(headers: Mapping[str, str], name: str) -> datetime | None:
-    """Return the time in a header; None for none, and for a time that cannot be read."""
-    try:
-        return from_wire_time(headers[name])
-    except (KeyError, ValueError):
-        return None
 
 
 def one_line(text: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import heapq
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from delayline import error_queue
@@ -15,38 +17,41 @@ from delayline.actions import OperatorAction, SetRequest
 from delayline.checks import whole_number
 from delayline.dashboard.actions import not_done
 from delayline.dashboard.back_ends import PageQueries, within_limit
-from delayline.dashboard.contents import details, one_line, wire_time
+from delayline.dashboard.contents import details, one_line
 from delayline.dashboard.forms import editable
 from delayline.dashboard.model import (
     ActionOutcome,
     ErrorGroup,
     ErrorGroups,
+    ErrorKind,
+    ErrorOrder,
     ErrorPage,
     ErrorRow,
+    ErrorsRead,
     MessageDetails,
     Unavailable,
 )
-from delayline.errors import DelaylineError
-from delayline.failure_groups import group_key, headers_of, message_type, place_of
-from delayline.failures import FAILURE_HEADERS
-from delayline.filters import MessageFilter
+from delayline.errors import ConfigurationError, DelaylineError
+from delayline.failure_groups import LONGEST_TYPE, first_type, headers_of, message_type
+from delayline.failure_index import EVERY_MESSAGE, FailureIndex, time_of_failure
+from delayline.failures import FAILURE_HEADERS, failed_queue_of
 from delayline.message import Headers, Message
-from delayline.transport import SupportsQueuePass, SupportsTransportTransactions
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Mapping
+    from collections.abc import AsyncGenerator
+    from datetime import datetime
 
     from delayline.actions import ActionRecord
     from delayline.dashboard.actions import Actions
     from delayline.dashboard.back_ends import BackEnds
     from delayline.dashboard.contents import Form
+    from delayline.failure_index import FailureGroup
+    from delayline.filters import MessageFilter
 
-#: Failed messages that are read to be grouped.
-MOST_GROUPED: Final = 10_000
-#: Failed messages that are read where each has to be taken from the broker and given back.
-MOST_TAKEN: Final = 1_000
-#: More than a queue has.
-WHOLE_QUEUE: Final = 2**31
+#: Seconds that a page waits for the error queue to be read; it shows what is known by then.
+READ_FOR: Final = 2.0
+#: Messages that are read at once where a filter asks for more than how they failed.
+SEARCHED_AT_ONCE: Final = 500
 #: Days of the trend of failures.
 TREND: Final = 14
 
@@ -54,41 +59,93 @@ TREND: Final = 14
 class FailedMessages(PageQueries):
     """Shows the failed messages of an endpoint, and retries, edits or deletes them."""
 
-    def __init__(self, back_ends: BackEnds, actions: Actions) -> None:
+    def __init__(self, back_ends: BackEnds, actions: Actions, search_time: float) -> None:
         super().__init__(back_ends)
         self._actions = actions
         self._queue = back_ends.error_queue
+        self._search_time = search_time
+        self._index: FailureIndex | None = None
+        self._reading: asyncio.Task[None] | None = None
+
+    def tasks(self) -> list[asyncio.Task[None]]:
+        """Return the task that reads the error queue, if it runs."""
+        return [] if self._reading is None else [self._reading]
 
     @within_limit
-    async def groups(self) -> ErrorGroups:
-        """Return the error queue, grouped by exception, place, queue and type, with the trend of the last days."""
-        queues = await self.back_ends.queues()
-        total = await queues.count(self._queue)
-        by_key: dict[str, ErrorGroup] = {}
-        looked_at = 0
-        async with contextlib.aclosing(self._failed(None, MOST_GROUPED)) as messages:
-            async for message in messages:
-                looked_at += 1
-                _add_to_group(by_key, message)
+    async def groups(
+        self,
+        wanted: MessageFilter = EVERY_MESSAGE,
+        *,
+        order: ErrorOrder = ErrorOrder.NEWEST,
+        since: datetime | None = None,
+        after: str | None = None,
+        limit: int = 50,
+    ) -> ErrorGroups:
+        """Return the error queue, grouped by exception and place, with the trend of the last days.
+
+        Args:
+            wanted: Which messages; conditions on ids and headers, for which each would be read, are refused.
+            order: Which groups come first.
+            since: Messages that have failed later are new.
+            after: The key of the last group of the page before.
+            limit: The most groups.
+        """
+        wanted.check_of_failed()
+        if wanted.asks_for_more_than_failure:
+            raise ConfigurationError(
+                "groups are of exception, type, destination and group: look for ids and headers in the list of messages"
+            )
+        index, known = await self._known()
+        groups = sorted(index.groups(wanted, since), key=ORDERS[order])
+        start = next((place for place, group in enumerate(groups, 1) if group.key == after), 0)
+        page = groups[start : start + limit]
+        newest = await index.queue.messages([group.all.newest for group in page])
         today = self.back_ends.clock.now().date()
-        days = [(today - timedelta(days=back)).isoformat() for back in reversed(range(TREND))]
-        groups = heapq.nlargest(len(by_key), by_key.values(), key=lambda group: (group.count, group.key))
-        return ErrorGroups(self._queue, total, looked_at, groups, days)
+        return ErrorGroups(
+            known,
+            sum(group.all.count for group in groups),
+            sum(group.all.new for group in groups),
+            index.latest,
+            len(groups),
+            [_shown(group, newest.get(group.all.newest)) for group in page],
+            page[-1].key if start + limit < len(groups) else None,
+            [(today - timedelta(days=back)).isoformat() for back in reversed(range(TREND))],
+        )
 
     @within_limit
-    async def page(self, group: str | None = None, *, limit: int = 50, offset: int = 0) -> ErrorPage:
-        """Return failed messages of a group, or all; oldest first."""
+    async def page(
+        self, wanted: MessageFilter = EVERY_MESSAGE, *, limit: int = 50, before: int | None = None
+    ) -> ErrorPage:
+        """Return failed messages, the newest first.
+
+        Args:
+            wanted: Which messages.
+            limit: The most messages.
+            before: Only messages with lower numbers, as `next_before` of the page before.
+        """
         whole_number("limit", limit, at_least=1)
-        whole_number("offset", offset, at_least=0)
-        rows: list[ErrorRow] = []
-        number = 0
-        async with contextlib.aclosing(self._failed(group, MOST_GROUPED)) as messages:
-            async for message in messages:
-                if offset <= number < offset + limit:
-                    rows.append(error_row(message))
-                number += 1
-        more = number > offset + limit
-        return ErrorPage(rows, number, offset, offset + limit if more else None)
+        wanted.check_of_failed()
+        index, known = await self._known()
+        left, began = index.numbers(wanted, before), time.monotonic()
+        reads = wanted.asks_for_more_than_failure
+        rows: list[tuple[int, ErrorRow]] = []
+        looked_at, end, cut = 0, 0, False
+        while (
+            len(rows) <= limit and not cut and (numbers := list(islice(left, SEARCHED_AT_ONCE if reads else limit + 1)))
+        ):
+            messages = await index.queue.messages(numbers)
+            for number in numbers:
+                message = messages.get(number)
+                looked_at, end = looked_at + 1, number
+                if message is not None and wanted.matches(message, failed_queue_of(message)):
+                    rows.append((number, error_row(message)))
+                    if len(rows) > limit:
+                        break
+            cut = reads and len(rows) <= limit and time.monotonic() - began > self._search_time
+        cut = cut and next(left, None) is not None
+        more = rows[limit - 1][0] if len(rows) > limit else end if cut else None
+        matching = None if reads else index.count(wanted)
+        return ErrorPage(known, [row for _, row in rows[:limit]], matching, looked_at, more, cut)
 
     @within_limit
     async def message(self, message_id: str, *, form: Form | None = None) -> MessageDetails | None:
@@ -105,21 +162,33 @@ class FailedMessages(PageQueries):
         return await self._each_failed(OperatorAction.RETRY, ids, actor, partial(self._retry, to=to))
 
     async def retry_all(
-        self, group: str | None = None, *, actor: str, rate: float | None = 10.0, to: str | None = None
+        self, wanted: MessageFilter = EVERY_MESSAGE, *, actor: str, rate: float | None = 10.0, to: str | None = None
     ) -> ActionRecord:
-        """Send all failed messages of a group, or all, to the queues they failed in, as a job.
+        """Send all failed messages that fulfil a filter, as those of a group, to the queues they failed in, as a job.
 
         Messages that fail again meanwhile are not retried again. In a SQL database the job is recorded, and goes on in
         another process if this one ends.
         """
         request = SetRequest(
             OperatorAction.RETRY,
-            MessageFilter(group=group),
+            wanted,
             queue=self._queue,
             destination=to,
             inbox_window=self.back_ends.inbox_window,
         )
-        return await self._actions.start(request, actor=actor, rate=rate)
+        return await self._actions.start(request, actor=actor, rate=rate, expected=await self._expected(wanted))
+
+    async def purge_all(self, wanted: MessageFilter, *, actor: str) -> ActionRecord:
+        """Delete all failed messages that fulfil a filter, as a job."""
+        request = SetRequest(OperatorAction.PURGE, wanted, queue=self._queue)
+        return await self._actions.start(request, actor=actor, rate=None, expected=await self._expected(wanted))
+
+    async def _expected(self, wanted: MessageFilter) -> int | None:
+        """Return how many messages fulfil a filter; None where that is not known without reading each."""
+        if wanted.asks_for_more_than_failure:
+            return None
+        index, known = await self._known()
+        return None if known.text else index.count(wanted)
 
     async def edit(
         self, message_id: str, *, headers: Mapping[str, str], body: bytes, to: str | None = None, actor: str
@@ -140,44 +209,39 @@ class FailedMessages(PageQueries):
             await self._each_failed(OperatorAction.EDIT, [message_id], actor, partial(self._edit, headers, body, to))
         )[0]
 
-    async def purge(self, ids: Sequence[str] | None = None, *, actor: str) -> list[ActionOutcome] | Unavailable:
-        """Delete failed messages for ever: the messages with the ids, or all that the error queue has."""
-        if ids is not None:
-            return await self._each_failed(OperatorAction.PURGE, ids, actor, self._drop)
-        number = await self._purge_all()
-        if isinstance(number, Unavailable):
-            return number
-        result = f"{number} deleted"
-        await self._actions.note(OperatorAction.PURGE, actor, f"all of {self._queue}", result, done=True, failed=True)
-        return [ActionOutcome("", done=True, text=f"{number} deleted")]
+    async def purge(self, ids: Sequence[str], *, actor: str) -> list[ActionOutcome]:
+        """Delete failed messages for ever."""
+        return await self._each_failed(OperatorAction.PURGE, ids, actor, self._drop)
 
-    async def export(self, group: str | None = None) -> AsyncGenerator[Mapping[str, object], None]:
-        """Yield all failed messages as documents with id, headers and body (Base64 where it is not text)."""
-        async for message in self._failed(group, None):
-            yield exported(message)
-
-    async def _failed(self, group: str | None, most: int | None) -> AsyncGenerator[Message, None]:
-        """Yield failed messages, oldest first.
-
-        Args:
-            group: The group's key; None for all.
-            most: How many to look at; where the broker has to give them back, a thousand at most. None for all.
-        """
-        queues, number = await self.back_ends.queues(), 0
-        transport = await self.back_ends.transport()
-        shared = isinstance(transport, SupportsTransportTransactions)
-        if not shared and (most is not None or not isinstance(transport, SupportsQueuePass)):
-            for message in await queues.browse(self._queue, WHOLE_QUEUE if most is None else min(most, MOST_TAKEN)):
-                if group in (None, group_key(message)):
-                    yield message
-            return
-        async with contextlib.aclosing(error_queue.browse(queues, self._queue)) as messages:
+    async def export(self, wanted: MessageFilter = EVERY_MESSAGE) -> AsyncGenerator[Mapping[str, object], None]:
+        """Yield failed messages, oldest first, as documents with id, headers and body (Base64 where it is not text)."""
+        async with contextlib.aclosing(error_queue.browse(await self.back_ends.queues(), self._queue)) as messages:
             async for message in messages:
-                if group in (None, group_key(message)):
-                    yield message
-                number += 1
-                if number == most:
-                    return
+                if wanted.matches(message, failed_queue_of(message)):
+                    yield exported(message)
+
+    async def _known(self) -> tuple[FailureIndex, ErrorsRead]:
+        """Return the index of the error queue, as it is now or as far as it was read in a while; reading goes on."""
+        index = self._index
+        if index is None:
+            index = self._index = FailureIndex(error_queue.numbered(await self.back_ends.transport(), self._queue))
+        ends = time.monotonic() + READ_FOR
+        if self._reading is not None:  # it may have begun before the change that is to be seen
+            await asyncio.wait([self._reading], timeout=READ_FOR)
+        if self._reading is None:
+            self._reading = asyncio.create_task(index.refresh(), name="delayline reading of errors")
+            self._reading.add_done_callback(self._has_read)
+        reading = self._reading
+        done, _ = await asyncio.wait([reading], timeout=max(0.1, ends - time.monotonic()))
+        if done:
+            reading.result()
+        newest = not isinstance(index.queue, error_queue.BrowsedQueue)
+        return index, ErrorsRead(self._queue, index.total, index.read, not done, newest)
+
+    def _has_read(self, reading: asyncio.Task[None]) -> None:
+        self._reading = None
+        if not reading.cancelled():
+            reading.exception()  # told to whoever waits for it, if anybody does
 
     async def find(self, message_id: str) -> Message | None:
         """Return a failed message, or None."""
@@ -238,22 +302,17 @@ class FailedMessages(PageQueries):
         removed = await error_queue.remove(await self.back_ends.transport(), self._queue, held)
         return ActionOutcome(held.message.id, True, "deleted") if removed else self._missing(held.message.id)
 
-    @within_limit
-    async def _purge_all(self) -> int:
-        return await (await self.back_ends.queues()).purge(self._queue)
-
 
 def error_row(message: Message) -> ErrorRow:
     """Return a failed message as it is listed."""
     headers, damaged = headers_of(message)
     return ErrorRow(
         id=message.id,
-        failed_at=wire_time(headers, Headers.TIME_OF_FAILURE),
+        failed_at=time_of_failure(message),
         queue=headers.get(Headers.FAILED_QUEUE, ""),
         exception_type=headers.get(Headers.EXCEPTION_TYPE, "")[:300],
         exception_text=one_line(damaged or headers.get(Headers.EXCEPTION_MESSAGE, "")),
         message_type=message_type(headers),
-        size=len(message.encoded_headers) + len(message.body),
     )
 
 
@@ -271,26 +330,32 @@ def exported(message: Message) -> Mapping[str, object]:
         return document | {"body_base64": base64.b64encode(message.body).decode()}
 
 
-def _add_to_group(groups: dict[str, ErrorGroup], message: Message) -> None:
-    key, row = group_key(message), error_row(message)
-    headers, damaged = headers_of(message)
-    group = groups.get(key)
-    if group is None:
-        kind = row.exception_type or ("(headers that cannot be read)" if damaged else "(unknown)")
-        group = ErrorGroup(key, kind, place_of(headers), row.queue, row.message_type, 0, None, None, "", {})
-    by_day = dict(group.by_day)
-    if row.failed_at is not None:
-        day = row.failed_at.date().isoformat()
-        by_day[day] = by_day.get(day, 0) + 1
-    times = [time for time in (group.first, group.last, row.failed_at) if time is not None]
-    groups[key] = replace(
-        group,
-        count=group.count + 1,
-        first=min(times, default=None),
-        last=max(times, default=None),
-        example=row.exception_text,
-        by_day=by_day,
+def _shown(group: FailureGroup, newest: Message | None) -> ErrorGroup:
+    kind = group.failure.exception[:LONGEST_TYPE]
+    kinds = [
+        ErrorKind(queue, first_type(types), count.count, count.new) for (queue, types), count in group.kinds.items()
+    ]
+    return ErrorGroup(
+        group.key,
+        kind or ("(headers that cannot be read)" if group.failure.damaged else "(unknown)"),
+        group.failure.place,
+        group.all.count,
+        group.all.new,
+        group.all.first,
+        group.all.last,
+        "" if newest is None else error_row(newest).exception_text,
+        {day.isoformat(): number for day, number in group.all.by_day.items()},
+        sorted(kinds, key=lambda each: (-each.count, each.queue, each.message_type)),
     )
+
+
+#: How groups are sorted.
+ORDERS: Final[Mapping[ErrorOrder, Callable[[FailureGroup], tuple[object, ...]]]] = {
+    ErrorOrder.NEWEST: lambda group: (-group.all.newest, group.key),
+    ErrorOrder.NEW: lambda group: (-group.all.new, -group.all.newest, group.key),
+    ErrorOrder.LARGEST: lambda group: (-group.all.count, group.key),
+    ErrorOrder.NAME: lambda group: (group.failure.exception.casefold(), group.failure.place, group.key),
+}
 
 
 def _of_retry(outcome: error_queue.RetryOutcome) -> ActionOutcome:

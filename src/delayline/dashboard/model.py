@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from delayline.actions import ActionRecord
@@ -279,37 +280,89 @@ class Preview:
 
 
 @dataclass(frozen=True, slots=True)
+class ErrorKind:
+    """Messages of a group that failed in the same queue and are of the same type."""
+
+    queue: str
+    """The queue they failed in; empty if unknown."""
+    message_type: str
+    count: int
+    new: int
+
+
+@dataclass(frozen=True, slots=True)
 class ErrorGroup:
-    """Messages of the error queue that failed in the same way at the same place."""
+    """Messages of the error queue that failed with the same exception at the same place."""
 
     key: str
     """Identifies the group in requests; the same while the failures are."""
     exception_type: str
     place: str
     """The first frame of the user's own code in the stack trace: `handlers.py:17 in handle`; or empty."""
-    queue: str
-    """The queue they failed in."""
-    message_type: str
     count: int
+    new: int
+    """How many of them have failed since the time that was asked for."""
     first: datetime | None
     last: datetime | None
     example: str
-    """The exception's text of the last one, cut."""
+    """The exception's text of the newest one, cut."""
     by_day: Mapping[str, int]
     """How many failed on each day, `2026-05-01`."""
+    kinds: Sequence[ErrorKind]
+    """The same by queue and type, the largest first."""
+
+
+class ErrorOrder(StrEnum):
+    """The orders of groups."""
+
+    NEWEST = "newest"
+    NEW = "new"
+    LARGEST = "largest"
+    NAME = "name"
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorsRead:
+    """How much of the error queue is known."""
+
+    queue: str
+    total: int
+    """How many messages the queue has."""
+    read: int
+    """How many of them were read; what is shown is of these."""
+    reading: bool
+    """Whether reading goes on."""
+    newest: bool
+    """Whether these are the newest; of a broker they are the oldest."""
+
+    @property
+    def text(self) -> str:
+        """What is shown, if it is not all, as a person reads it."""
+        if self.reading:
+            return f"the newest {self.read:,} of {self.total:,} are read so far: load the page again for more"
+        if self.read >= self.total:
+            return ""
+        which = "newest" if self.newest else "oldest"
+        why = "" if self.newest else ": this back end does not show those behind them"
+        return f"of the {which} {self.read:,} of {self.total:,}{why}"
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorGroups:
     """The error queue, grouped."""
 
-    queue: str
-    total: int
-    """How many messages the queue has."""
-    looked_at: int
-    """How many of them were read, the oldest ones; the groups count these."""
+    known: ErrorsRead
+    matching: int
+    """How many of the messages that were read fulfil the filter."""
+    new: int
+    """How many of these have failed since the time that was asked for."""
+    latest: datetime | None
+    """When the last message of the queue failed."""
+    number: int
+    """How many groups there are."""
     groups: Sequence[ErrorGroup]
-    """The largest first."""
+    next_after: str | None
+    """The key of the last group, to see those behind it; None if there are no more."""
     days: Sequence[str]
     """The days of the trend, the last one is today."""
 
@@ -326,17 +379,22 @@ class ErrorRow:
     exception_text: str
     """Cut."""
     message_type: str
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
 class ErrorPage:
-    """Failed messages of a group, or all, oldest first."""
+    """Failed messages that fulfil a filter, the newest first."""
 
+    known: ErrorsRead
     rows: Sequence[ErrorRow]
-    total: int
-    offset: int
-    next_offset: int | None
+    matching: int | None
+    """How many messages fulfil the filter; None where each would have to be read."""
+    looked_at: int
+    """How many messages were looked through."""
+    next_before: int | None
+    """The number to go on below; None if there are no more."""
+    cut: bool
+    """Whether the search time was used up before the page was full."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,50 +3,53 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import secrets
-from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from markupsafe import Markup
 from starlette.exceptions import HTTPException
-from starlette.responses import HTMLResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import Response, StreamingResponse
 
 from delayline.actions import OperatorAction
 from delayline.dashboard import charts
 from delayline.dashboard.back_ends import unavailable
-from delayline.dashboard.contents import BODY_FORMS, Form
-from delayline.dashboard.forms import body_of, change_of, filter_of, headers_of, whole
+from delayline.dashboard.error_pages import ErrorPages
+from delayline.dashboard.forms import change_of, filter_of, whole
+from delayline.dashboard.frame import (
+    LONGEST_FIELD,
+    PAGE_ROWS,
+    Common,
+    Frame,
+    Notice,
+    form_asked,
+    id_asked,
+    ids_ticked,
+    offset_asked,
+)
 from delayline.dashboard.live import EVERY, MOST_STREAMS, Shared, updates
 from delayline.dashboard.model import (
-    ActionOutcome,
-    ErrorGroups,
     Forecast,
     ForecastBar,
     Lateness,
-    MessageDetails,
     Unavailable,
 )
 from delayline.dashboard.overview import LATENESS_SPANS, SPANS, Overview
-from delayline.dashboard.rendering import PAGES, link_to, number, render
+from delayline.dashboard.rendering import number
 from delayline.dashboard.service import EndpointService
-from delayline.dashboard.summary import LATE, lines
+from delayline.dashboard.summary import lines
 from delayline.delayed.pauses import HIGHEST_RESUMED_RATE
 from delayline.errors import ConfigurationError, DelaylineError, InvalidMessage
-from delayline.message import MAXIMUM_ID_LENGTH, Headers
+from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.readable import parse_instant
 from delayline.set_jobs import HIGHEST_RATE
 from delayline.sync import SyncEndpoint
 
 if TYPE_CHECKING:
-    from starlette.datastructures import ImmutableMultiDict
     from starlette.requests import Request
 
-    from delayline.actions import ActionRecord
     from delayline.clock import Clock
     from delayline.endpoint import Endpoint
     from delayline.filters import MessageFilter
@@ -54,10 +57,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PAGE_ROWS: Final = 50
-"""Messages on a page."""
-LONGEST_FIELD: Final = 500
-"""Characters of a search field."""
 WIDE_WIDTH: Final = 1040
 NARROW_WIDTH: Final = 330
 SPAN_TITLES: Final = {span: "a minute to years" if span == "all" else f"next {span}" for span in SPANS}
@@ -69,33 +68,22 @@ SCHEDULE_ACTIONS: Final = {
 }
 FRESH: Final = 1.0
 """Seconds for which the data of a page is shown again, to all browsers."""
-MOST_NOTICES: Final = 200
 
 
-@dataclass(frozen=True, slots=True)
-class Notice:
-    """What an action did, shown on the next page."""
-
-    kind: str
-    text: str
-    lines: Sequence[str] = ()
-
-
-class Pages:
+class Pages(Frame):
     """The pages and actions of the endpoints, by path."""
 
     def __init__(self, endpoints: Sequence[Endpoint | SyncEndpoint | Settings], clock: Clock) -> None:
         sources = [source.endpoint if isinstance(source, SyncEndpoint) else source for source in endpoints]
         services = [EndpointService(source, clock=clock) for source in sources]
-        self._services = {service.name: service for service in services}
+        by_name = {service.name: service for service in services}
         if not services:
             raise ConfigurationError("the dashboard needs an endpoint to show: give one or more")
-        if len(self._services) < len(services):
+        if len(by_name) < len(services):
             raise ConfigurationError(
                 f"two of the endpoints have the same name: {', '.join(sorted(service.name for service in services))}"
             )
-        self._clock = clock
-        self._notices: OrderedDict[str, Notice] = OrderedDict()
+        super().__init__(Common(by_name, clock))
         self._streams = 0
         self._colours = charts.Colours()
         self._now = Shared(partial(self._of_all, Overview.now), FRESH, clock)
@@ -105,6 +93,7 @@ class Pages:
             for service in services
             for span in SPANS
         }
+        errors = ErrorPages(self._common)
         self._findings = Shared(partial(self._of_all, Overview.doctor), FRESH, clock)
         self.shown: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self.now,
@@ -115,26 +104,20 @@ class Pages:
             "/waiting/message": self.waiting_message,
             "/waiting/all": self.waiting_all,
             "/schedules": self.schedules,
-            "/errors": self.errors,
-            "/errors/group": self.error_group,
-            "/errors/message": self.error_message,
-            "/errors/edit": self.edit_form,
-            "/errors/export": self.export,
             "/life": self.life,
             "/jobs": self.jobs,
             "/live/jobs": self.live_jobs,
             "/doctor": self.doctor,
+            **errors.shown,
         }
         self.actions: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/waiting": self._action(self.change, "/waiting"),
             "/waiting/all": self._action(self.change_all, "/waiting"),
             "/waiting/dispatching": self._action(self.change_dispatching, "/waiting"),
             "/schedules": self._action(self.change_schedule, "/schedules"),
-            "/errors/retry": self._action(self.retry, "/errors"),
-            "/errors/edit": self._action(self.edit, "/errors"),
-            "/errors/purge": self._action(self.purge, "/errors"),
             "/jobs/stop": self._action(self.stop_job, "/jobs"),
             "/jobs/resume": self._action(self.resume_job, "/jobs"),
+            **errors.actions,
         }
 
     async def close(self) -> None:
@@ -198,7 +181,7 @@ class Pages:
         """Search waiting messages."""
         service = self._service(request)
         fields = _filters(request.query_params)
-        after, offset = request.query_params.get("after", "")[:100], _offset(request)
+        after, offset = request.query_params.get("after", "")[:100], offset_asked(request)
         results = await self._searched(
             fields,
             lambda wanted: service.search.page(
@@ -227,8 +210,8 @@ class Pages:
 
     async def waiting_message(self, request: Request) -> Response:
         """Show a waiting message with headers and body."""
-        service, message_id = self._service(request), _id(request.query_params)
-        message = await service.pending.message(message_id, form=_form(request))
+        service, message_id = self._service(request), id_asked(request.query_params)
+        message = await service.pending.message(message_id, form=form_asked(request))
         return self._page(request, "waiting_message.html", "/waiting", service, message=message, id=message_id)
 
     async def waiting_all(self, request: Request) -> Response:
@@ -244,36 +227,9 @@ class Pages:
         schedules = await service.schedules.all()
         return self._page(request, "schedules.html", "/schedules", service, schedules=schedules)
 
-    async def errors(self, request: Request) -> Response:
-        """Show the error queue in groups."""
-        service = self._service(request)
-        grouped = await service.errors.groups()
-        return self._page(request, "errors.html", "/errors", service, grouped=grouped, sparks=_sparks(grouped))
-
-    async def error_group(self, request: Request) -> Response:
-        """Show the messages of a group."""
-        service = self._service(request)
-        group, offset = request.query_params.get("group", "")[:LONGEST_FIELD], _offset(request)
-        results = await service.errors.page(group or None, limit=PAGE_ROWS, offset=offset)
-        return self._page(request, "error_group.html", "/errors", service, results=results, group=group, offset=offset)
-
-    async def error_message(self, request: Request) -> Response:
-        """Show a failed message with headers, body, and a form to edit a copy."""
-        service, message_id = self._service(request), _id(request.query_params)
-        message = await service.errors.message(message_id, form=_form(request))
-        return self._page(
-            request, "error_message.html", "/errors", service, message=message, id=message_id, **_failure(message)
-        )
-
-    async def edit_form(self, request: Request) -> Response:
-        """Show a failed message as a form."""
-        service, message_id = self._service(request), _id(request.query_params)
-        message = await service.errors.message(message_id, form="text")
-        return self._page(request, "error_edit.html", "/errors", service, message=message, id=message_id)
-
     async def life(self, request: Request) -> Response:
         """Show the recorded events of a message."""
-        service, message_id = self._service(request), _id(request.query_params)
+        service, message_id = self._service(request), id_asked(request.query_params)
         message_life = await service.life.of(message_id) if message_id else None
         return self._page(
             request, "life.html", "/life", service, message_life=message_life, id=message_id, longest=MAXIMUM_ID_LENGTH
@@ -298,27 +254,12 @@ class Pages:
         """Show what `delayline doctor` checks, of every endpoint."""
         return self._page(request, "doctor.html", "/doctor", None, checked=await self._findings())
 
-    async def export(self, request: Request) -> Response:
-        """Send failed messages as a file of JSON lines."""
-        service = self._service(request)
-        group = request.query_params.get("group", "")[:LONGEST_FIELD] or None
-
-        async def lines() -> AsyncIterator[str]:
-            async for document in service.errors.export(group):
-                yield json.dumps(document) + "\n"
-
-        return StreamingResponse(
-            lines(),
-            media_type="application/x-ndjson",
-            headers={"Content-Disposition": 'attachment; filename="errors.jsonl"'},
-        )
-
     # Actions
 
     async def change(self, request: Request) -> Response:
         """Cancel, reschedule or send now the waiting messages that are ticked."""
         service, form, actor = self._service(request), request.state.form, request.state.actor.name
-        ids = _ids(form)
+        ids = ids_ticked(form)
         action, to, by = change_of(form, self._clock.now())
         outcomes = await service.pending.change(action, ids, to=to, by=by, actor=actor)
         return self._outcome(request, outcomes, "/waiting", service, **_filters(request.query_params))
@@ -343,34 +284,6 @@ class Pages:
         expected = preview.number if preview.exact else None
         job = await service.pending.change_all(action, wanted, actor=actor, rate=rate, to=to, by=by, expected=expected)
         return self._started(request, job, service)
-
-    async def retry(self, request: Request) -> Response:
-        """Retry the failed messages that are ticked, or a group or all of them in the background."""
-        service, form, actor = self._service(request), request.state.form, request.state.actor.name
-        to = form.get("to", "").strip() or None
-        if form.get("all"):
-            rate = whole(form.get("rate", ""), "the rate", HIGHEST_RATE)
-            job = await service.errors.retry_all(form.get("group") or None, to=to, rate=rate, actor=actor)
-            return self._started(request, job, service)
-        return self._outcome(request, await service.errors.retry(_ids(form), to=to, actor=actor), "/errors", service)
-
-    async def edit(self, request: Request) -> Response:
-        """Send an edited copy of a failed message, and remove the message."""
-        service, form, actor = self._service(request), request.state.form, request.state.actor.name
-        headers, body = headers_of(form.get("headers", "")), body_of(form.get("body", ""), form.get("marks", ""))
-        to = form.get("to", "").strip() or None
-        outcome = await service.errors.edit(form.get("id", ""), headers=headers, body=body, to=to, actor=actor)
-        return self._outcome(request, [outcome], "/errors", service)
-
-    async def purge(self, request: Request) -> Response:
-        """Drop failed messages for good: the ticked messages, or all."""
-        service, form, actor = self._service(request), request.state.form, request.state.actor.name
-        if form.get("confirm", "").strip() != "purge":
-            raise InvalidMessage("type the word purge to confirm")
-        outcomes = await service.errors.purge(_ids(form) if form.get("chosen") else None, actor=actor)
-        if isinstance(outcomes, Unavailable):
-            raise InvalidMessage(outcomes.reason)
-        return self._outcome(request, outcomes, "/errors", service)
 
     async def change_dispatching(self, request: Request) -> Response:
         """Hold back what is due for a destination, or all of the endpoint, or let it leave, at a given rate."""
@@ -410,28 +323,6 @@ class Pages:
 
     # Shared by all pages
 
-    def _page(
-        self, request: Request, template: str, path: str, service: EndpointService | None, **context: object
-    ) -> Response:
-        notice = self._notices.pop(request.query_params.get("notice", ""), None)
-        html = self._fragment(
-            request,
-            template,
-            title=dict(PAGES)[path],
-            page=path,
-            pages=PAGES,
-            endpoint=service.name if service else None,
-            endpoints=list(self._services),
-            notice=notice,
-            **context,
-        )
-        return HTMLResponse(html)
-
-    def _fragment(self, request: Request, template: str, **context: object) -> str:
-        state = request.state
-        now = self._clock.now()
-        return render(request, template, actor=state.actor, may_act=state.may_act, now=now, late=now - LATE, **context)
-
     def _stream(self, fragment: Callable[[], Awaitable[str]]) -> Response:
         if self._streams >= MOST_STREAMS:
             raise HTTPException(503, "too many browsers are updated at once")
@@ -446,86 +337,10 @@ class Pages:
 
         return StreamingResponse(counted(), media_type="text/event-stream")
 
-    def _service(self, request: Request) -> EndpointService:
-        name = request.state.form.get("endpoint") or request.query_params.get("endpoint")
-        if not name:
-            return next(iter(self._services.values()))
-        if name not in self._services:
-            raise HTTPException(404, "there is no such endpoint")
-        return self._services[name]
-
-    def _action(
-        self, act: Callable[[Request], Awaitable[Response]], path: str
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Return the action, made to show on the page at `path` why it was not done."""
-
-        async def shown(request: Request) -> Response:
-            try:
-                return await act(request)
-            except (DelaylineError, TimeoutError) as error:
-                reason = str(error) or "the back end did not answer in time"
-                endpoint = request.state.form.get("endpoint")
-                return self._redirect(request, path, Notice("bad", f"Not done: {reason}"), endpoint=endpoint)
-
-        return shown
-
-    def _outcome(
-        self,
-        request: Request,
-        outcomes: Sequence[ActionOutcome],
-        path: str,
-        service: EndpointService,
-        **query: str,
-    ) -> Response:
-        """Return the answer that leads to a page with what was done, and with the search that was there."""
-        done = sum(outcome.done for outcome in outcomes)
-        lines = [
-            f"{outcome.id}: {outcome.text}".removeprefix(": ")
-            for outcome in outcomes
-            if not outcome.done or len(outcomes) == 1
-        ]
-        summary = f"{done:,} of {len(outcomes):,} done." if len(outcomes) != 1 else "Done." if done else "Not done."
-        notice = Notice("good" if done == len(outcomes) else "bad", summary, lines[:20])
-        return self._redirect(request, path, notice, endpoint=service.name, **query)
-
-    def _started(self, request: Request, job: ActionRecord, service: EndpointService) -> Response:
-        notice = Notice("good", f"Started: {job.action.value}, {job.what} ({job.name}).")
-        return self._redirect(request, "/jobs", notice, endpoint=service.name)
-
-    def _redirect(self, request: Request, path: str, notice: Notice, **query: object) -> Response:
-        """Return the answer that leads to a page with the notice, which is shown once."""
-        key = secrets.token_urlsafe(12)
-        self._notices[key] = notice
-        while len(self._notices) > MOST_NOTICES:
-            self._notices.popitem(last=False)
-        return RedirectResponse(link_to(request, path, notice=key, **query), status_code=303)
-
 
 def _filters(given: Mapping[str, str]) -> dict[str, str]:
     """Return the fields of a search."""
     return {name: given.get(name, "").strip()[:LONGEST_FIELD] for name in FILTERS}
-
-
-def _form(request: Request) -> Form | None:
-    form = request.query_params.get("form")
-    return form if form in BODY_FORMS else None
-
-
-def _offset(request: Request) -> int:
-    offset = request.query_params.get("offset", "0")
-    return int(offset) if offset.isascii() and offset.isdigit() and len(offset) < 10 else 0
-
-
-def _id(values: Mapping[str, str]) -> str:
-    return values.get("id", "").strip()[:MAXIMUM_ID_LENGTH]
-
-
-def _ids(form: ImmutableMultiDict[str, str]) -> list[str]:
-    """Return the ids that are ticked. Raises InvalidMessage if none is."""
-    ids = list(dict.fromkeys(message_id for message_id in form.getlist("id") if message_id))
-    if not ids:
-        raise InvalidMessage("no message is ticked")
-    return ids
 
 
 def _drawn_forecast(due_forecast: Forecast, colours_of: charts.Colours) -> dict[str, Any]:
@@ -572,32 +387,6 @@ def _column(bar: ForecastBar, named: Sequence[str], now: datetime) -> charts.Col
         exact=bar.exact,
         at_least=bar.at_least,
     )
-
-
-def _failure(message: MessageDetails | Unavailable | None) -> dict[str, Any]:
-    """Return the facts about the failure in a failed message's headers."""
-    headers = {header.name: header.value for header in message.headers} if isinstance(message, MessageDetails) else {}
-    names = (
-        ("Failed in", Headers.FAILED_QUEUE),
-        ("When", Headers.TIME_OF_FAILURE),
-        ("Exception", Headers.EXCEPTION_TYPE),
-        ("Why", Headers.EXCEPTION_MESSAGE),
-        ("Message type", Headers.ENCLOSED_MESSAGE_TYPES),
-    )
-    failure = [(label, headers.get(name, "")) for label, name in names]
-    return {"failure": failure, "trace": headers.get(Headers.EXCEPTION_STACK_TRACE)}
-
-
-def _sparks(grouped: ErrorGroups | Unavailable) -> dict[str, Markup]:
-    """Return the trend of each group, by its key."""
-    if isinstance(grouped, Unavailable):
-        return {}
-    drawn = {}
-    for group in grouped.groups:
-        values = [group.by_day.get(day, 0) for day in grouped.days]
-        title = ", ".join(f"{day}: {value}" for day, value in zip(grouped.days, values, strict=True) if value)
-        drawn[group.key] = Markup(charts.sparkline(values, title or "no failure in these days"))  # noqa: S704
-    return drawn
 
 
 def _drawn_lateness(measured: Lateness) -> dict[str, Any]:

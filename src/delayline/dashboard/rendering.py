@@ -16,6 +16,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from starlette.responses import HTMLResponse
 
+from delayline.clock import to_microseconds
 from delayline.dashboard.charts import compact, seconds
 from delayline.dashboard.model import Unavailable
 from delayline.dashboard.tables import full_columns
@@ -161,6 +162,7 @@ def _environment() -> Environment:
         "bucket": bucket,
         "exact": lambda value: Markup(escape(value)),  # noqa: S704 - for values that come back in a form
         "ago": ago,
+        "microseconds": to_microseconds,
         "points": points,
         "full_columns": full_columns,
     }

@@ -194,7 +194,7 @@ class Guard:
         state = request.state
         state.form = ImmutableMultiDict()
         if request.method not in SAFE_METHODS:
-            _check_origin(request)
+            check_origin(request)
             state.form = await _read_form(request)
         elif route_path(request).startswith(STATIC):
             return None
@@ -250,7 +250,7 @@ def host_name(host: str) -> str:
     return host.partition(":")[0]
 
 
-def _check_origin(request: Request) -> None:
+def check_origin(request: Request) -> None:
     """Refuse a form that another site's page has sent."""
     site = request.headers.get("sec-fetch-site")
     if site is not None and site not in {"same-origin", "none"}:

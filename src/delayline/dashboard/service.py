@@ -59,7 +59,7 @@ class EndpointService:
         self.overview: Overview = Overview(back_ends)
         self.search: PendingSearch = PendingSearch(back_ends, search_time)
         self.pending: PendingMessages = PendingMessages(self.search, self.actions)
-        self.errors: FailedMessages = FailedMessages(back_ends, self.actions)
+        self.errors: FailedMessages = FailedMessages(back_ends, self.actions, search_time)
         self.life: MessageLives = MessageLives(self.search, self.errors)
         self.schedules: RecurringMessages = RecurringMessages(back_ends, self.actions)
         self.pauses: PausedDispatching = PausedDispatching(back_ends, self.actions)
@@ -73,4 +73,4 @@ class EndpointService:
 
     async def close(self) -> None:
         """Stop the jobs, and disconnect."""
-        await self.back_ends.close(self.actions.tasks())
+        await self.back_ends.close([*self.actions.tasks(), *self.errors.tasks()])

@@ -24,6 +24,7 @@ from delayline.sql.databases import SqlDatabase
 from delayline.sql.deadlines import long_work
 from delayline.sql.failed_set import SqlFailedSet
 from delayline.sql.fair_groups import QueuedGroups
+from delayline.sql.numbered_queue import SqlNumberedQueue
 from delayline.sql.on_database import OnDatabase
 from delayline.sql.queue_limits import (
     LIMITS_CHANGED,
@@ -114,6 +115,10 @@ class SqlTransport(OnDatabase):
             self._database, self._statements, lambda: self._claims, self.action_log(endpoint), self.dispatch
         )
         """Returns an endpoint's failed messages as sets that actions change."""
+        self.numbered_queue: Callable[[str], SqlNumberedQueue] = partial(
+            SqlNumberedQueue, self._database, self._statements
+        )
+        """Returns the messages of a queue by their numbers."""
         self._checked = False
         self._checks = Grouping(self._check_once, maximum=sys.maxsize)
         self._sends = Grouping(self._dispatch_groups, maximum=MOST_SENDS_A_COMMIT, abandoned=_log_abandoned)

@@ -28,6 +28,24 @@ function remember() {
   }
 }
 
+// The rows of a list are one stop of the Tab key: arrow keys go from row to row.
+for (const table of document.querySelectorAll("table[data-rows]")) {
+  const rows = [...table.tBodies[0].rows].map((row) => [...row.querySelectorAll("a, input, button")]).filter((row) => row.length);
+  const reach = (row) => rows.forEach((controls) => controls.forEach((control) => { control.tabIndex = controls === row ? 0 : -1; }));
+  reach(rows[0]);
+  table.addEventListener("focusin", (event) => {
+    const row = rows.find((controls) => controls.includes(event.target));
+    if (row) reach(row);
+  });
+  table.addEventListener("keydown", (event) => {
+    const at = rows.findIndex((controls) => controls.includes(event.target));
+    const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: rows.length - 1 }[event.key];
+    if (at < 0 || to === undefined || !rows[to]) return;
+    event.preventDefault();
+    rows[to][Math.min(rows[at].indexOf(event.target), rows[to].length - 1)].focus();
+  });
+}
+
 // Live parts: a button pauses them; a lost connection shows.
 let paused = false;
 const pause = document.getElementById("pause");
