@@ -297,6 +297,8 @@ EVENT_MEANING: Final = {
     Event.ENDPOINT_NOT_STOPPED: "The event loop has ended before the endpoint was stopped: use `async with`.",
     Event.REPLY_DROPPED: "A reply came after its request had given up, or after another reply.",
     Event.LOOP_BLOCKED: "A `SyncEndpoint` was called on an event loop, which stands still meanwhile; logged once.",
+    Event.LOOP_STUCK: "The event loop has not turned for 2 seconds: with its stack, and the handler that blocks it.",
+    Event.LOOP_TURNS: "The event loop turns again after it was stuck.",
     Event.NO_HANDLERS: "The endpoint started without handlers and is not send-only: messages stay in its queue.",
     Event.CRITICAL_ERROR: "A fault lasted too long; the critical error action runs now.",
     Event.CRITICAL_ERROR_ACTION_FAILED: "The critical error action raised an error itself.",

@@ -28,6 +28,7 @@ from delayline.masking import masked
 from delayline.opening import open_transport, open_waiting
 from delayline.queue_states import states_of
 from delayline.readable import duration, local, relative
+from delayline.receiving.pipeline import OLDEST_HANDLER
 from delayline.timeouts.draining import remaining_timeouts
 from delayline.timeouts.persister import TO_GIVE_A_TIME
 from delayline.transaction import TransactionMode
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
 #: A message overdue for longer means that no poller dispatches.
 STALE_AFTER: Final = timedelta(seconds=10)
 LONGEST_SPAN: Final = timedelta(days=365_000)
+#: A minute row that is older is not of a process that still runs, or of one that cannot write.
+LATEST_ROW: Final = timedelta(minutes=3)
 CONNECTION: Final = "connection"
 #: Queues without a problem that are shown, beside the endpoint's own.
 MOST_SHOWN: Final = 100
@@ -92,6 +95,8 @@ class Thresholds:
     """How many messages may be in the error queue: from the first on, somebody waits for what was not done."""
     queue: int | None = None
     """How many messages may be in the endpoint's queue; None for any number."""
+    handler: timedelta = timedelta(minutes=10)
+    """For how long a handler may run, as minute rows tell."""
 
 
 def check_urls(settings: Settings) -> None:
@@ -128,6 +133,7 @@ async def examine_endpoint(settings: Settings, thresholds: Thresholds | None = N
             examined("delayed messages", _delayed_messages),
             examined("timeout manager", _timeouts),
             examined("outbox", _outbox),
+            examined("handlers", _handlers),
         )
         findings += [finding for part in parts for finding in part]
     return findings
@@ -266,6 +272,39 @@ async def _outbox(settings: Settings, limits: Thresholds) -> AsyncIterator[Findi
         yield replace(finding, what="outbox")
     finally:
         await outbox.close()
+
+
+async def _handlers(settings: Settings, limits: Thresholds) -> AsyncIterator[Finding]:
+    """Yield for how long handlers run: their processes write it to minute rows."""
+    if not settings.history:
+        return
+    from delayline.sql.databases import database_at
+    from delayline.telemetry.history import read_minutes
+
+    database, name = database_at(settings.resolved_store_url), settings.named_endpoint
+    schema = database.dialect.catalog.schema_of(settings.schema)
+    await database.open()
+    try:
+        now = database.clock.now()
+        rows = await database.read(
+            lambda connection: read_minutes(connection, schema, name, now - LATEST_ROW, now + LATEST_ROW)
+        )
+    finally:
+        await database.close()
+    latest = {row.process: row for row in rows or ()}
+    if not latest:
+        text = f"no process has written a minute row for {duration(LATEST_ROW)}: is an endpoint of this name running?"
+        yield Finding("handlers", State.NOT_CHECKED, text=text)
+        return
+    process, row = max(latest.items(), key=lambda item: item[1].measures.get(OLDEST_HANDLER, 0.0))
+    oldest = timedelta(seconds=row.measures.get(OLDEST_HANDLER, 0.0))
+    running = sum(each.running_handlers for each in latest.values())
+    text = f"{running} messages are handled, in {len(latest)} processes"
+    if oldest:
+        text += f"; the oldest for {duration(oldest)}, in {process} at {local(row.written)}"
+    stuck = oldest > limits.handler
+    numbers = {"messages": running, "oldest_seconds": oldest.total_seconds()}
+    yield Finding("handlers", State.PROBLEM if stuck else State.OK, text=text, numbers=numbers)
 
 
 async def _counts(store: SupportsManagement, now: datetime) -> Sequence[DueBucket]:

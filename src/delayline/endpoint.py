@@ -41,6 +41,7 @@ from delayline.outgoing import DELAYED_DELIVERIES, Composer, HeaderMap, Send, ch
 from delayline.receiving.execution import name_of
 from delayline.receiving.handlers import Handlers, Surrounding
 from delayline.receiving.intake import open_intake
+from delayline.receiving.loop_watch import watch_running_loop
 from delayline.receiving.once import Once
 from delayline.receiving.pipeline import Pipeline, handler_pipeline
 from delayline.receiving.recoverability import Recoverability
@@ -362,8 +363,8 @@ class Endpoint(RegistersHandlers):
         return transport.server_address if isinstance(transport, SupportsServerAddress) else None
 
     def measures(self) -> dict[str, float]:
-        """Return the present values of the transport and the stores, such as `lease.held`, for metrics."""
-        parts = [self.transport, *map(storage_of, self._deliveries)]
+        """Return the present values of transport, stores and handlers, such as `lease.held`, for metrics."""
+        parts = [self.transport, *map(storage_of, self._deliveries), self._pipeline]
         limits: dict[str, float] = {}
         for part in parts:
             if isinstance(part, SupportsMeasures):
@@ -829,6 +830,8 @@ class Endpoint(RegistersHandlers):
         self._sender = Sender(
             self.transport, self.delayed_delivery, self._composer, self._clock, self._observers.all, self._outbox
         )
+        if self._handlers or self._deliveries:
+            self._running.callback(watch_running_loop())
         await self.transport.start()
         self._running.push_async_callback(self.transport.stop)
         self._running.push_async_callback(self._requests.stop)

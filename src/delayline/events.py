@@ -19,6 +19,8 @@ class Event(StrEnum):
     ENDPOINT_NOT_STOPPED = "endpoint.not_stopped"
     REPLY_DROPPED = "request.reply_dropped"
     LOOP_BLOCKED = "endpoint.loop_blocked"
+    LOOP_STUCK = "endpoint.loop_stuck"
+    LOOP_TURNS = "endpoint.loop_turns"
     NO_HANDLERS = "endpoint.no_handlers"
     CRITICAL_ERROR = "endpoint.critical_error"
     CRITICAL_ERROR_ACTION_FAILED = "endpoint.critical_error_action_failed"

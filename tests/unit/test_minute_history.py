@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from delayline import DelayedMessage, Endpoint, Message, StoredDelivery
 from delayline.composition import endpoint_from
 from delayline.dashboard.model import Unavailable
 from delayline.dashboard.service import EndpointService
+from delayline.doctor import Finding, State, Thresholds, examine_endpoint
 from delayline.errors import ConfigurationError
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.settings import Settings
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from sqlalchemy import Connection
+
+    from delayline import MessageContext
 
 NOON = datetime(2026, 5, 1, 12, tzinfo=UTC)
 MINUTE = timedelta(minutes=1)
@@ -156,6 +160,39 @@ def test_rows_round_trip() -> None:
     assert again == MinuteRow(**{name: getattr(row, name) for name in MinuteRow.__slots__} | {"start": again.start})
     for damaged in (b"", b"x", encoded(row)[:-9], encoded(row)[:20]):
         assert decoded("machine:1", 1, 1, damaged) is None
+
+
+async def test_the_doctor_tells_for_how_long_handlers_run(url: str) -> None:
+    # Given an endpoint with minute rows, and a handler that does not end
+    settings = Settings(endpoint="sales", url=url, history=True)
+    assert [finding.state for finding in await examine_endpoint(settings) if finding.what == "handlers"] == []
+    clock, running, end = ManualClock(datetime.now(UTC) - MINUTE), asyncio.Event(), asyncio.Event()
+    endpoint = Endpoint("sales", url=url, observers=[MinuteHistory(url, clock=clock)])
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        running.set()
+        await end.wait()
+
+    async def handlers(limits: Thresholds | None = None) -> Finding:
+        found = await examine_endpoint(settings, limits)
+        return next(finding for finding in found if finding.what == "handlers")
+
+    async with endpoint:
+        # When no row is there yet, then that is said
+        assert (await handlers()).state is State.NOT_CHECKED
+        # When a row is written while it runs
+        await endpoint.send("sales", "x")
+        await running.wait()
+        await passes(clock, MINUTE)
+        await eventually_async(lambda: written(url, clock.now() - MINUTE, 1))
+        short, stuck = await handlers(), await handlers(Thresholds(handler=timedelta(0)))
+        end.set()
+    # Then its age is there, and a problem above the limit
+    assert short.text.startswith("1 messages are handled, in 1 processes; the oldest for ")
+    assert short.state is State.OK
+    assert stuck.state is State.PROBLEM
+    assert short.numbers["oldest_seconds"] > 0
 
 
 async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from delayline.receiving.transactions import ThreadTransaction
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Generator
 
+    from delayline.message import Message
     from delayline.receiving.context import MessageContext
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -84,13 +85,20 @@ def _settle(done: asyncio.Future[None], failure: BaseException | None) -> None:
 
 
 class Watched:
-    """Awaits a handler's coroutine, and logs steps of it that block the event loop."""
+    """Awaits a handler's coroutine, and logs steps of it that have blocked the event loop.
 
-    __slots__ = ("_coroutine", "_function")
+    Args:
+        coroutine: The coroutine.
+        function: The handler.
+        message: The message that it handles; with the handler for the log of a step that blocks (`loop_watch`).
+    """
 
-    def __init__(self, coroutine: Coroutine[Any, Any, None], function: Callable[..., Any]) -> None:
+    __slots__ = ("_coroutine", "function", "message")
+
+    def __init__(self, coroutine: Coroutine[Any, Any, None], function: Callable[..., Any], message: Message) -> None:
         self._coroutine = coroutine
-        self._function = function
+        self.function = function
+        self.message = message
 
     def __await__(self) -> Generator[Any, Any, None]:
         """Run the handler step by step."""
@@ -121,7 +129,7 @@ class Watched:
             Event.HANDLER_BLOCKED,
             "Handler %s has blocked the event loop for %.1f s: make it a `def` function, which runs in a thread, or "
             "await what takes long",
-            name_of(self._function),
+            name_of(self.function),
             seconds,
         )
 

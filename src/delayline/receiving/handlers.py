@@ -224,7 +224,9 @@ class _Registered:
             if self._coroutine:
                 with self._entered(context):
                     handling = self.function(argument, context)
-                    await (Watched(handling, self.function) if inspect.iscoroutine(handling) else handling)
+                    if inspect.iscoroutine(handling):
+                        handling = Watched(handling, self.function, context.message)
+                    await handling
             else:
                 await self._threads.run(partial(self._call, argument, context), context)
         except Exception:

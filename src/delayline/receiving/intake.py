@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -43,7 +44,8 @@ class MessageTasks:
         self._queue = queue
         self.limit = limit
         self._clock = clock
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], float] = {}
+        """The tasks, with when each has begun."""
         self._outside: dict[asyncio.Task[object], int] = {}
         """The tasks that wait outside of the limit, with the sizes of their messages."""
         self._bytes_outside = 0
@@ -64,6 +66,13 @@ class MessageTasks:
         return len(self._tasks) - len(self._outside)
 
     @property
+    def oldest(self) -> float:
+        """For how many seconds the oldest message has been handled, 0 for none; from any thread."""
+        outside = self._outside.copy()
+        began = [at for task, at in self._tasks.copy().items() if task not in outside]
+        return time.monotonic() - min(began) if began else 0.0
+
+    @property
     def free(self) -> int:
         """How many further messages may be handled; below 0 when some have come back from outside of the limit."""
         return self.limit - len(self._tasks) + len(self._outside)
@@ -74,18 +83,18 @@ class MessageTasks:
     def start(self, work: Coroutine[object, object, None]) -> None:
         """Run the work of a message in a task of its own."""
         task = asyncio.create_task(work)
-        self._tasks.add(task)
+        self._tasks[task] = time.monotonic()
         task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        self._tasks.pop(task, None)
         self.on_end()
         if not task.cancelled() and (error := task.exception()) is not None:
             emit(logger, logging.ERROR, Event.RECEIVE_TASK_FAILED, "a receive task failed", exception=error)
 
     async def others_end(self, seconds: float) -> None:
         """Wait until the tasks of other messages have ended, except tasks outside of the limit; at most so long."""
-        others = self._tasks - self._outside.keys() - {asyncio.current_task()}
+        others = self._tasks.keys() - self._outside.keys() - {asyncio.current_task()}
         if others:
             await first_of(asyncio.wait(others), self.stopping.wait(), self._clock.sleep(seconds))
 

@@ -64,6 +64,8 @@ TIME_TO_TRIGGER_RECEIVE: Final = timedelta(seconds=30)  # the time of NServiceBu
 ANSWER_LOOKED_FOR_EVERY: Final = 0.5
 #: Prefetched messages go back to the queue when no handler has ended for so many seconds.
 PREFETCH_KEPT: Final = 1.0
+#: The name of the measure that has the age of the oldest message that is being handled.
+OLDEST_HANDLER: Final = "handlers.oldest"
 #: Seconds that a message that must be handled alone waits for the handlers of others to end.
 OTHERS_END_WITHIN: Final = 60.0
 
@@ -118,6 +120,10 @@ class Pipeline:
     def running(self) -> int:
         """How many messages are being handled."""
         return self.intake.tasks.running
+
+    def measures(self) -> dict[str, float]:
+        """Return `handlers.oldest`: for how many seconds the oldest message has been handled, 0 for none."""
+        return {OLDEST_HANDLER: self.intake.tasks.oldest}
 
     def start(self) -> None:
         """Begin to receive."""

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from delayline.observer import Action, QueueRole
+from delayline.receiving.pipeline import OLDEST_HANDLER
 from delayline.telemetry.measurements import Histogram, Measurements, Snapshot
 from delayline.telemetry.pending import BUCKETS, Pending, pending_question
 from delayline.telemetry.probes import ready_of
@@ -372,6 +373,14 @@ OWN: Final = (
         "Messages that are being handled.",
         (),
         _one(lambda snapshot: snapshot.running_handlers),
+    ),
+    Metric(
+        "delayline.handlers.oldest",
+        GAUGE,
+        "s",
+        "For how long the oldest of the messages that are being handled has been so; 0 if none is.",
+        (),
+        _measure(OLDEST_HANDLER),
     ),
     Metric(
         "delayline.poller.batches",
