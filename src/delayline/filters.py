@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
@@ -14,7 +15,7 @@ from delayline.message import UNUSABLE_IN_IDS, Headers, in_utc
 from delayline.readable import DELAYS, INSTANTS, parse_instant, parse_shift
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from delayline.failure_groups import Failure
     from delayline.message import Message
@@ -26,6 +27,9 @@ CONDITIONS: Final[Mapping[str, str]] = {
     "destination": "destination",
     "type": "message_type",
     "header": "header",
+    "correlation": "correlation",
+    "conversation": "conversation",
+    "body": "body",
     "due": "due",
     "exception": "exception",
     "group": "group",
@@ -44,6 +48,8 @@ _PART: Final = re.compile(r"((?:[^,\\]|\\.?)*)(?:,|$)", re.DOTALL)
 _PAIR: Final = re.compile(r"\\(.)", re.DOTALL)
 _PIECE: Final = re.compile(r"\\([\\*])|(\*)|(.)", re.DOTALL)
 _NAMESPACE: Final = re.compile(r"^.*[.+]", re.DOTALL)
+#: What headers and bodies have as it is, however they were written: JSON and XML may escape any other character.
+_NEVER_ESCAPED: Final = re.compile(r"[A-Za-z0-9_.-]{3,}", re.ASCII)
 _DAY: Final = re.compile(r"\d{4}-\d{2}-\d{2}", re.ASCII)
 
 
@@ -64,11 +70,48 @@ class TextPattern:
         """How it begins, up to the first star."""
         self.is_prefix: bool = stars == [len(pieces) - 1]
         """Whether there is nothing behind the only star."""
+        between = "".join("\n" if star else text for text, star in pieces)
+        self.needle: bytes = max(_NEVER_ESCAPED.findall(between), key=len, default="").encode()
+        """Bytes that are in every encoded text that it fits; empty where there are none of which that is sure."""
         self._regex = re.compile("".join(".*" if star else re.escape(text) for text, star in pieces), re.DOTALL)
 
     def matches(self, text: str) -> bool:
         """Return whether the whole text fits, with case."""
         return self.exact == text if self.exact is not None else self._regex.fullmatch(text) is not None
+
+
+class BodyPattern:
+    """A part of a body, in which a star stands for any bytes: in UTF-8, or as JSON escapes it.
+
+    Args:
+        pattern: The pattern as it is written.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        texts, part = [], ""
+        for escaped, star, plain in _PIECE.findall(pattern):
+            if star:
+                texts.append(part)
+                part = ""
+            part += escaped or plain
+        parts = [text for text in (*texts, part) if text]
+        as_written = tuple(text.encode("utf-8", "surrogatepass") for text in parts)
+        as_json = tuple(json.dumps(text)[1:-1].encode() for text in parts)
+        self.forms: Sequence[tuple[bytes, ...]] = list(dict.fromkeys((as_written, as_json)))
+        """The parts between the stars, in each form that they may have."""
+        self.has_order: bool = len(parts) > 1
+        """Whether a body that has all parts may have them in another order."""
+        self._regexes = [re.compile(b".*".join(map(re.escape, form)), re.DOTALL) for form in self.forms]
+
+    def matches(self, body: bytes) -> bool:
+        """Return whether the body has the part, with case."""
+        return any(regex.search(body) for regex in self._regexes)
+
+
+@lru_cache(maxsize=1024)
+def body_pattern_of(pattern: str) -> BodyPattern:
+    """Return the pattern of a part of a body that is written so."""
+    return BodyPattern(pattern)
 
 
 @lru_cache(maxsize=1024)
@@ -86,9 +129,9 @@ def literal(text: str) -> str:
 class MessageFilter:
     r"""Which messages: those that fulfil all conditions that are given.
 
-    Texts are compared whole and with case. In each but the name of a header, `*` stands for any characters, `\*` for a
-    star. A filter without a condition means every message. A message whose headers are damaged fulfils no condition on
-    a header.
+    Texts are compared whole and with case, but a body, of which a part is enough. In each but the name of a header, `*`
+    stands for any characters, `\*` for a star. A filter without a condition means every message. A message whose
+    headers are damaged fulfils no condition on a header.
     """
 
     message_id: str | None = None
@@ -101,6 +144,12 @@ class MessageFilter:
     """The name of a header that it has."""
     header_value: str | None = None
     """The value of that header; of any header where no name is given."""
+    correlation: str | None = None
+    """Its correlation id."""
+    conversation: str | None = None
+    """The id of the conversation that it is part of."""
+    body: str | None = None
+    """A part of its body: in UTF-8, or as JSON escapes it."""
     due_from: datetime | None = None
     """Its earliest due time."""
     due_before: datetime | None = None
@@ -166,7 +215,23 @@ class MessageFilter:
     @property
     def checks_headers(self) -> bool:
         """Whether the headers of messages have to be read."""
-        return any((self.message_type, self.header, self.header_value, self.exception, self.group))
+        return self.group is not None or self._checks_decoded_headers
+
+    @property
+    def _checks_decoded_headers(self) -> bool:
+        return any((self.header, *self._header_patterns))
+
+    @property
+    def _header_patterns(self) -> Sequence[str | None]:
+        return self.message_type, self.header_value, self.correlation, self.conversation, self.exception
+
+    @property
+    def header_needles(self) -> Sequence[bytes]:
+        """Bytes that the encoded headers of every message have that fulfils the conditions on headers."""
+        needles = [pattern_of(pattern).needle for pattern in self._header_patterns if pattern is not None]
+        if self.header is not None:
+            needles.append(pattern_of(literal(self.header)).needle)
+        return [needle for needle in needles if needle]
 
     @property
     def checks_due(self) -> bool:
@@ -210,13 +275,15 @@ class MessageFilter:
             return False
         if self.due_before is not None and due is not None and due >= self.due_before:
             return False
-        return not self.checks_headers or self.matches_headers(message)
+        if self.checks_headers and not self.matches_headers(message):
+            return False
+        return self.body is None or body_pattern_of(self.body).matches(message.body)
 
     def matches_headers(self, message: Message) -> bool:
         """Return whether a message's headers fulfil the conditions on headers."""
         if self.group is not None and group_key(message) != self.group:
             return False
-        if not any((self.message_type, self.header, self.header_value, self.exception)):
+        if not self._checks_decoded_headers:
             return True
         try:
             headers = message.headers
@@ -226,6 +293,12 @@ class MessageFilter:
             return False
         if not _names(self.exception, headers.get(Headers.EXCEPTION_TYPE, "")):
             return False
+        for pattern, name in (
+            (self.correlation, Headers.CORRELATION_ID),
+            (self.conversation, Headers.CONVERSATION_ID),
+        ):
+            if pattern is not None and (name not in headers or not _fits(pattern, headers[name])):
+                return False
         if self.header is not None:
             value = headers.get(self.header)
             return value is not None and _fits(self.header_value, value)
@@ -238,6 +311,9 @@ class MessageFilter:
             "destination": self.destination,
             "type": self.message_type,
             "header": None if self.header is None and self.header_value is None else self._written_header,
+            "correlation": self.correlation,
+            "conversation": self.conversation,
+            "body": self.body,
             "due": self._written_due if self.checks_due else None,
             "exception": self.exception,
             "group": self.group,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from datetime import UTC, datetime, timedelta
 
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from delayline import ConfigurationError, Headers, InvalidDueTime, Message, MessageFilter
-from delayline.filters import literal, pattern_of
-from delayline.message import MAXIMUM_ID_LENGTH
+from delayline.filters import body_pattern_of, literal, pattern_of
+from delayline.message import MAXIMUM_ID_LENGTH, encode_headers
 
 NOW = datetime(2026, 11, 27, 5, tzinfo=UTC)
 DAY = timedelta(days=1)
@@ -36,6 +37,8 @@ def message(message_id: str = "order-17", **headers: str) -> Message:
         ("header=Tenant", MessageFilter(header="Tenant")),
         ("header=Tenant:acme", MessageFilter(header="Tenant", header_value="acme")),
         ("header=:acme", MessageFilter(header_value="acme")),
+        ("correlation=c,conversation=d", MessageFilter(correlation="c", conversation="d")),
+        ("body=please pay", MessageFilter(body="please pay")),
         ("exception=ValueError", MessageFilter(exception="ValueError")),
         (r"id=a\,b\*c\\d\e", MessageFilter(message_id=r"a,b\*c\\d\e")),
         ("id=a\\", MessageFilter(message_id="a\\")),
@@ -128,6 +131,18 @@ def test_an_empty_condition_and_a_naive_time_are_refused_in_code_too() -> None:
         ("header=Missing", False),
         ("header=:acme", True),
         ("header=:nowhere", False),
+        ("correlation=c-1", True),
+        ("correlation=c", False),
+        ("correlation=c*", True),
+        ("conversation=talk", True),
+        ("conversation=Talk", False),
+        ("body=pay", True),
+        ("body=Pay", False),
+        ("body=please*Müller", True),
+        ("body=Müller*please", False),
+        (r"body=\*", True),
+        (r"body=please\*", False),
+        ("body=*", True),
         ("exception=ValueError", True),
         ("exception=builtins.ValueError", True),
         ("exception=Error", False),
@@ -145,8 +160,11 @@ def test_a_message_fulfils_all_conditions_or_is_left_out(written: str, fulfils: 
         Headers.ENCLOSED_MESSAGE_TYPES: "Shop.Reminder, Shop, Version=1.0.0.0;Shop.Orders+Cancelled, Shop",
         "Tenant": "acme",
         Headers.EXCEPTION_TYPE: "builtins.ValueError",
+        Headers.CORRELATION_ID: "c-1",
+        Headers.CONVERSATION_ID: "talk",
     }
-    assert parsed(written).matches(Message("order-17", headers, b""), "billing", NOW) is fulfils
+    for body in ('"please pay* Müller"'.encode(), b'\xff"please pay* M\\u00fcller"'):
+        assert parsed(written).matches(Message("order-17", headers, body), "billing", NOW) is fulfils
 
 
 def test_damaged_headers_and_a_missing_due_time_fulfil_no_condition() -> None:
@@ -175,3 +193,21 @@ def test_a_pattern_fits_what_it_is_made_of_and_a_text_only_itself(start: str, mi
     read_back = parsed(str(MessageFilter(message_id=start))).message_id
     assert read_back is not None
     assert pattern_of(read_back).matches(middle) is pattern_of(start).matches(middle)
+
+
+@given(texts, texts, texts)
+def test_encoded_headers_have_the_needles_of_every_filter_that_they_fulfil(start: str, middle: str, end: str) -> None:
+    wanted = MessageFilter(correlation=f"{literal(start)}*{literal(end)}", header=middle)
+    headers = {Headers.CORRELATION_ID: start + middle + end, middle: end}
+    message = Message("a", headers, b"")
+    assert wanted.matches(message, "")
+    as_json = (json.dumps(headers, ensure_ascii=escaped).encode() for escaped in (False, True))
+    for encoded in (encode_headers(headers), *as_json):
+        assert all(needle in encoded for needle in wanted.header_needles)
+
+
+@given(texts, texts, st.binary())
+def test_a_body_has_what_is_around_a_star(start: str, end: str, between: bytes) -> None:
+    pattern = body_pattern_of(f"{literal(start)}*{literal(end)}")
+    for form in pattern.forms:
+        assert pattern.matches(b"\0" + between.join(form) + between)

@@ -167,6 +167,11 @@ class StatementWords(ABC):
         """Return a destination's column such that it equals a text only character for character."""
         return column
 
+    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool] | None:
+        """Return the condition that a column of bytes has the part; None where the product cannot look for it."""
+        del column, part
+        return None
+
     @abstractmethod
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key, or primary key that includes it, as it is."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import func, select
+from sqlalchemy import func, literal_column, select
 
 from delayline.actions import OperatorAction
 from delayline.failures import failed_queue_of, no_queue, retry_of
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 #: claims only.
 READ_AT_ONCE: Final = 1_000
 CHANGED_AT_ONCE: Final = 500
+BODIES_AT_ONCE: Final = 100
 RECEIVED: Final = "a receiver of the error queue has it"
 
 
@@ -161,18 +162,21 @@ class SqlFailedSet:
     ) -> SetPage[FailedRow]:
         """Return the next messages that match, behind `position` and up to `bound`, `most` of them."""
         columns = self._statements.queued.c
-        reads_headers = wanted.checks_headers or wanted.destination is not None
+        reads_headers, reads_bodies = wanted.checks_headers or wanted.destination is not None, wanted.body is not None
         conditions: list[ColumnElement[bool]] = [columns.queue == queue, columns.seq > position, columns.seq <= bound]
-        shown = [columns.seq, columns.id, *([columns.headers] if reads_headers else [])]
+        nothing: ColumnElement[Any] = literal_column("NULL")
+        contents = [columns.headers if reads_headers else nothing, columns.body if reads_bodies else nothing]
+        shown = [columns.seq, columns.id, *contents]
         at_once = READ_AT_ONCE if reads_headers or most is None else min(most, READ_AT_ONCE)
+        at_once = min(at_once, BODIES_AT_ONCE) if reads_bodies else at_once
         query = select(*shown).where(*conditions).order_by(columns.queue, columns.seq).limit(at_once)
         rows: list[FailedRow] = []
         looked_at, end = 0, position
-        for number, message_id, *headers in connection.execute(query):
+        for number, message_id, headers, body in connection.execute(query):
             if most is not None and len(rows) == most:
                 return SetPage(rows, end, looked_at)
             looked_at, end = looked_at + 1, int(number)
-            message = Message.from_encoded(message_id, bytes(headers[0]) if headers else b"", b"")
+            message = Message.from_encoded(message_id, bytes(headers or b""), bytes(body or b""))
             if wanted.matches(message, failed_queue_of(message) if reads_headers else ""):
                 rows.append(FailedRow(end, message_id))
         return SetPage(rows, end if looked_at == at_once else bound, looked_at)

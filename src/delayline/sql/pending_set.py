@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Self
 
 from sqlalchemy import bindparam, delete, func, literal_column, select, update
 
 from delayline.actions import OperatorAction, SetPreview
 from delayline.clock import latest_of
-from delayline.filters import pattern_of
 from delayline.message import Message
 from delayline.sql.deadlines import job_work, long_work
 from delayline.sql.prepared import Prepared
-from delayline.sql.set_pages import EXAMPLES, SetPage, preview_of_pages
+from delayline.sql.set_pages import EXAMPLES, SetPage, must_read, preview_of_pages, waiting_conditions
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from sqlalchemy import ColumnElement, Connection
 
     from delayline.actions import ActionRecord, SetRequest
-    from delayline.filters import MessageFilter, TextPattern
+    from delayline.filters import MessageFilter
     from delayline.sql.actions import SqlActionLog
     from delayline.sql.claims import LockFree
     from delayline.sql.database import Database
@@ -108,7 +107,7 @@ class SqlPendingSet:
         """Count the messages."""
         wanted, at = request.filter, self._database.clock.now()
         bound = await self.last(request)
-        if not _must_read(wanted):
+        if not must_read(wanted):
             number, examples = await self._database.read(partial(self._count, wanted=wanted, bound=bound))
             return SetPreview(number, at, bound, number, examples=examples)
 
@@ -128,7 +127,7 @@ class SqlPendingSet:
         return int(connection.execute(select(func.max(self._table.c.seq))).scalar() or 0)
 
     def _count(self, connection: Connection, wanted: MessageFilter, bound: int) -> tuple[int, list[str]]:
-        within = [self._table.c.seq <= bound, *self._conditions(wanted)]
+        within = [self._table.c.seq <= bound, *waiting_conditions(self._table, self._database.dialect, wanted)]
         number = connection.execute(select(func.count()).select_from(self._table).where(*within)).scalar()
         examples = connection.execute(select(self._table.c.id).where(*within).limit(EXAMPLES)).scalars()
         return int(number or 0), list(examples)
@@ -202,7 +201,7 @@ class SqlPendingSet:
     ) -> SetPage[PendingRow]:
         """Return the next messages that match, behind `position` and up to `bound`, `most` of them."""
         number = self._table.c.seq
-        at_once = READ_AT_ONCE if _must_read(wanted) else LOOKED_AT_ONCE
+        at_once = READ_AT_ONCE if must_read(wanted) else LOOKED_AT_ONCE
         behind = select(number).where(number > position, number <= bound).order_by(number)
         end = connection.execute(behind.offset(at_once - 1).limit(1)).scalar() or bound
         rows = self._matching(connection, wanted, [number > position, number <= end], most)
@@ -218,45 +217,23 @@ class SqlPendingSet:
         most: int | None = None,
     ) -> list[PendingRow]:
         """Return messages that match and fulfil more conditions, in order; a message more than `most`, or all."""
-        columns, from_due, reads = self._table.c, self._database.dialect.values.from_due, _must_read(wanted)
-        shown = [columns.destination, columns.headers if wanted.checks_headers else literal_column("NULL")]
+        columns, from_due, reads = self._table.c, self._database.dialect.values.from_due, must_read(wanted)
+        nothing: ColumnElement[Any] = literal_column("NULL")
+        shown = [
+            columns.destination,
+            columns.headers if wanted.checks_headers else nothing,
+            columns.body if wanted.body is not None else nothing,
+        ]
         query = select(columns.seq, columns.id, columns.due, *(shown if reads else []))
-        query = query.where(*conditions, *self._conditions(wanted)).order_by(columns.seq)
+        query = query.where(*conditions, *waiting_conditions(self._table, self._database.dialect, wanted)).order_by(
+            columns.seq
+        )
         if not reads:
             rows = connection.execute(query if most is None else query.limit(most + 1))
             return [PendingRow(int(sequence), message_id, from_due(due)) for sequence, message_id, due in rows]
         matching: list[PendingRow] = []
-        for sequence, message_id, kept, destination, headers in connection.execute(query):
-            due, message = from_due(kept), Message.from_encoded(message_id, bytes(headers or b""), b"")
+        for sequence, message_id, kept, destination, headers, body in connection.execute(query):
+            due, message = from_due(kept), Message.from_encoded(message_id, bytes(headers or b""), bytes(body or b""))
             if wanted.matches(message, destination, due):
                 matching.append(PendingRow(int(sequence), message_id, due))
         return matching
-
-    def _conditions(self, wanted: MessageFilter) -> list[ColumnElement[bool]]:
-        """Return the conditions of a filter but those on headers; of patterns with stars, how they begin."""
-        columns, to_due = self._table.c, self._database.dialect.values.to_due
-        conditions: list[ColumnElement[bool]] = []
-        if wanted.message_id is not None:
-            conditions += _fitting(columns.id, pattern_of(wanted.message_id))
-        if wanted.destination is not None:
-            exact = self._database.dialect.words.exact(columns.destination)
-            conditions += _fitting(exact, pattern_of(wanted.destination))
-        if wanted.due_from is not None:
-            conditions.append(columns.due >= to_due(wanted.due_from))
-        if wanted.due_before is not None:
-            conditions.append(columns.due < to_due(wanted.due_before))
-        return conditions
-
-
-def _must_read(wanted: MessageFilter) -> bool:
-    """Return whether the database cannot tell which messages match: their headers or texts have to be read."""
-    patterns = [pattern_of(text) for text in (wanted.message_id, wanted.destination) if text is not None]
-    return wanted.checks_headers or any(each.exact is None and not each.is_prefix for each in patterns)
-
-
-def _fitting(column: ColumnElement[str], pattern: TextPattern) -> list[ColumnElement[bool]]:
-    """Return the conditions that a column fits a pattern, or of a pattern with stars within, begins as it does."""
-    if pattern.exact is not None:
-        return [column == pattern.exact]
-    prefix = pattern.prefix
-    return [column >= prefix, func.substr(column, 1, len(prefix)) == prefix] if prefix else []

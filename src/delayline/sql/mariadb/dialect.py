@@ -106,6 +106,10 @@ class MariadbWords(StatementWords):
         self._sql = sql
         self._collation = collation
 
+    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
+        """Return the condition that a column of bytes has the part."""
+        return func.locate(part, column) > 0
+
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return the column under the collation of delayline's own names, which NServiceBus' table does not have."""
         if getattr(column.type.dialect_impl(self._sql), "collation", None) == self._collation:

@@ -94,6 +94,10 @@ class PostgresqlWords(StatementWords):
         for function in (func.pg_snapshot_xmin, func.pg_snapshot_xmax)
     )
 
+    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
+        """Return the condition that a column of bytes has the part."""
+        return func.pg_catalog.position(column, part) > 0
+
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition with an array: a single statement, and plan, for lists of any length."""
         return column == any_(bindparam(name, type_=postgresql.ARRAY(column.type)))

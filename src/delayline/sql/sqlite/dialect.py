@@ -7,7 +7,7 @@ import threading
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
-from sqlalchemy import BigInteger, String, Text, delete, literal_column, select
+from sqlalchemy import BigInteger, String, Text, delete, func, literal_column, select
 from sqlalchemy.dialects.sqlite import insert
 
 from delayline.clock import from_microseconds, to_microseconds
@@ -93,6 +93,10 @@ class SqliteWords(StatementWords):
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
         return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
+
+    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
+        """Return the condition that a column of bytes has the part."""
+        return func.instr(column, part) > 0
 
 
 class SqliteBulk(BulkStatements):
