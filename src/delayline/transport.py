@@ -474,6 +474,16 @@ class SupportsQueuePass(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsPeek(Protocol):
+    """Capability: look at the first messages of a queue at once; looking at more hides messages from receivers."""
+
+    @property
+    def peeked_at_most(self) -> int:
+        """How many messages are looked at without hiding any."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
     """The limits of a queue, which hold over all processes that receive from it."""

@@ -25,6 +25,7 @@ A_LIST = 4
 OF_OTHERS = {
     "cli/message_file.py": "the keys of a line that users write",
     "cli/send.py": "the help about such a line",
+    "filters.py": "the conditions that users write",
     "migration/sources/nservicebus.py": "what the columns of NServiceBus are here",
     "spark/sources.py": "what the columns that users name are here",
     "sql/postgresql/moves.py": "what goes from a store into a queue, in SQL",

@@ -245,6 +245,11 @@ class AzureStorageQueueTransport:
         async with self._asking("count", queue):
             return int((await client.get_queue_properties()).approximate_message_count or 0)
 
+    @property
+    def peeked_at_most(self) -> int:
+        """How many messages are looked at without hiding any."""
+        return MESSAGE_PAGE
+
     async def browse(self, queue: str, limit: int, *, offset: int = 0) -> Sequence[Message]:
         """Return messages, oldest first, hidden messages left out.
 

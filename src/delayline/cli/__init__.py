@@ -13,6 +13,7 @@ from delayline.cli.dashboard import dashboard
 from delayline.cli.doctor import doctor
 from delayline.cli.errors import errors
 from delayline.cli.examples import examples
+from delayline.cli.find import find
 from delayline.cli.migrate import migrate
 from delayline.cli.options import Commands
 from delayline.cli.options import examples as example_lines
@@ -47,7 +48,7 @@ def main() -> None:
     logging.getLogger(LOGGER_NAME).addHandler(QUIET)
 
 
-PENDING: Final = (pending, cancel, reschedule, send_now)
+PENDING: Final = (find, pending, cancel, reschedule, send_now)
 QUEUE_COMMANDS: Final = (queues, peek, pause, resume, limit, purge)
 OTHER_COMMANDS: Final = (schedules, errors, actions, doctor, dashboard, rabbitmq, spark, migrate, examples, completion)
 command: click.Command

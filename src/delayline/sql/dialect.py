@@ -119,6 +119,11 @@ class ColumnValues(ABC):
     def microseconds(self, due: ColumnElement[Any]) -> ColumnElement[int]:
         """Return the due column as microseconds since 1970 UTC."""
 
+    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool] | None:
+        """Return the condition that a column of bytes has the part; None where the product cannot look for it."""
+        del column, part
+        return None
+
     def headers_of(self, message: Message) -> bytes:
         """Return a message's headers as the store's table keeps them: by default as they travel."""
         return message.encoded_headers
@@ -166,11 +171,6 @@ class StatementWords(ABC):
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return a destination's column such that it equals a text only character for character."""
         return column
-
-    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool] | None:
-        """Return the condition that a column of bytes has the part; None where the product cannot look for it."""
-        del column, part
-        return None
 
     @abstractmethod
     def insert_new(self, table: Table, key: str) -> Insert:

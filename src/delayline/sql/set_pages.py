@@ -109,7 +109,7 @@ def content_conditions(table: Table, dialect: Dialect, wanted: MessageFilter) ->
 
 
 def _containing(column: ColumnElement[bytes], dialect: Dialect, parts: Sequence[bytes]) -> ColumnElement[bool]:
-    found = [dialect.words.containing(column, bindparam(None, part, type_=column.type)) for part in parts]
+    found = [dialect.values.containing(column, bindparam(None, part, type_=column.type)) for part in parts]
     return and_(true(), *(each for each in found if each is not None))
 
 

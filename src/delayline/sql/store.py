@@ -35,6 +35,7 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schedules import SCHEDULES, SqlScheduleRows
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, STORE_SUFFIX, TO_WRITE, in_order
+from delayline.sql.searched_tables import SearchedJournal, SearchedStore
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, store_channel, store_statements
 from delayline.sql.transport import SqlTransport
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from delayline.sql.databases import SqlDatabase
     from delayline.sql.dialect import Dialect
     from delayline.sql.row_claims import RowClaims
+    from delayline.sql.searched_tables import SearchedTable
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
@@ -155,6 +157,11 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             self._database, self._statements, self._locking, self._kept_journal, self.action_log(endpoint), self._notify
         )
         """Returns an endpoint's messages as sets that actions change; None for a table without numbers."""
+        self.searched_places: Callable[[str], Sequence[SearchedTable]] = lambda endpoint: [
+            SearchedStore(self._database, endpoint, lambda: self._statements.table),
+            SearchedJournal(self._database, self._schema),
+        ]
+        """Returns an endpoint's messages, and the journal, to be looked through."""
         self.dispatch_pauses: SqlDispatchPauses = SqlDispatchPauses(
             self._database,
             self._schema,

@@ -18,6 +18,7 @@ from delayline.events import Event, emit
 from delayline.external import UNSET
 from delayline.grouping import ABANDONED, Grouping
 from delayline.message import Message
+from delayline.places import PlaceKind
 from delayline.sql.crashes import CrashCounts, crash_statements
 from delayline.sql.database import Database
 from delayline.sql.databases import SqlDatabase
@@ -49,6 +50,7 @@ from delayline.sql.schema import (
     TO_TAKE,
     queue_tables,
 )
+from delayline.sql.searched_tables import SearchedQueues
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, queue_statements
 from delayline.sql.transactions import EnlistedTransaction
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
     from delayline.external import ExternalTransaction, Unset
     from delayline.sql.claims import Claims
     from delayline.sql.dialect import Dialect
+    from delayline.sql.searched_tables import SearchedTable
     from delayline.sql.two_phase import TwoPhaseCommit
     from delayline.transaction import Transaction
     from delayline.transport import QueueLimits, QueueState, TransportOperation
@@ -119,6 +122,11 @@ class SqlTransport(OnDatabase):
             SqlNumberedQueue, self._database, self._statements
         )
         """Returns the messages of a queue by their numbers."""
+        self.searched_places: Callable[[str], Sequence[SearchedTable]] = lambda error_queue: [
+            SearchedQueues(self._database, self._tables.queued, error_queue, kind)
+            for kind in (PlaceKind.QUEUES, PlaceKind.ERRORS)
+        ]
+        """Returns the queues' messages, to be looked through."""
         self._checked = False
         self._checks = Grouping(self._check_once, maximum=sys.maxsize)
         self._sends = Grouping(self._dispatch_groups, maximum=MOST_SENDS_A_COMMIT, abandoned=_log_abandoned)

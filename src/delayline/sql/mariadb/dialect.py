@@ -79,6 +79,10 @@ TIMEOUTS: Final = TimeoutShape(
 class MariadbValues(ColumnValues):
     """DATETIME(6) keeps microseconds, in UTC."""
 
+    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
+        """Return the condition that a column of bytes has the part."""
+        return func.locate(part, column) > 0
+
     def to_due(self, due: datetime) -> datetime:
         """Return the instant in UTC without its zone: DATETIME(6) keeps microseconds."""
         return due.astimezone(UTC).replace(tzinfo=None)
@@ -105,10 +109,6 @@ class MariadbWords(StatementWords):
     def __init__(self, sql: Dialect, collation: str) -> None:
         self._sql = sql
         self._collation = collation
-
-    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
-        """Return the condition that a column of bytes has the part."""
-        return func.locate(part, column) > 0
 
     def exact(self, column: ColumnElement[str]) -> ColumnElement[str]:
         """Return the column under the collation of delayline's own names, which NServiceBus' table does not have."""

@@ -68,6 +68,10 @@ TIMEOUTS: Final = TimeoutShape(
 class PostgresqlValues(ColumnValues):
     """timestamptz keeps microseconds, and a field has 1 GB: others, pg_dump too, read bytes as hexadecimal text."""
 
+    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
+        """Return the condition that a column of bytes has the part."""
+        return func.pg_catalog.position(column, part) > 0
+
     def from_due(self, kept: datetime) -> datetime:
         """Return the due time in UTC."""
         return kept.astimezone(UTC)
@@ -93,10 +97,6 @@ class PostgresqlWords(StatementWords):
         cast(cast(function(func.pg_current_snapshot()), Text), BigInteger)
         for function in (func.pg_snapshot_xmin, func.pg_snapshot_xmax)
     )
-
-    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
-        """Return the condition that a column of bytes has the part."""
-        return func.pg_catalog.position(column, part) > 0
 
     def one_of(self, column: ColumnElement[Any], name: str) -> ColumnElement[bool]:
         """Return the condition with an array: a single statement, and plan, for lists of any length."""

@@ -64,6 +64,11 @@ class SqliteValues(ColumnValues):
     """Due times are microseconds since 1970 UTC, by this machine's clock."""
 
     clock_tick: ClassVar[timedelta] = timedelta(milliseconds=1)
+
+    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
+        """Return the condition that a column of bytes has the part."""
+        return func.instr(column, part) > 0
+
     largest_message = 990_000_000  # its limit for a row is 1,000,000,000
 
     def in_seconds(self, seconds: int) -> ColumnElement[Any]:
@@ -93,10 +98,6 @@ class SqliteWords(StatementWords):
     def insert_new(self, table: Table, key: str) -> Insert:
         """Return an insert that leaves a row with the same key as it is."""
         return insert(table).on_conflict_do_nothing(index_elements=conflict_columns(table, key))
-
-    def containing(self, column: ColumnElement[bytes], part: ColumnElement[bytes]) -> ColumnElement[bool]:
-        """Return the condition that a column of bytes has the part."""
-        return func.instr(column, part) > 0
 
 
 class SqliteBulk(BulkStatements):
