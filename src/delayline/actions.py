@@ -32,6 +32,7 @@ class OperatorAction(StrEnum):
     PAUSE = "pause"
     RESUME = "resume"
     TRIGGER = "trigger"
+    LIMIT = "limit"
 
 
 #: What was done to the messages of a set, in a word.

@@ -498,6 +498,18 @@ class QueueLimits:
     handlers: Mapping[str, int] = field(default_factory=dict, hash=False)
     """How many messages of a type are handled at once, by its name. They replace those of `handles(concurrency=)`."""
 
+    @property
+    def text(self) -> str:
+        """The limits as a person reads them."""
+        rate = "any number" if self.rate is None else f"{self.rate:g}"
+        said = f"{'paused' if self.paused else 'received'}, {self.concurrency or 'any number'} at once, {rate} a second"
+        return f"{said}; types at once: {self.of_types}" if self.handlers else said
+
+    @property
+    def of_types(self) -> str:
+        """The limits of types as a person reads them."""
+        return ", ".join(f"{name} {number}" for name, number in sorted(self.handlers.items()))
+
 
 @runtime_checkable
 class SupportsQueueLimits(Protocol):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from delayline.delayed.recurrence import Recurrence
 
-PAGES = ("/", "/forecast", "/lateness", "/waiting", "/schedules", "/errors", "/life", "/jobs", "/doctor")
+PAGES = ("/", "/forecast", "/lateness", "/waiting", "/schedules", "/errors", "/queues", "/life", "/jobs", "/doctor")
 
 
 @pytest.fixture(scope="module")

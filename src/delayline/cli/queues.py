@@ -96,7 +96,7 @@ def pause(settings: Settings, screen: Screen, paused: Paused) -> None:
     Messages that are handled, or dispatched, at this moment are so still.
     """
     if paused.queue is not None:
-        _change(settings, screen, paused.queue, paused=True)
+        _change(settings, screen, paused.queue, OperatorAction.PAUSE, paused=True)
         return
     pause_it = OperatorAction.PAUSE, "paused"
     is_new = asyncio.run(_with_pauses(settings, paused, *pause_it, lambda pauses: pauses.pause(paused.destination)))
@@ -120,7 +120,7 @@ def resume(settings: Settings, screen: Screen, paused: Paused, rate: float | Non
     if paused.queue is not None:
         if rate is not None:
             raise click.UsageError("--rate is for --dispatch and --dispatch-all; for a queue: delayline limit")
-        _change(settings, screen, paused.queue, paused=False)
+        _change(settings, screen, paused.queue, OperatorAction.RESUME, paused=False)
         return
     how = "" if rate is None else f", overdue messages at {rate:g} a second"
     resume_it = OperatorAction.RESUME, f"resumed{how}"
@@ -185,7 +185,7 @@ def limit(
         changes |= {"concurrency": number} if kind is None else {"handlers": {kind: number}}
     if rate is not None:
         changes["rate"] = None if rate == NONE else _number("--rate", rate, float)
-    _change(settings, screen, queue, **changes)
+    _change(settings, screen, queue, OperatorAction.LIMIT, **changes)
 
 
 @click.command(epilog=examples("delayline peek billing", "delayline peek billing --limit 3 --json"))
@@ -233,22 +233,28 @@ def purge(settings: Settings, screen: Screen, queue: str, yes: bool) -> None:
     screen.document({"queue": queue, "deleted": number})
 
 
-def _change(settings: Settings, screen: Screen, queue: str, **changes: Any) -> None:  # noqa: ANN401
+def _change(
+    settings: Settings,
+    screen: Screen,
+    queue: str,
+    action: OperatorAction,
+    **changes: Any,  # noqa: ANN401 - what set_limits takes
+) -> None:
     async def work() -> QueueLimits:
         async with open_transport(settings) as transport:
-            return await limited(transport).set_limits(queue, **changes)
+            limits = await limited(transport).set_limits(queue, **changes)
+            log, endpoint = action_log(transport, settings.error_queue), settings.error_queue
+            await keep_action(log, endpoint, action, actor_here(), f"queue {queue}", limits.text, done=True)
+            return limits
 
     limits = asyncio.run(work())
-    received, at_once, rate, kinds = _cells(limits)
-    shown = f"✓ {queue}: {received}, {at_once or 'any number'} at once, {rate or 'any number'} a second"
-    screen.echo(f"{shown}; types at once: {kinds}" if kinds else shown, "green")
+    screen.echo(f"✓ {queue}: {limits.text}", "green")
     screen.document(_document(limits))
 
 
 def _cells(limits: QueueLimits) -> tuple[str, str, str, str]:
     rate = "" if limits.rate is None else f"{limits.rate:g}"
-    kinds = ", ".join(f"{name} {number}" for name, number in sorted(limits.handlers.items()))
-    return "paused" if limits.paused else "received", str(limits.concurrency or ""), rate, kinds
+    return "paused" if limits.paused else "received", str(limits.concurrency or ""), rate, limits.of_types
 
 
 def _document(limits: QueueLimits) -> dict[str, object]:

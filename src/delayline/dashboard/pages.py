@@ -37,6 +37,7 @@ from delayline.dashboard.model import (
     Unavailable,
 )
 from delayline.dashboard.overview import LATENESS_SPANS, SPANS, Overview
+from delayline.dashboard.queue_pages import QueuePages
 from delayline.dashboard.rendering import number
 from delayline.dashboard.service import EndpointService
 from delayline.dashboard.summary import lines
@@ -93,7 +94,7 @@ class Pages(Frame):
             for service in services
             for span in SPANS
         }
-        errors = ErrorPages(self._common)
+        errors, queues = ErrorPages(self._common), QueuePages(self._common)
         self._findings = Shared(partial(self._of_all, Overview.doctor), FRESH, clock)
         self.shown: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/": self.now,
@@ -109,6 +110,7 @@ class Pages(Frame):
             "/live/jobs": self.live_jobs,
             "/doctor": self.doctor,
             **errors.shown,
+            **queues.shown,
         }
         self.actions: Mapping[str, Callable[[Request], Awaitable[Response]]] = {
             "/waiting": self._action(self.change, "/waiting"),
@@ -118,6 +120,7 @@ class Pages(Frame):
             "/jobs/stop": self._action(self.stop_job, "/jobs"),
             "/jobs/resume": self._action(self.resume_job, "/jobs"),
             **errors.actions,
+            **queues.actions,
         }
 
     async def close(self) -> None:

@@ -36,6 +36,7 @@ PAGES: Final = (
     ("/waiting", "Waiting messages"),
     ("/schedules", "Schedules"),
     ("/errors", "Errors"),
+    ("/queues", "Queues"),
     ("/life", "A message's life"),
     ("/jobs", "Jobs"),
     ("/doctor", "Doctor"),

@@ -13,6 +13,7 @@ from delayline.dashboard.life import MessageLives
 from delayline.dashboard.overview import Overview
 from delayline.dashboard.pauses import PausedDispatching
 from delayline.dashboard.pending import PendingMessages
+from delayline.dashboard.queues import LimitedQueues
 from delayline.dashboard.schedules import RecurringMessages
 from delayline.dashboard.search import PendingSearch
 
@@ -63,6 +64,7 @@ class EndpointService:
         self.life: MessageLives = MessageLives(self.search, self.errors)
         self.schedules: RecurringMessages = RecurringMessages(back_ends, self.actions)
         self.pauses: PausedDispatching = PausedDispatching(back_ends, self.actions)
+        self.queues: LimitedQueues = LimitedQueues(back_ends, self.actions)
         self.jobs: PipelineJobs = PipelineJobs(back_ends, self.actions)
 
     async def __aenter__(self) -> EndpointService:

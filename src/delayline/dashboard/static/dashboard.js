@@ -32,7 +32,7 @@ function remember() {
 for (const table of document.querySelectorAll("table[data-rows]")) {
   const rows = [...table.tBodies[0].rows].map((row) => [...row.querySelectorAll("a, input, button")]).filter((row) => row.length);
   const reach = (row) => rows.forEach((controls) => controls.forEach((control) => { control.tabIndex = controls === row ? 0 : -1; }));
-  reach(rows[0]);
+  if (rows.length) reach(rows[0]);
   table.addEventListener("focusin", (event) => {
     const row = rows.find((controls) => controls.includes(event.target));
     if (row) reach(row);
