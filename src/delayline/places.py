@@ -84,7 +84,7 @@ class PlacePage:
     end: Key | None
     """The key behind which the next page begins; None at the end of the place."""
     looked_at: int
-    """How many messages were looked through."""
+    """About how many messages were looked through."""
     share: float = 0.0
     """How far through the place it is, from 0 to 1."""
     missed: str | None = None

@@ -34,7 +34,13 @@ from delayline.places import (
     pending_match,
     queued_match,
 )
-from delayline.transport import SupportsPeek, SupportsQueuePass, SupportsQueueStates
+from delayline.transport import (
+    SupportsPeek,
+    SupportsQueueAddresses,
+    SupportsQueueLookup,
+    SupportsQueuePass,
+    SupportsQueueStates,
+)
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Collection, Sequence
@@ -115,7 +121,7 @@ class SearchPage:
     matches: Sequence[MessageMatch]
     place: MessagePlace
     looked_at: int
-    """How many messages were looked through by now."""
+    """About how many messages were looked through by now."""
     share: float
     """About how far through all places the search is, from 0 to 1."""
     position: SearchPosition | None
@@ -414,15 +420,16 @@ class ListedQueue:
 
 @contextlib.asynccontextmanager
 async def open_places(
-    settings: Settings, kinds: Collection[PlaceKind] = tuple(PlaceKind)
+    settings: Settings, kinds: Collection[PlaceKind] = tuple(PlaceKind), *, queue: str | None = None
 ) -> AsyncIterator[list[SearchablePlace]]:
-    """Open the places of settings: of all endpoints in a database, of the named endpoint elsewhere.
+    """Open the places of settings: of all endpoints and queues that can be listed, and of the named endpoint.
 
     A place that cannot be opened is among them, and says why when it is searched.
 
     Args:
         settings: The settings.
         kinds: The kinds of places to open.
+        queue: A further queue, for back ends that cannot list them, such as that of a filter: `queue_of`.
     """
     places: dict[MessagePlace, SearchablePlace] = {}
     async with contextlib.AsyncExitStack() as stack:
@@ -433,7 +440,7 @@ async def open_places(
                 for each in await _open_waiting(stack, of_endpoint):
                     places.setdefault(each.place, each)
         if PlaceKind.QUEUES in kinds or PlaceKind.ERRORS in kinds:
-            for each in await _open_queues(stack, settings):
+            for each in await _open_queues(stack, settings, queue):
                 places.setdefault(each.place, each)
         yield [each for each in places.values() if each.place.kind in kinds]
 
@@ -472,12 +479,15 @@ async def _open_waiting(stack: contextlib.AsyncExitStack, settings: Settings) ->
     return places
 
 
-async def _open_queues(stack: contextlib.AsyncExitStack, settings: Settings) -> list[SearchablePlace]:
-    """Open the queues: of a database all, elsewhere those of the named endpoint."""
+async def _open_queues(
+    stack: contextlib.AsyncExitStack, settings: Settings, queue: str | None
+) -> list[SearchablePlace]:
+    """Open the queues that can be listed, and those that are named."""
     queues = [] if settings.endpoint is None else [settings.endpoint, *satellites_of(settings)]
+    queues += [] if queue is None else [queue]
     try:
         transport = await stack.enter_async_context(open_transport(settings))
-        return queue_places(transport, queues, settings.error_queue)
+        return await queue_places(transport, queues, settings.error_queue)
     except DelaylineError as error:
         return [
             *(ClosedPlace(MessagePlace(PlaceKind.QUEUES, queue), error) for queue in queues or [""]),
@@ -492,9 +502,20 @@ def waiting_places(store: object, endpoint: str) -> list[SearchablePlace]:
     return [ListedPending(endpoint, managed(store))]
 
 
-def queue_places(transport: Transport, queues: Sequence[str], error_queue: str) -> list[SearchablePlace]:
-    """Return all queues of a started transport, or the given ones where it has no tables. Raises ConfigurationError."""
+async def queue_places(transport: Transport, queues: Sequence[str], error_queue: str) -> list[SearchablePlace]:
+    """Return the queues of a started transport: all that it can list, and the given ones. Raises DelaylineError."""
     if isinstance(transport, SupportsSearch):
         return list(transport.searched_places(error_queue))
-    kinds = dict.fromkeys(queues, PlaceKind.QUEUES) | {error_queue: PlaceKind.ERRORS}
-    return [ListedQueue(transport, queue, kind) for queue, kind in kinds.items()]
+    listed = await transport.queues() if isinstance(transport, SupportsQueueLookup) else ()
+    addressed = transport.address_of if isinstance(transport, SupportsQueueAddresses) else str
+    names = {addressed(name): name for name in (*listed, *queues)}
+    names.pop(addressed(error_queue), None)
+    return [
+        *(ListedQueue(transport, name, PlaceKind.QUEUES) for name in names.values()),
+        ListedQueue(transport, error_queue, PlaceKind.ERRORS),
+    ]
+
+
+def queue_of(wanted: MessageFilter) -> str | None:
+    """Return the queue that a filter names; None where it names none, or several."""
+    return None if wanted.destination is None else pattern_of(wanted.destination).exact

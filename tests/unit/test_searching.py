@@ -67,7 +67,7 @@ async def test_what_only_lists_its_messages_is_searched_and_gone_on_with() -> No
     for queue in ("mail", "error"):
         operations = [TransportOperation(Message(f"{queue}{number}", {}, b"word"), queue) for number in range(4)]
         await transport.dispatch(operations)
-    places = [*waiting_places(store, "shop"), *queue_places(transport, ["mail"], "error")]
+    places = [*waiting_places(store, "shop"), *await queue_places(transport, ["mail"], "error")]
     for wanted in (MessageFilter(body="w*d"), MessageFilter(message_id="*")):
         # When each search finds two, while what was found may go
         found: list[str] = []

@@ -16,7 +16,7 @@ from delayline.cli.sets import WHERE
 from delayline.filters import MessageFilter, literal
 from delayline.places import PlaceKind
 from delayline.readable import local, relative, size
-from delayline.searching import Search, SearchPosition, open_places
+from delayline.searching import Search, SearchPosition, open_places, queue_of
 
 if TYPE_CHECKING:
     from delayline.cli.screen import Screen
@@ -91,7 +91,7 @@ async def _searched(
     limit: int,
 ) -> tuple[list[MessageMatch], Search]:
     matches: list[MessageMatch] = []
-    async with open_places(settings, kinds) as places:
+    async with open_places(settings, kinds, queue=queue_of(wanted)) as places:
         search = Search(places, wanted, kinds=kinds, position=start)
         try:
             with screen.progress() as bars:
@@ -112,7 +112,8 @@ def _show(screen: Screen, matches: list[MessageMatch], search: Search) -> None:
     if matches:
         columns = ("id", "where", "state", "destination", "due", "", "size")
         screen.table(columns, [_row(match, now) for match in matches])
-    screen.echo(f"{len(matches)} found" if matches else "no message found")
+    searched = ", ".join(map(str, search.searched))
+    screen.echo(f"{len(matches)} found" if matches else f"no message found in {searched or 'any place'}")
     for match in matches[:1] if len(matches) == 1 else ():
         if (command := further(match)) is not None:
             screen.echo(f"see also: {command}", "dim")

@@ -6,6 +6,7 @@ nobody waiting and holds up no cleaning of the table. The database checks what i
 
 from __future__ import annotations
 
+import math
 import time
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -46,6 +47,8 @@ FIRST_PAGE: Final = 2_000
 SMALLEST_PAGE: Final = 20
 LARGEST_PAGE: Final = 100_000
 PAGE_SECONDS: Final = 0.05
+#: Likewise for an id alone: an index of the ids in queues would cost each message there more than a scan costs here.
+ROWS_FOR_AN_ID: Final = 1_000_000
 #: Rows that a page reads, of those that the database lets through; fewer where bodies are read.
 READ_AT_ONCE: Final = 500
 BODIES_AT_ONCE: Final = 50
@@ -114,6 +117,8 @@ class SearchedTable(ABC):
             self._span = await self._database.read(partial(self._read_span, wanted=wanted))
         if self._span.last is None:
             return PlacePage([], None, 0, 1.0)
+        if after is None and _names_only_an_id(wanted):
+            self._at_once = ROWS_FOR_AN_ID
         began = time.monotonic()
         look = partial(self._page, wanted=wanted, after=after, most=most, span=self._span)
         try:
@@ -122,10 +127,28 @@ class SearchedTable(ABC):
             self._at_once = max(1, self._at_once // 8)
             raise
         took = max(time.monotonic() - began, 1e-4)
-        if page.looked_at >= self._at_once or took > PAGE_SECONDS:
+        if self._at_once <= LARGEST_PAGE and (page.looked_at >= self._at_once or took > PAGE_SECONDS):
             fitting_one = int(self._at_once * min(4.0, max(0.25, PAGE_SECONDS / took)))
             self._at_once = min(LARGEST_PAGE, max(SMALLEST_PAGE, fitting_one))
         return page
+
+    def _left(self, span: Span, after: Key | None) -> float:
+        """Return how many rows there are behind a key at most."""
+        [key, *more] = span.last
+        return math.inf if more else int(key) - (after if isinstance(after, int) else int(span.first[0]) - 1)
+
+    def _end_of_page(
+        self, connection: Connection, behind: Sequence[ColumnElement[bool]], order: Sequence[Column[Any]], span: Span
+    ) -> tuple[tuple[Any, ...], int]:
+        """Return the last key of a page, and how many rows it has."""
+        keys = self._keys
+        query = self._look(select(*keys).where(*behind).order_by(*order))
+        if len(keys) == 1:
+            page = query.limit(self._at_once).subquery()
+            last, number = connection.execute(select(func.max(page.c[keys[0].name]), func.count())).one()
+            return (span.last if last is None else (last,)), int(number)
+        row = connection.execute(query.offset(self._at_once - 1).limit(1)).first()
+        return (span.last, 0) if row is None else (tuple(row), self._at_once)
 
     def _read_span(self, connection: Connection, wanted: MessageFilter) -> Span:
         within, keys = self._within(wanted), self._keys
@@ -146,10 +169,10 @@ class SearchedTable(ABC):
             behind.append(self._compared(self._decoded(after), later=True))
         if (exact := self._by_id(wanted)) is not None:
             last, looked_at, conditions = span.last, 1, [*behind, exact]
+        elif _names_only_an_id(wanted) and (rows_left := self._left(span, after)) <= self._at_once:
+            last, looked_at, conditions = span.last, int(rows_left), behind
         else:
-            ends = select(*keys).where(*behind).order_by(*order).offset(self._at_once - 1).limit(1)
-            row = connection.execute(self._look(ends)).first()
-            last, looked_at = (span.last, 0) if row is None else (tuple(row), self._at_once)
+            last, looked_at = self._end_of_page(connection, behind, order, span)
             conditions = [*behind, self._compared(last, later=False)]
         reads_bodies = self._reads_bodies(wanted)
         at_once = BODIES_AT_ONCE if reads_bodies else READ_AT_ONCE
@@ -157,8 +180,8 @@ class SearchedTable(ABC):
         rows = connection.execute(self._look(query.order_by(*order).limit(at_once))).all()
         if len(rows) == at_once:  # there may be more before the end of the page
             last, looked_at = tuple(rows[-1][: len(keys)]), at_once
-        left = wanted if reads_bodies else replace(wanted, body=None)
-        matches = self._matching(connection, left, rows)
+        unchecked = wanted if reads_bodies else replace(wanted, body=None)
+        matches = self._matching(connection, unchecked, rows)
         if len(matches) > most:
             matches = matches[:most]
             last = matches[-1][0]
@@ -403,3 +426,10 @@ class SearchedJournal(SearchedTable):
             query = select(func.max(columns.seq)).where(columns.id.in_(wanted[first : first + 500]))
             last.update(connection.execute(query.group_by(columns.id, columns.store)).scalars())
         return last
+
+
+def _names_only_an_id(wanted: MessageFilter) -> bool:
+    """Return whether no headers and bodies are read: of those with the id only."""
+    if wanted.message_id is None or wanted.body is not None or wanted.checks_headers:
+        return False
+    return pattern_of(wanted.message_id).exact is not None
