@@ -15,6 +15,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from delayline.checks import full_scheme
+from delayline.clock import ONE_SECOND
 from delayline.delayed.delivery import StoredDelivery
 from delayline.errors import ConfigurationError, DelaylineError
 from delayline.masking import masked
@@ -89,6 +90,48 @@ class DueWithin:
 
     span: timedelta
     count: int
+
+
+@dataclass(frozen=True, slots=True)
+class DueBy:
+    """How many of the messages that wait in a back end itself are due within a span of time.
+
+    Attributes:
+        span: The time from now.
+        at_least: How many are due by then for certain.
+        estimate: How many probably are.
+        at_most: How many may be.
+    """
+
+    span: timedelta
+    at_least: int
+    estimate: int
+    at_most: int
+
+
+def due_by(counts: Sequence[DueWithin], spans: Sequence[timedelta]) -> list[DueBy]:
+    """Return the bounds of how many messages are due within each span, from the counts of a back end.
+
+    A message of a delay level has up to half of the level's span left in it, and then any part of the rest below: a
+    triangular distribution. The bounds are certain, its shape is an estimate.
+    """
+    return [
+        DueBy(
+            span,
+            at_least=sum(within.count for within in counts if within.span <= span),
+            estimate=round(sum(within.count * _share(span, within.span) for within in counts)),
+            at_most=sum(within.count for within in counts),
+        )
+        for span in spans
+    ]
+
+
+def _share(span: timedelta, longest: timedelta) -> float:
+    """Return how much of a triangle from now to a second after the longest time lies before the span's end."""
+    part = 2 * (span / (longest + ONE_SECOND))
+    if span >= longest:
+        return 1.0
+    return part * part / 2 if part <= 1 else 1 - (2 - part) ** 2 / 2
 
 
 class MessageWriter(Protocol):

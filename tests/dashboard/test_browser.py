@@ -331,10 +331,17 @@ def test_a_store_on_a_server_is_searched_and_changed(elsewhere: Browser) -> None
 @pytest.mark.parametrize("elsewhere", ["rabbitmq_url"], indirect=True)
 def test_delay_levels_are_counted_and_unsupported_pages_show_a_reason(elsewhere: Browser) -> None:
     browser = elsewhere
-    assert "Delay levels" in browser.loaded("/")
+    assert "in delay levels" in browser.loaded("/")
     browser.picture("now-levels")
-    for path in ("/forecast", "/waiting"):
-        assert "delay levels" in browser.loaded(path)
+    assert "delay levels" in browser.loaded("/waiting")
+    # What is due by when is a picture, and a table of bounds, without a reason why there is none
+    browser.open("/forecast")
+    assert browser.shows("61 in delay levels")
+    assert browser.all(".only-wide .column .s0")
+    assert "can be counted" not in browser.text
+    browser.picture("forecast-levels")
+    browser.follow("next hour")
+    assert browser.shows("59 min")
     edits_and_retries(browser)
 
 

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from delayline.dashboard.charts import Colours, Column, HeatMap, compact, forecast, heat_map, seconds
+from delayline.dashboard.charts import Bounds, Colours, Column, HeatMap, bounds, compact, forecast, heat_map, seconds
 from delayline.dashboard.contents import body_of
 from delayline.dashboard.rendering import visible
 
@@ -82,6 +82,15 @@ def test_a_heat_map_shows_each_number_once_and_the_percentiles_as_lines() -> Non
 @pytest.mark.parametrize("data", [HeatMap([], [1.0], []), HeatMap(["09:00"], [1.0], [[0, 0]], [0.0], [0.0])])
 def test_a_heat_map_of_nothing_is_drawn(data: HeatMap) -> None:
     ElementTree.fromstring(heat_map(data, width=400))  # noqa: S314 - ours
+
+
+def test_what_is_due_by_then_is_drawn_between_its_bounds() -> None:
+    levels = [Bounds("1 min", 0, 2, 8), Bounds("1 h", 6, 7, 8), Bounds("1 d", 8, 8, 8)]
+    drawn = bounds(levels, width=1040, name="a")
+    assert "within 1 h: at least 6, at most 8, probably 7" in drawn
+    hatched, certain = ([float(one.get("height", "")) for one in parts(drawn, kind)] for kind in ("hatch", "s0"))
+    assert [round(8 * low / (high + low)) for high, low in zip(hatched, certain, strict=True)] == [0, 6, 8]
+    assert bounds([], width=320, name="a")
 
 
 def test_names_keep_their_colours() -> None:

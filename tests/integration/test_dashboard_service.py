@@ -12,7 +12,7 @@ from tests.eventually import eventually_async
 from delayline import Headers, Message, MessageFilter
 from delayline.actions import JobState, OperatorAction
 from delayline.composition import endpoint_from, transport_of
-from delayline.dashboard.model import PendingPage, Unavailable
+from delayline.dashboard.model import LevelForecast, PendingPage, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.doctor import State
 from delayline.error_queue import managed_queues
@@ -151,6 +151,7 @@ async def test_delay_levels_are_counted_and_unsupported_features_have_a_reason(r
             await service.search.page(),
             await service.overview.forecast("day"),
         )
+        levels = await service.levels.forecast(timedelta(0), timedelta(days=4000))
         groups, outcome = (
             await service.errors.groups(),
             await service.pending.change(OperatorAction.CANCEL, ["m0"], actor="ann"),
@@ -159,9 +160,14 @@ async def test_delay_levels_are_counted_and_unsupported_features_have_a_reason(r
         [retried] = await service.errors.retry(["e1"], actor="ann")
         late = await service.overview.now()
     # Then the levels are counted
-    assert not isinstance(now.levels, Unavailable)
-    assert sum(level.count for level in now.levels) == 3
+    assert isinstance(now.levels, LevelForecast)
+    assert isinstance(levels, LevelForecast)
+    assert now.levels.total == sum(level.count for level in now.levels.levels) == 3
+    # And when they are due is bounded
+    assert [(due.at_least, due.at_most) for due in levels.due] == [(0, 3), (3, 3)]
     # And what cannot be shown or done has its reason
+    assert isinstance(now.throughput, Unavailable)
+    assert now.throughput.reason == "this is made of minute rows, which are kept in SQL databases only, not in amqp:"
     for part in (page, forecast, now.due):
         assert isinstance(part, Unavailable)
         assert "delay levels" in part.reason

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 
+from delayline.backends import DueBy, due_by
 from delayline.errors import BackendUnusable
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin.limits import lift_levels
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, version_of
 from delayline.rabbitmq.admin.operations import (
     WINDOWS,
-    Window,
     catch_all_off,
     catch_all_on,
     create,
+    due_within,
     pending,
-    windows,
 )
 from delayline.rabbitmq.admin.verification import examine, verify
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
@@ -134,12 +135,12 @@ def test_due_times_in_levels_are_bounded_and_estimated() -> None:
     # Given 100 messages that have up to 63 s left, and 10 up to a day and a half
     counts = [0] * 28
     counts[5], counts[16] = 100, 10
-    found = {window.seconds: window for window in windows(counts)}
+    found = {int(due.span.total_seconds()): due for due in due_by(due_within(counts), WINDOWS)}
 
     # Then most of the first are due within a minute, all within an hour; the others within a week
     assert (found[60].at_least, found[60].at_most) == (0, 110)
     assert 95 <= found[60].estimate < 100
     assert (found[3600].at_least, found[3600].estimate) == (100, 100)
     assert 100 < found[86_400].estimate < 110
-    assert found[7 * 86_400] == Window(7 * 86_400, at_least=110, estimate=110, at_most=110)
-    assert found[WINDOWS[-1]].at_least == 110
+    assert found[7 * 86_400] == DueBy(timedelta(days=7), at_least=110, estimate=110, at_most=110)
+    assert found[2**28 - 1].at_least == 110

@@ -67,7 +67,7 @@ def state(*, overdue: int = 0, errors: int = 0, alive: bool = True) -> Now:
     due = DueCounts(replace(nothing, count=overdue), nothing, nothing, nothing, nothing, NOW - timedelta(hours=1))
     processes = [ProcessState(row(-2, 5, IN_TIME), alive)]
     unknown = Unavailable("unknown")
-    return Now(NOW, due, unknown, unknown, processes, unknown, errors, unknown)
+    return Now(NOW, due, unknown, unknown, processes, unknown, errors, None)
 
 
 def test_the_worst_endpoint_comes_first_and_says_why() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,11 +22,13 @@ from delayline.readable import duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from datetime import timedelta
 
+    from delayline.backends import DueBy
     from delayline.cli.screen import Screen
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.admin.move import Levels, Report
-    from delayline.rabbitmq.admin.operations import BlockedMessages, Window
+    from delayline.rabbitmq.admin.operations import BlockedMessages
     from delayline.rabbitmq.admin.verification import Check
     from delayline.rabbitmq.infrastructure import DelayInfrastructure
     from delayline.settings import Settings
@@ -327,17 +328,22 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure,
     messages without a destination are counted separately: exit code 1 when there are any, or when their number is
     unknown without the management API.
     """
+    from delayline.backends import due_by
     from delayline.rabbitmq.admin import operations
 
     counts = asyncio.run(operations.pending(address, levels))
     blocked = asyncio.run(operations.overdue(address, levels))
-    windows = operations.windows(counts)
+    levels_due = operations.due_within(counts)
+    windows = due_by(levels_due, operations.WINDOWS)
     total, largest = sum(counts), max(counts)
-    used = [(level, number) for level, number in enumerate(counts) if number]
+    used = [(level, within) for level, within in enumerate(levels_due) if within.count]
     if used:
         screen.table(
             ("level", "messages", "due within", ""),
-            [(f"{level:02}", number, _within((2 << level) - 1), bar(number, largest)) for level, number in used],
+            [
+                (f"{level:02}", within.count, duration(within.span), bar(within.count, largest))
+                for level, within in used
+            ],
         )
         screen.table(("due within", "surely", "probably"), [_row(window, total) for window in windows])
     screen.echo(f"{total} pending {'message' if total == 1 else 'messages'} in {levels.prefix}.* at {address}")
@@ -345,9 +351,11 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure,
     screen.document(
         {
             "total": total,
-            "levels": [{"level": level, "count": number, "due_within": (2 << level) - 1} for level, number in used],
+            "levels": [
+                {"level": level, "count": within.count, "due_within": _seconds(within.span)} for level, within in used
+            ],
             "windows": [
-                {"seconds": window.seconds, "at_least": window.at_least, "estimate": window.estimate}
+                {"seconds": _seconds(window.span), "at_least": window.at_least, "estimate": window.estimate}
                 for window in windows
             ],
             **_blocked_document(blocked),
@@ -357,12 +365,12 @@ def pending(screen: Screen, address: BrokerAddress, levels: DelayInfrastructure,
         click.get_current_context().exit(EXIT_FAILED)
 
 
-def _row(window: Window, total: int) -> Sequence[object]:
-    return _within(window.seconds), window.at_least, f"{window.estimate} of {total}"
+def _row(window: DueBy, total: int) -> Sequence[object]:
+    return duration(window.span), window.at_least, f"{window.estimate} of {total}"
 
 
-def _within(seconds: int) -> str:
-    return duration(timedelta(seconds=seconds))
+def _seconds(span: timedelta) -> int:
+    return int(span.total_seconds())
 
 
 @rabbitmq.command("catch-all", epilog=examples("delayline rabbitmq catch-all on", "delayline rabbitmq catch-all off"))

@@ -152,8 +152,12 @@ class BackEnds:
         """Return the present time on the store's clock."""
         return (await self.store_clock()).now()
 
-    def sql_store(self) -> SqlDelayedMessageStore:
-        """Return the store if it has tables, open or not; raises ConfigurationError if it has none."""
+    def sql_store(self, kept: str) -> SqlDelayedMessageStore:
+        """Return the store if it has tables, open or not; raises ConfigurationError if it has none.
+
+        Args:
+            kept: What would be in the tables, for the error: `journals are`.
+        """
         if self.settings is None:
             store = None if self._endpoint is None else self._endpoint.store
             from delayline.sql.store import SqlDelayedMessageStore
@@ -167,7 +171,8 @@ class BackEnds:
             return SqlDelayedMessageStore(
                 self.settings.resolved_store_url, table_name=self.settings.table_name, schema=self.settings.schema
             )
-        raise ConfigurationError("this needs a store in a SQL database: others have no tables for it")
+        where = self.delayed_at if self.settings is None else f"{backend_of(self.settings.resolved_store_url).scheme}:"
+        raise ConfigurationError(f"{kept} kept in SQL databases only, not in {where}")
 
     def _started(self) -> Endpoint:
         assert self._endpoint is not None  # noqa: S101 - endpoint or settings

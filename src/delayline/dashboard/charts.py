@@ -161,6 +161,59 @@ def _capacity(columns: Sequence[Column], scale: _Logarithm, left: float, step: f
 
 
 @dataclass(frozen=True, slots=True)
+class Bounds:
+    """How many messages are due by then."""
+
+    label: str
+    """The time from now: `1 h`."""
+    at_least: int
+    estimate: int
+    at_most: int
+
+
+def bounds(columns: Sequence[Bounds], *, width: int, height: int = 240, name: str) -> str:
+    """Return what is due by each time: at least as a column, at most hatched above it, the estimate as a line.
+
+    Args:
+        columns: The times, earliest first.
+        width: In pixels, at which the text has its own size.
+        height: Likewise.
+        name: Begins the ids within the drawing: unique on the page.
+    """
+    left, floor = (46 if width > NARROWER_THAN else 36), height - BOTTOM
+    step = (width - left - RIGHT) / max(1, len(columns))
+    largest = max((bucket.at_most for bucket in columns), default=0)
+    parts = [_patterns(name), _line(left, floor, width - RIGHT, floor, "axis")]
+
+    def at(number: float) -> float:
+        return floor - (floor - TOP) * number / max(1, largest)
+
+    for level in sorted({round(largest * quarter / 4) for quarter in range(5)}):
+        parts.append(_line(left, at(level), width - RIGHT, at(level), "grid"))
+        parts.append(f'<text class="tick end" x="{left - 6}" y="{at(level) + 4:.1f}">{compact(level)}</text>')
+    each, gap = _labelled([bucket.label for bucket in columns], step), min(3.0, step * 0.12)
+    for position, bucket in enumerate(columns):
+        x, wide = left + position * step, step - 2 * gap
+        least, most = at(bucket.at_least), at(bucket.at_most)
+        title = f"within {bucket.label}: at least {bucket.at_least:,}, at most {bucket.at_most:,}"
+        parts += [
+            f'<g class="column"><title>{escape(title)}, probably {bucket.estimate:,}</title>',
+            _rectangle(x, TOP, step, floor - TOP, "hover"),
+            _rectangle(x + gap, most, wide, least - most, "cold"),
+            _rectangle(x + gap, most, wide, least - most, "hatch", f"url(#{name}-hatch)"),
+            _rectangle(x + gap, least, wide, floor - least, "s0"),
+            "</g>",
+        ]
+        if position % each == 0:
+            parts.append(_text(x + step / 2, floor + 16, bucket.label, "tick"))
+    heights = [
+        f"M{left + place * step:.1f} {at(bucket.estimate):.1f}h{step:.1f}" for place, bucket in enumerate(columns)
+    ]
+    parts.append(f'<path class="capacity" d="{"".join(heights)}"/>')
+    return _svg(width, height, f"Messages that are due by then, of {largest:,}", parts)
+
+
+@dataclass(frozen=True, slots=True)
 class HeatMap:
     """Dispatched messages by time and lateness."""
 

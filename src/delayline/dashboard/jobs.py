@@ -51,16 +51,16 @@ class PipelineJobs(PageQueries):
 
     @within_limit
     async def _rows(self, read: Callable[[Connection, Dialect, str | None], list[JobRow]]) -> list[JobRow]:
-        return await self.back_ends.sql_store().read_tables(read)
+        return await self.back_ends.sql_store("their records are").read_tables(read)
 
     @within_limit
     async def _migrations(self) -> list[JobRow]:
         work = await asyncio.to_thread(migrations)  # its import takes seconds
-        return await self.back_ends.sql_store().read_tables(work)
+        return await self.back_ends.sql_store("their records are").read_tables(work)
 
     @within_limit
     async def _cold_tier(self) -> list[JobRow]:
-        store = self.back_ends.sql_store()
+        store = self.back_ends.sql_store("their records are")
         return await store.read_tables(partial(cold_tier, store=store.table_of(self.back_ends.name).name))
 
 

@@ -42,9 +42,9 @@ class MessageLives(PageQueries):
     async def _journal(self, message_id: str) -> tuple[list[LifeEvent], str | None]:
         """Return the events of a message in the journal, and why there are none where no journal is kept."""
         try:
-            store = self.back_ends.sql_store()
+            store = self.back_ends.sql_store("no journal is kept: journals are")
         except ConfigurationError as error:
-            return [], f"no journal is kept: {error}"
+            return [], str(error)
         from delayline.sql.journal import events_of
 
         name = store.table_of(self.back_ends.name).name

@@ -16,7 +16,7 @@ from delayline.actions import ActionRecord
 from delayline.delayed.store import DueBucket
 
 if TYPE_CHECKING:
-    from delayline.backends import DueWithin
+    from delayline.backends import DueBy, DueWithin
     from delayline.telemetry.history import MinuteRow
     from delayline.transport import QueueLimits
 
@@ -89,6 +89,17 @@ class QueueState:
 
 
 @dataclass(frozen=True, slots=True)
+class LevelForecast:
+    """When the messages of delay levels are due, as far as the levels tell it."""
+
+    total: int
+    levels: Sequence[DueWithin]
+    """The shortest first."""
+    due: Sequence[DueBy]
+    """How many are due by the end of each span, at least and at most."""
+
+
+@dataclass(frozen=True, slots=True)
 class Now:
     """The page `Now` for an endpoint; each part is unavailable by itself."""
 
@@ -101,8 +112,8 @@ class Now:
     queues: Sequence[QueueState] | Unavailable
     errors: int | Unavailable
     """How many messages the error queue has."""
-    levels: Sequence[DueWithin] | Unavailable
-    """The delay levels; unavailable where no messages wait in levels."""
+    levels: LevelForecast | Unavailable | None
+    """The delay levels within a minute, an hour and a day; None where no messages wait in levels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,3 +462,12 @@ class Jobs:
     """The files that wait for their promotion, by day."""
     actions: Sequence[ActionRecord] | Unavailable
     """What people did, single actions and jobs, the last one first."""
+
+    @property
+    def same_reason(self) -> Unavailable | None:
+        """Why none of the pipeline's jobs can be shown, where it is the same for all; else None."""
+        reasons = {
+            part if isinstance(part, Unavailable) else None
+            for part in (self.schedules, self.dispatchers, self.migrations, self.cold_tier)
+        }
+        return reasons.pop() if len(reasons) == 1 else None

@@ -9,9 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final, cast
 
 from delayline import error_queue
-from delayline.backends import backend_of
 from delayline.clock import EPOCH, ONE_DAY, ONE_HOUR, ONE_MINUTE
-from delayline.composition import delays_url
 from delayline.dashboard.back_ends import PageQueries, refuse_memory, unavailable, within_limit
 from delayline.dashboard.live import Shared
 from delayline.dashboard.model import (
@@ -36,12 +34,14 @@ from delayline.transport import QueueLimits, SupportsQueueLimits, SupportsQueueL
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from delayline.backends import DueWithin
     from delayline.dashboard.back_ends import BackEnds
+    from delayline.dashboard.levels import DelayLevels
     from delayline.delayed.store import DueBucket, DueForecast
     from delayline.doctor import Finding
     from delayline.telemetry.history import MinuteRow
 
+#: The spans for which delay levels are counted on `Now`.
+NOW_WITHIN: Final = (ONE_MINUTE, ONE_HOUR, ONE_DAY)
 HALF_AN_HOUR: Final = timedelta(minutes=30)
 #: A process whose last row is older has ended, or cannot write.
 ALIVE: Final = timedelta(minutes=3)
@@ -76,6 +76,7 @@ LATENESS_SPANS: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
 NO_HISTORY: Final = (
     "no process of this endpoint has written minute rows: set history = true, or add MinuteHistory to its observers"
 )
+MINUTE_ROWS: Final = "this is made of minute rows, which are"
 NO_BACKLOG: Final = "no backlog was dispatched in the last day, so what the endpoint can dispatch is not known"
 #: A backlog was dispatched in a minute with so many messages at least, if most of them were late by more than this.
 BACKLOG_A_MINUTE: Final = 500
@@ -87,14 +88,15 @@ SILENT_WITHIN: Final = (timedelta(days=1), timedelta(days=60))
 class Overview(PageQueries):
     """The pages of an endpoint as a whole: now, forecast, lateness and the doctor's findings."""
 
-    def __init__(self, back_ends: BackEnds) -> None:
+    def __init__(self, back_ends: BackEnds, levels: DelayLevels) -> None:
         super().__init__(back_ends)
+        self._levels = levels
         self._day = Shared(self._rows_of_day, DAY_KEPT, back_ends.clock)
 
     async def now(self) -> Now:
         """Return the page `Now`."""
         due, recent, queues, errors, levels = await asyncio.gather(
-            self._due_counts(), self._recent(), self._queues(), self._error_count(), self._levels()
+            self._due_counts(), self._recent(), self._queues(), self._error_count(), self._levels.forecast(*NOW_WITHIN)
         )
         if isinstance(recent, Unavailable):
             return Now(self.back_ends.clock.now(), due, recent, recent, recent, queues, errors, levels)
@@ -142,6 +144,7 @@ class Overview(PageQueries):
         """
         _check_span(span, LATENESS_SPANS)
         length, step = LATENESS_SPANS[span]
+        self.back_ends.sql_store(MINUTE_ROWS)
         now = await self.back_ends.time()
         end = EPOCH + -(-(now - EPOCH) // step) * step
         start = end - -(-length // step) * step
@@ -196,7 +199,7 @@ class Overview(PageQueries):
         from delayline.telemetry.history import read_minutes
 
         name = self.back_ends.name
-        rows = await self.back_ends.sql_store().read_tables(
+        rows = await self.back_ends.sql_store(MINUTE_ROWS).read_tables(
             lambda connection, _, schema: read_minutes(connection, schema, name, start, end, scale=scale)
         )
         if rows is None:
@@ -204,11 +207,13 @@ class Overview(PageQueries):
         return rows
 
     async def _rows_of_day(self) -> list[MinuteRow]:
+        self.back_ends.sql_store(MINUTE_ROWS)
         now = await self.back_ends.time()
         return await self._minutes(now - ONE_DAY, now + ONE_MINUTE)
 
     @within_limit
     async def _recent(self) -> tuple[datetime, list[MinuteRow]]:
+        self.back_ends.sql_store(MINUTE_ROWS)  # says so where there can be no rows, before a store is opened
         now = await self.back_ends.time()
         rows = await self._minutes(now - HALF_AN_HOUR, now + ONE_MINUTE)
         for scale, span in zip((1, 60), SILENT_WITHIN, strict=True):
@@ -249,15 +254,6 @@ class Overview(PageQueries):
     @within_limit
     async def _error_count(self) -> int:
         return await (await self.back_ends.queues()).count(self.back_ends.error_queue)
-
-    @within_limit
-    async def _levels(self) -> Sequence[DueWithin]:
-        settings = self.back_ends.settings
-        url = None if settings is None else delays_url(settings)
-        counts = () if url is None else await backend_of(url).count_pending(url)
-        if not counts:
-            raise ConfigurationError("no messages wait in delay levels")
-        return counts
 
     @within_limit
     async def _forecast(self, span: str) -> tuple[datetime, DueForecast, DueForecast | None]:

@@ -34,6 +34,7 @@ from delayline.dashboard.model import (
     Forecast,
     ForecastBar,
     Lateness,
+    LevelForecast,
     Unavailable,
 )
 from delayline.dashboard.overview import LATENESS_SPANS, SPANS, Overview
@@ -163,10 +164,16 @@ class Pages(Frame):
         """Show when messages are due, and what of it the drain rate cannot dispatch."""
         service = self._service(request)
         span = request.query_params.get("span", "all")
-        due_forecast = await self._forecasts[service.name, span if span in SPANS else "all"]()
+        span = span if span in SPANS else "all"
+        due_forecast, levels = await asyncio.gather(
+            self._forecasts[service.name, span](), service.levels.forecast(*SPANS[span])
+        )
         context: dict[str, Any] = {"spans": SPAN_TITLES, "span": span, "due_forecast": due_forecast, "drawing": None}
         if isinstance(due_forecast, Forecast):
             context["drawing"] = _drawn_forecast(due_forecast, self._colours)
+        context.update(levels=levels, alone=service.levels.alone and levels is not None, drawn_levels=None)
+        if isinstance(levels, LevelForecast):
+            context["drawn_levels"] = _drawn_levels(levels)
         return self._page(request, "forecast.html", "/forecast", service, **context)
 
     async def lateness(self, request: Request) -> Response:
@@ -365,6 +372,16 @@ def _drawn_forecast(due_forecast: Forecast, colours_of: charts.Colours) -> dict[
         "cold": any(bucket.cold for bucket in columns),
         "total": number(total, about=not exact, at_least=more),
         "above": sum(bucket.exceeds for bucket in columns),
+    }
+
+
+def _drawn_levels(levels: LevelForecast) -> dict[str, Any]:
+    """Return the drawings of what is due in delay levels."""
+    bounds = [charts.Bounds(charts.short(due.span), due.at_least, due.estimate, due.at_most) for due in levels.due]
+    return {
+        "wide": Markup(charts.bounds(bounds, width=WIDE_WIDTH, name="levels-wide")),  # noqa: S704 - escaped there
+        "narrow": Markup(charts.bounds(bounds, width=NARROW_WIDTH, height=240, name="levels-narrow")),  # noqa: S704
+        "rows": bounds,
     }
 
 

@@ -9,6 +9,7 @@ from delayline.dashboard.actions import Actions
 from delayline.dashboard.back_ends import BackEnds
 from delayline.dashboard.errors import FailedMessages
 from delayline.dashboard.jobs import PipelineJobs
+from delayline.dashboard.levels import DelayLevels
 from delayline.dashboard.life import MessageLives
 from delayline.dashboard.overview import Overview
 from delayline.dashboard.pauses import PausedDispatching
@@ -57,7 +58,8 @@ class EndpointService:
         self.back_ends: BackEnds = back_ends
         self.name: str = back_ends.name
         self.actions: Actions = Actions(back_ends)
-        self.overview: Overview = Overview(back_ends)
+        self.levels: DelayLevels = DelayLevels(back_ends)
+        self.overview: Overview = Overview(back_ends, self.levels)
         self.search: PendingSearch = PendingSearch(back_ends, search_time)
         self.pending: PendingMessages = PendingMessages(self.search, self.actions)
         self.errors: FailedMessages = FailedMessages(back_ends, self.actions, search_time)

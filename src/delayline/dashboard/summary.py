@@ -72,9 +72,16 @@ def _line(name: str, now: Now | Unavailable) -> EndpointLine:
 def _reasons(now: Now) -> Iterator[tuple[str, str]]:
     """Yield what is wrong or not known: a kind and a text each."""
     yield from _of_processes(now)
-    if isinstance(now.due, Unavailable):
+    if isinstance(now.levels, Unavailable):
+        yield "bad" if now.levels.temporary else "", "delay levels are not known"
+    elif isinstance(now.due, Unavailable) and now.levels is None:
         yield "bad" if now.due.temporary else "", "due messages are not known"
-    elif now.due.overdue.count and now.due.earliest and now.at - now.due.earliest > LATE:
+    if (
+        not isinstance(now.due, Unavailable)
+        and now.due.overdue.count
+        and now.due.earliest
+        and now.at - now.due.earliest > LATE
+    ):
         yield "bad", f"overdue for {duration(now.at - now.due.earliest)}"
     if isinstance(now.errors, Unavailable):
         yield "bad" if now.errors.temporary else "", "errors are not known"

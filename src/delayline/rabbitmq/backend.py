@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
-from delayline.backends import Backend, BulkRoute, DueWithin
+from delayline.backends import Backend, BulkRoute
 from delayline.errors import ConfigurationError
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.delivery import DelayLevelDelivery
@@ -18,7 +18,7 @@ from delayline.rabbitmq.transport import RabbitMQTransport
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from delayline.backends import BackendOptions, BackendUse, Findings
+    from delayline.backends import BackendOptions, BackendUse, DueWithin, Findings
     from delayline.delayed.delivery import StoredDelivery
     from delayline.transport import Transport
 
@@ -102,10 +102,9 @@ class RabbitMQBackend(Backend):
 
     async def count_pending(self, url: str) -> Sequence[DueWithin]:
         """Return how many messages are in each level."""
-        from delayline.rabbitmq.admin.operations import pending
+        from delayline.rabbitmq.admin.operations import due_within, pending
 
-        counts = await pending(*_levels(url))
-        return [DueWithin(timedelta(seconds=(2 << level) - 1), count) for level, count in enumerate(counts)]
+        return due_within(await pending(*_levels(url)))
 
     def as_sent(self, store: object) -> object:
         """Return the management of a store in front of the levels, where messages may wait for them."""

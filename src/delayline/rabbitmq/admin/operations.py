@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import re
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from delayline.clock import SystemClock
+from delayline.backends import DueWithin
+from delayline.clock import ONE_DAY, ONE_HOUR, ONE_MINUTE, SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, QueueNotFound
 from delayline.rabbitmq.admin import limits
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, effective, version_of
@@ -26,7 +28,7 @@ from delayline.rabbitmq.browsing import count, must_exist
 from delayline.rabbitmq.connection import BrokerConnection
 from delayline.rabbitmq.delivery_limits import LIMITED_FROM, reason
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
-from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY
+from delayline.rabbitmq.levels import LEVELS, MAXIMUM_DELAY, remaining
 from delayline.rabbitmq.refusals import NotFound, PreconditionFailed
 from delayline.rabbitmq.topology import TOPOLOGY_TYPES
 
@@ -37,8 +39,13 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress
     from delayline.rabbitmq.amqp.channel import Channel
 
-#: Times for which the number of due messages is estimated, in seconds from now.
-WINDOWS: Final = (60, 3600, 86_400, 7 * 86_400, 30 * 86_400, 365 * 86_400, MAXIMUM_DELAY)
+#: Times from now for which the number of due messages is estimated.
+WINDOWS: Final = (
+    ONE_MINUTE,
+    ONE_HOUR,
+    *(days * ONE_DAY for days in (1, 7, 30, 365)),
+    timedelta(seconds=MAXIMUM_DELAY),
+)
 SETUP_PATIENCE: Final = 5.0
 """Seconds that a set-up waits for the management API."""
 NOT_CAUGHT: Final = (
@@ -63,16 +70,6 @@ class BlockedMessages:
             "limit away, or read the catch-all queue, before this broker is switched off. To see the cause: delayline "
             "rabbitmq verify"
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Window:
-    """Number of messages due within so many seconds: certain, probable and maximum, from the counts of the levels."""
-
-    seconds: int
-    at_least: int
-    estimate: int
-    at_most: int
 
 
 async def create(address: BrokerAddress, infrastructure: DelayInfrastructure) -> None:
@@ -153,29 +150,11 @@ async def overdue(
     return BlockedMessages({name: number} if number else {}, unseen)
 
 
-def windows(counts: Sequence[int]) -> list[Window]:
-    """Return an estimate of when messages come due, from the counts of the levels.
-
-    A message at level n has up to 2^n seconds left there, and then any number of the seconds below: a triangular
-    distribution from 0 to 2^(n+1). Its bounds are certain, its shape is an estimate.
-    """
+def due_within(counts: Sequence[int]) -> list[DueWithin]:
+    """Return the counts of the levels with the longest time that a message of each has left."""
     return [
-        Window(
-            seconds,
-            at_least=sum(number for level, number in enumerate(counts) if (2 << level) - 1 <= seconds),
-            estimate=round(sum(number * _share(seconds, 1 << level) for level, number in enumerate(counts))),
-            at_most=sum(counts),
-        )
-        for seconds in WINDOWS
+        DueWithin(timedelta(seconds=remaining(MAXIMUM_DELAY, level)), number) for level, number in enumerate(counts)
     ]
-
-
-def _share(seconds: int, length: int) -> float:
-    """Return how much of a triangle from 0 to twice the length lies before so many seconds."""
-    part = seconds / length
-    if part >= 2 or seconds >= 2 * length - 1:
-        return 1.0
-    return part * part / 2 if part <= 1 else 1 - (2 - part) ** 2 / 2
 
 
 LONGEST_TYPE: Final = 240  # bytes of UTF-8: names of exchanges and keys have 255
