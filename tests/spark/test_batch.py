@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import pyarrow as pa
 import pytest
 from pyspark.errors import PySparkException
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from tests.spark.stores import DUE, frame, many
 
 if TYPE_CHECKING:
@@ -55,6 +56,28 @@ def test_partitions_cover_everything_once(spark: SparkSession, store: StoreAt) -
     ids = data.select("id").toArrow().column("id").to_pylist()
     assert sorted(ids) == sorted(f"m{number}" for number in range(1000))
     assert data.rdd.getNumPartitions() == 7
+
+
+def test_partitions_are_even_though_nearly_all_is_due_in_one_hour(spark: SparkSession, store: StoreAt) -> None:
+    hour = many(spark, 500).withColumn(
+        "due", F.expr("timestamp_seconds(1900000000 + CAST(substr(id, 2) AS INT) % 3600)")
+    )
+    far = frame(spark, "far", due=pa.array([datetime(2099, 1, 1, tzinfo=UTC)], pa.timestamp("us", "UTC")))
+    write(hour.union(far), store)
+    for order in ("due", "id"):
+        data = read(spark, store, numPartitions="5", partitionBy=order)
+        sizes = data.groupBy(F.spark_partition_id()).count().toArrow().column("count").to_pylist()
+        assert sum(sizes) == 501
+        assert max(sizes) == 101
+
+
+def test_a_read_has_no_more_partitions_than_connections_or_messages(spark: SparkSession, store: StoreAt) -> None:
+    write(many(spark, 100), store)
+    assert read(spark, store, numPartitions="7", maxConnections="3").rdd.getNumPartitions() == 3
+    assert read(spark, store, numPartitions="300").rdd.getNumPartitions() == 32  # of 200 connections
+    assert read(spark, store).rdd.getNumPartitions() == 1
+    with pytest.raises(PySparkException, match="maxConnections='0' must be a whole number of 1"):
+        read(spark, store, maxConnections="0").count()
 
 
 def test_an_empty_store_has_no_rows_and_its_columns(spark: SparkSession, store: StoreAt) -> None:

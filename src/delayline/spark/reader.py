@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pyarrow as pa
@@ -17,11 +16,11 @@ from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
 
-from delayline.bulk.scan import Condition, PendingScan, Span
+from delayline.bulk.scan import Condition, Order, PendingScan, Span
 from delayline.bulk.stream_claims import StreamClaims
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
-from delayline.spark.options import FORMAT, REQUIRED, SOURCE_COLUMNS, StoreOptions, instant_option, whole_option
+from delayline.spark.options import FORMAT, REQUIRED, SOURCE_COLUMNS, StoreOptions, choice, instant_option, whole_option
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 
 DEFAULT_PARTITIONS: Final = 2
 ROWS_AT_ONCE: Final = 10_000
+#: A read has no more partitions than messages fill, unless it is told how many.
+ROWS_A_PARTITION: Final = 50_000
+PARTITIONED_BY: Final[tuple[Order, ...]] = ("due", "id")
 #: The filters of Spark that the store's table can evaluate exactly, with their operators.
 COMPARISONS: Final[Mapping[type[Filter], str]] = {
     datasource.EqualTo: "=",
@@ -44,8 +46,8 @@ COMPARISONS: Final[Mapping[type[Filter], str]] = {
 
 
 @dataclass
-class DuePartition(InputPartition):
-    """The messages in a range of due times."""
+class SpanPartition(InputPartition):
+    """The messages in a range of due times, or of ids."""
 
     span: Span
 
@@ -56,7 +58,8 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
         self._schema = checked_schema(schema)
-        self._partitions = whole_option(options, "numPartitions", DEFAULT_PARTITIONS)
+        self._partitions = whole_option(options, "numPartitions", 1) if "numPartitions" in options else None
+        self._order = choice(options, "partitionBy", PARTITIONED_BY)
         self._at_once = whole_option(options, "fetchSize", ROWS_AT_ONCE)
         self._conditions: list[Condition] = []
         due_from, due_to = instant_option(options, "dueFrom"), instant_option(options, "dueTo")
@@ -67,25 +70,26 @@ class BatchReader(DataSourceReader):
         if "destination" in options:
             self._conditions.append(Condition("destination", "=", options["destination"]))
 
-    def partitions(self) -> Sequence[DuePartition]:
-        """Divide the range of due times evenly."""
-        first, last = self._waiting.range()
-        if first is None or last is None:
-            return [DuePartition(Span(None, None))]
-        step = (last - first) / self._partitions
-        cuts = [first + step * number for number in range(1, self._partitions)] if step > timedelta(0) else []
-        return [DuePartition(Span(start, end)) for start, end in zip([None, *cuts], [*cuts, None], strict=True)]
+    def partitions(self) -> Sequence[SpanPartition]:
+        """Divide the messages evenly, with no more partitions than the job may have connections."""
+        most = self._store.connections
+        if self._partitions is None:
+            spans = self._waiting.spans(most, ROWS_A_PARTITION)
+        else:
+            spans = self._waiting.spans(min(self._partitions, most))
+        return [SpanPartition(span) for span in spans]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
         """Read a range."""
-        if not isinstance(partition, DuePartition):
+        if not isinstance(partition, SpanPartition):
             raise TypeError(f"{partition!r} is not a partition of this reader")
         for rows in self._waiting.rows(self._schema.names, partition.span, self._at_once):
             yield arrow_batch(rows, self._schema)
 
     @property
     def _waiting(self) -> PendingScan:
-        return PendingScan(self._store.address, self._store.table, self._store.schema, self._conditions)
+        store = self._store
+        return PendingScan(store.address, store.table, store.schema, self._conditions, order=self._order)
 
 
 class PushingReader(BatchReader):

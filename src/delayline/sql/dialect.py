@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from sqlalchemy import and_, bindparam, delete, inspect, tuple_
+from sqlalchemy import and_, bindparam, delete, inspect, literal, or_, tuple_
 from sqlalchemy.exc import DBAPIError
 
 from delayline.delayed.outbox import LONGEST_ROW_PREFIX
@@ -319,6 +319,14 @@ class BulkStatements(ABC):
         Reads a bounded number of rows, or the database's statistics; there is no open transaction.
         """
 
+    def from_key(self, columns: Sequence[Column[Any]], key: Sequence[Any]) -> ColumnElement[bool]:
+        """Return the condition that a row is at the key or after it in the order of the columns, which are an index."""
+        return tuple_(*columns) >= tuple_(*map(literal, key, (column.type for column in columns)))
+
+    def before_key(self, columns: Sequence[Column[Any]], key: Sequence[Any]) -> ColumnElement[bool]:
+        """Return the condition that a row is before the key in the order of the columns, which are an index."""
+        return tuple_(*columns) < tuple_(*map(literal, key, (column.type for column in columns)))
+
     def delete_copied(self, connection: Connection, table: Table, copy: Table, key: str) -> int:
         """Delete the rows whose keys are in `copy`, and return their number."""
         return connection.execute(delete(table).where(table.c[key] == copy.c[key])).rowcount
@@ -567,6 +575,24 @@ class Dialect(ABC):
 
     def __str__(self) -> str:
         return str(self.connections)
+
+
+def from_key_by_columns(columns: Sequence[Column[Any]], key: Sequence[Any]) -> ColumnElement[bool]:
+    """Return `BulkStatements.from_key` without row values, by which some products find no rows in an index."""
+    (column, *others), (value, *rest) = columns, key
+    if not others:
+        last: ColumnElement[bool] = column >= value
+        return last
+    return or_(column > value, and_(column == value, from_key_by_columns(others, rest)))
+
+
+def before_key_by_columns(columns: Sequence[Column[Any]], key: Sequence[Any]) -> ColumnElement[bool]:
+    """Return `BulkStatements.before_key` without row values."""
+    (column, *others), (value, *rest) = columns, key
+    if not others:
+        last: ColumnElement[bool] = column < value
+        return last
+    return or_(column < value, and_(column == value, before_key_by_columns(others, rest)))
 
 
 def conflict_columns(table: Table, key: str) -> Sequence[str]:

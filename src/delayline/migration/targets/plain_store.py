@@ -107,6 +107,6 @@ class PlainSession(DeliverySession):
         for first in range(0, len(ids), ASKED_AT_ONCE):
             asked = [Condition("id", "in", ids[first : first + ASKED_AT_ONCE])]
             waiting = PendingScan(self.url, f"{self.endpoint}{TIMEOUTS_SUFFIX}", self.schema, asked)
-            for rows in waiting.rows(COMPARED, Span(None, None), ASKED_AT_ONCE):
+            for rows in waiting.rows(COMPARED, Span(), ASKED_AT_ONCE):
                 waiting_by_id |= {message_id: (destination, due) for message_id, destination, due in rows}
         return waiting_by_id

@@ -16,7 +16,13 @@ from sqlalchemy.sql.visitors import iterate
 
 from delayline.errors import InvalidMessage
 from delayline.message import MAXIMUM_DESTINATION_LENGTH
-from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords
+from delayline.sql.dialect import (
+    BulkStatements,
+    ColumnValues,
+    StatementWords,
+    before_key_by_columns,
+    from_key_by_columns,
+)
 from delayline.sql.due_forecast import explanation
 from delayline.sql.locked_moves import LockedForwarding
 from delayline.sql.mariadb.catalog import HEADROOM, MariadbCatalog, largest
@@ -144,6 +150,14 @@ class MariadbBulk(BulkStatements):
         from delayline.sql.mariadb.staging import MariadbStage
 
         return MariadbStage(self._dialect, store, name)
+
+    def from_key(self, columns: Sequence[Column[Any]], key: Sequence[Any]) -> ColumnElement[bool]:
+        """Return the condition column by column."""
+        return from_key_by_columns(columns, key)
+
+    def before_key(self, columns: Sequence[Column[Any]], key: Sequence[Any]) -> ColumnElement[bool]:
+        """Return the condition column by column."""
+        return before_key_by_columns(columns, key)
 
     def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
         """Return the optimizer's estimates, from some pages of the index of due times."""

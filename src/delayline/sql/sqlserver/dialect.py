@@ -30,7 +30,14 @@ from sqlalchemy.dialects import mssql
 from delayline.errors import BackendUnusable, ConfigurationError, CorruptHeaders
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, encode_headers
-from delayline.sql.dialect import BulkStatements, ColumnValues, StatementWords, conflict_columns
+from delayline.sql.dialect import (
+    BulkStatements,
+    ColumnValues,
+    StatementWords,
+    before_key_by_columns,
+    conflict_columns,
+    from_key_by_columns,
+)
 from delayline.sql.locked_moves import LockedForwarding
 from delayline.sql.notifications import LocalNotifications
 from delayline.sql.prepared import Prepared
@@ -46,7 +53,7 @@ from delayline.sql.timeouts import TimeoutShape
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from sqlalchemy import URL, ColumnElement, Connection, Dialect, Insert
+    from sqlalchemy import URL, Column, ColumnElement, Connection, Dialect, Insert
 
     from delayline.message import Message
     from delayline.sql.schema import QueueTables
@@ -137,6 +144,14 @@ class SqlServerBulk(BulkStatements):
                 raise
             for row in rows:
                 insert.change(connection, *row)
+
+    def from_key(self, columns: Sequence[Column[Any]], key: Sequence[Any]) -> ColumnElement[bool]:
+        """Return the condition column by column."""
+        return from_key_by_columns(columns, key)
+
+    def before_key(self, columns: Sequence[Column[Any]], key: Sequence[Any]) -> ColumnElement[bool]:
+        """Return the condition column by column."""
+        return before_key_by_columns(columns, key)
 
     def estimate_due(self, connection: Connection, table: Table, edges: Sequence[Any]) -> Sequence[float]:
         """Return estimates from the histogram of the index of due times."""
