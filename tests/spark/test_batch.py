@@ -181,3 +181,65 @@ def test_due_times_at_the_edges(spark: SparkSession, store: StoreAt) -> None:
     write(frame(spark, "first", "last", due=pa.array(edges, pa.timestamp("us", "UTC"))), store)
     assert [message.due for message in store.messages()] == edges
     assert read(spark, store).orderBy("due").toArrow().column("due").to_pylist() == edges
+
+
+def test_a_table_of_a_catalog_is_read_and_inserted_into(spark: SparkSession, any_store: StoreAt) -> None:
+    # Given a table that was created with a store's options, and one with some columns
+    any_store.put("x")
+    options = ", ".join(f"{name} '{value}'" for name, value in any_store.options.items())
+    spark.sql(f"CREATE TABLE reminders USING {FORMAT} OPTIONS ({options})")
+    spark.sql(f"CREATE TABLE ids USING {FORMAT} OPTIONS ({options}, columns 'id, due', onConflict 'keep')")
+    try:
+        # When a message is inserted, and others are left out because their ids wait
+        body = "'{}' AS headers, CAST('hello' AS BINARY) AS body"
+        values = f"'billing' AS destination, TIMESTAMP '2030-01-01 00:00:00Z' AS due, {body}"
+        spark.sql(f"INSERT INTO reminders SELECT 'y' AS id, {values}")
+        # Then both tables have it
+        assert spark.sql("SELECT id FROM ids ORDER BY id").toArrow().column("id").to_pylist() == ["x", "y"]
+        [row] = spark.sql("SELECT * FROM reminders WHERE id = 'y'").toArrow().to_pylist()
+        assert (row["destination"], row["body"]) == ("billing", b"hello")
+        assert spark.table("ids").columns == ["id", "due"]
+        with pytest.raises(PySparkException, match="can only append"):
+            spark.sql(f"INSERT OVERWRITE reminders SELECT 'z' AS id, {values}")
+    finally:
+        spark.sql("DROP TABLE reminders")
+        spark.sql("DROP TABLE ids")
+    assert any_store.ids() == ["x", "y"]
+
+
+def test_a_table_with_a_password_or_without_its_options_is_refused(spark: SparkSession) -> None:
+    with pytest.raises(PySparkException, match="the URL of a table may have no password"):
+        spark.sql(f"CREATE TABLE t USING {FORMAT} OPTIONS (url 'postgresql://me:secret@host/db', endpoint 'sales')")
+    spark.sql(f"CREATE TABLE t (id STRING) USING {FORMAT} OPTIONS (url 'postgresql://me@host/db', endpoint 'sales')")
+    try:
+        with pytest.raises(PySparkException, match="To CREATE TABLE, name no columns"):
+            spark.table("t").count()
+    finally:
+        spark.sql("DROP TABLE t")
+
+
+def test_names_of_columns_may_be_in_any_case(spark: SparkSession, store: StoreAt) -> None:
+    # Given columns named as in another system
+    write(frame(spark, "a").withColumnsRenamed({"id": "ID", "due": "Due", "body": "BODY"}), store)
+    # Then they are written, and read under the names that are asked for
+    table = read(spark, store, "Due timestamp, ID string", filterPushdown="true").where("id = 'a'").toArrow()
+    assert table.to_pylist() == [{"Due": DUE, "ID": "a"}]
+    with pytest.raises(PySparkException, match=r"there is no column 'ids' to read"):
+        read(spark, store, "ids string").count()
+
+
+def test_columns_are_chosen_by_an_option(spark: SparkSession, store: StoreAt) -> None:
+    store.put("a")
+    assert read(spark, store, columns="due, id").toArrow().to_pylist() == [{"due": DUE, "id": "a"}]
+    with pytest.raises(PySparkException, match="there is no column 'when' to read; choose from id, destination, due"):
+        read(spark, store, columns="when")
+
+
+def test_a_misspelt_option_is_refused(spark: SparkSession, store: StoreAt) -> None:
+    with pytest.raises(PySparkException, match="no option 'onconflit': did you mean 'onConflict'"):
+        write(frame(spark, "a"), store, onConflit="keep")
+    with pytest.raises(PySparkException, match="no option 'destinations': did you mean 'destination'"):
+        read(spark, store, destinations="billing").count()
+    with pytest.raises(PySparkException, match=r"no option 'zzz'. The options are url, endpoint"):
+        read(spark, store, zzz="1").count()
+    assert store.ids() == []

@@ -7,9 +7,20 @@ from typing import TYPE_CHECKING
 from pyspark.sql.datasource import DataSource
 
 from delayline.errors import ConfigurationError
-from delayline.spark.options import FORMAT, SOURCE_COLUMNS, check_columns, choice
+from delayline.spark.options import (
+    FORMAT,
+    check_columns,
+    check_names,
+    choice,
+    chosen_columns,
+    options_of_table,
+    with_table_options,
+    without_lengths,
+)
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from pyspark.sql.types import StructType
 
     from delayline.spark.reader import BatchReader, StreamReader
@@ -25,37 +36,47 @@ class DelayedMessages(DataSource):
         return FORMAT
 
     def schema(self) -> StructType:
-        """Return the columns of a message."""
-        return SOURCE_COLUMNS
+        """Return the columns of a message that the option `columns` names, by default all.
+
+        In CREATE TABLE they keep the table's options: Spark hands these to a Python data source only here.
+        """
+        return with_table_options(chosen_columns(self.options), self.options)
 
     def reader(self, schema: StructType) -> BatchReader:
         """Return a reader of the selected columns."""
         from delayline.spark.reader import BatchReader, PushingReader
 
-        pushes = choice(self.options, "filterPushdown", ("false", "true")) == "true"
-        return (PushingReader if pushes else BatchReader)(self.options, schema)
+        options = self._options(schema)
+        pushes = choice(options, "filterPushdown", ("false", "true")) == "true"
+        return (PushingReader if pushes else BatchReader)(options, without_lengths(schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         """Return the writer of a job. Raises ConfigurationError for a wrong schema before any task starts."""
         from delayline.spark.writer import BatchWriter
 
         _must_append(overwrite)
-        check_columns(schema)
-        return BatchWriter(self.options)
+        check_columns(without_lengths(schema))
+        return BatchWriter(self._options(schema))
 
     def streamReader(self, schema: StructType) -> StreamReader:  # noqa: N802 - Spark's
         """Return a reader that takes due messages out of the store."""
         from delayline.spark.reader import StreamReader
 
-        return StreamReader(self.options, schema)
+        return StreamReader(self._options(schema), without_lengths(schema))
 
     def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:  # noqa: N802 - Spark's
         """Return the writer of a batch of a stream."""
         from delayline.spark.writer import StreamWriter
 
         _must_append(overwrite)
-        check_columns(schema)
-        return StreamWriter(self.options)
+        check_columns(without_lengths(schema))
+        return StreamWriter(self._options(schema))
+
+    def _options(self, schema: StructType) -> Mapping[str, str]:
+        """Return the options, with a table's. Raises ConfigurationError for a name that is none."""
+        options = options_of_table(schema, self.options)
+        check_names(options)
+        return options
 
 
 def _must_append(overwrite: bool) -> None:

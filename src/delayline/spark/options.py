@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar
 
+from pyspark.sql.datasource import CaseInsensitiveDict
 from pyspark.sql.types import (
     BinaryType,
     DateType,
@@ -19,13 +22,14 @@ from pyspark.sql.types import (
     StructType,
     TimestampNTZType,
     TimestampType,
+    VarcharType,
 )
 
 from delayline.bulk.connections import CONNECT_TIMEOUT, connection_limit, job_url
 from delayline.bulk.writer import BulkWriter
 from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.errors import ConfigurationError
-from delayline.message import in_utc
+from delayline.message import MAXIMUM_ID_LENGTH, in_utc
 from delayline.sql.urls import read_url
 
 if TYPE_CHECKING:
@@ -65,6 +69,91 @@ INSTANT_EXPRESSIONS: Final[Mapping[type[DataType], str]] = {
 }
 
 
+#: All options, of reads and of writes: a table's are for both. With the option that Spark adds itself.
+OPTIONS: Final = (
+    "url", "endpoint", "table", "schema", "passwordEnv", "passwordFile", "maxConnections", "connectTimeout",
+    "columns", "dueFrom", "dueTo", "destination", "filterPushdown", "numPartitions", "partitionBy", "fetchSize",
+    "onConflict", "invalid", "sender", "contentType", "sentAt", "runId",
+    "app", "maxMessagesPerTrigger", "txnAppId", "checkpointLocation",
+)  # fmt: skip
+#: What Spark puts before the names of a table's options, among its other properties.
+OF_TABLE: Final = "option."
+#: The key in the metadata of a table's columns that has its options.
+TABLE_OPTIONS: Final = "delayline.options"
+
+
+def check_names(options: Iterable[str]) -> None:
+    """Raise ConfigurationError for a name that is no option."""
+    known = {name.lower(): name for name in OPTIONS}
+    for name in options:
+        if name.lower() not in known:
+            close = difflib.get_close_matches(name.lower(), known, 1)
+            raise ConfigurationError(
+                f"{FORMAT} has no option {name!r}"
+                + (f": did you mean {known[close[0]]!r}?" if close else ".")
+                + f" The options are {', '.join(OPTIONS)}"
+            )
+
+
+def chosen_columns(options: Mapping[str, str]) -> StructType:
+    """Return the columns that the option `columns` names, by default all. Raises ConfigurationError."""
+    given = options.get("columns")
+    if given is None:
+        return SOURCE_COLUMNS
+    names = [name.strip() for name in given.split(",")]
+    return StructType([StructField(name, column_of(name).dataType) for name in names])
+
+
+def column_of(name: str) -> StructField:
+    """Return the column of a message of that name, whatever its case. Raises ConfigurationError."""
+    for column in SOURCE_COLUMNS:
+        if column.name == name.lower():
+            return column
+    raise ConfigurationError(f"there is no column {name!r} to read; choose from {', '.join(SOURCE_COLUMNS.names)}")
+
+
+def with_table_options(schema: StructType, options: Mapping[str, str]) -> StructType:
+    """Return the columns of a new table of a catalog with its options, others as they are.
+
+    Raises ConfigurationError for a password, which would be in files written from the table.
+    """
+    given = {name[len(OF_TABLE) :]: value for name, value in options.items() if name.startswith(OF_TABLE)}
+    if not given:
+        return schema
+    check_names(given)
+    store = StoreOptions.of(CaseInsensitiveDict(given))
+    if read_url(store.url).password is not None:
+        raise ConfigurationError(
+            "the URL of a table may have no password, as tables are kept in a catalog: give its OPTIONS passwordEnv or "
+            "passwordFile"
+        )
+    kept = {TABLE_OPTIONS: json.dumps(given)}
+    # Spark hands the metadata of the columns to an INSERT only where it has to convert a column.
+    ids = VarcharType(MAXIMUM_ID_LENGTH)
+    return StructType(
+        [StructField(column.name, ids if column.name == "id" else column.dataType, metadata=kept) for column in schema]
+    )
+
+
+def without_lengths(schema: StructType) -> StructType:
+    """Return the columns of a table of a catalog as those of messages: texts of any length."""
+    fields = [
+        StructField(column.name, StringType() if isinstance(column.dataType, VarcharType) else column.dataType)
+        for column in schema
+    ]
+    return StructType(fields)
+
+
+def options_of_table(schema: StructType, options: Mapping[str, str]) -> Mapping[str, str]:
+    """Return the options with those of the table that the columns belong to, if they belong to one."""
+    kept = next((field.metadata[TABLE_OPTIONS] for field in schema if TABLE_OPTIONS in (field.metadata or {})), None)
+    if kept is None:
+        return options
+    merged = CaseInsensitiveDict(json.loads(kept))
+    merged.update(options)
+    return merged
+
+
 @dataclass(frozen=True)
 class StoreOptions:
     """The store of a job. Passwords are read where they are used, so that no plan, log or pickle contains them."""
@@ -82,7 +171,10 @@ class StoreOptions:
         """Read the options. Raises ConfigurationError that names a missing option."""
         url, table, endpoint = options.get("url"), options.get("table"), options.get("endpoint")
         if not url:
-            raise ConfigurationError(f'{FORMAT} needs the store: .option("url", "postgresql://user@host/database")')
+            raise ConfigurationError(
+                f'{FORMAT} needs the store: .option("url", "postgresql://user@host/database"). To CREATE TABLE, name '
+                "no columns: Spark would not hand the table's OPTIONS on. OPTIONS (columns 'id, due') chooses them"
+            )
         if table is None and endpoint is not None:
             table = f"{endpoint}.timeouts"
         if not table:
@@ -148,7 +240,9 @@ class StoreOptions:
 def check_columns(schema: StructType) -> None:
     """Raise ConfigurationError for a missing, unknown or wrongly typed column."""
     wanted: dict[str, DataType] = {field.name: field.dataType for field in SOURCE_COLUMNS}
-    given = {field.name: field.dataType for field in schema}
+    given = {field.name.lower(): field.dataType for field in schema}
+    if len(given) < len(schema):
+        raise ConfigurationError(f"two columns of the DataFrame have one name: {', '.join(schema.names)}. Drop one")
     for name in REQUIRED:
         if name not in given:
             raise ConfigurationError(

@@ -20,7 +20,16 @@ from delayline.bulk.scan import Condition, Order, PendingScan, Span
 from delayline.bulk.stream_claims import StreamClaims
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
-from delayline.spark.options import FORMAT, REQUIRED, SOURCE_COLUMNS, StoreOptions, choice, instant_option, whole_option
+from delayline.spark.options import (
+    FORMAT,
+    REQUIRED,
+    SOURCE_COLUMNS,
+    StoreOptions,
+    choice,
+    column_of,
+    instant_option,
+    whole_option,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -58,6 +67,7 @@ class BatchReader(DataSourceReader):
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
         self._schema = checked_schema(schema)
+        self._names = [name.lower() for name in schema.names]
         self._partitions = whole_option(options, "numPartitions", 1) if "numPartitions" in options else None
         self._order = choice(options, "partitionBy", PARTITIONED_BY)
         self._at_once = whole_option(options, "fetchSize", ROWS_AT_ONCE)
@@ -83,7 +93,7 @@ class BatchReader(DataSourceReader):
         """Read a range."""
         if not isinstance(partition, SpanPartition):
             raise TypeError(f"{partition!r} is not a partition of this reader")
-        for rows in self._waiting.rows(self._schema.names, partition.span, self._at_once):
+        for rows in self._waiting.rows(self._names, partition.span, self._at_once):
             yield arrow_batch(rows, self._schema)
 
     @property
@@ -99,9 +109,9 @@ class PushingReader(BatchReader):
         """Keep the filters that the table can evaluate exactly; return the others to Spark."""
         for condition in filters:
             sign = COMPARISONS.get(type(condition))
-            column: Sequence[str] = getattr(condition, "attribute", ())
+            column: Sequence[str] = [name.lower() for name in getattr(condition, "attribute", ())]
             value: Any = getattr(condition, "value", None)
-            if isinstance(condition, datasource.IsNotNull) and condition.attribute[0] in REQUIRED:
+            if isinstance(condition, datasource.IsNotNull) and column[0] in REQUIRED:
                 continue  # both columns are never null
             if sign is None or len(column) != 1 or column[0] not in REQUIRED or value is None:
                 yield condition
@@ -110,14 +120,18 @@ class PushingReader(BatchReader):
 
 
 def checked_schema(schema: StructType) -> StructType:
-    """Return the schema. Raises ConfigurationError for a column that messages do not have."""
-    kinds = {field.name: field.dataType for field in SOURCE_COLUMNS}
+    """Return the schema, in which names may be in any case.
+
+    Raises ConfigurationError for a column that messages do not have, or that is there twice.
+    """
+    names = set[str]()
     for field in schema:
-        if kinds.get(field.name) != field.dataType:
+        if column_of(field.name).dataType != field.dataType or field.name.lower() in names:
             raise ConfigurationError(
-                f"there is no column {field.name!r} of type {field.dataType.simpleString()} to read; "
-                f"choose from {SOURCE_COLUMNS.simpleString()}"
+                f"there is no column {field.name!r} of type {field.dataType.simpleString()} to read"
+                f"{' twice' if field.name.lower() in names else ''}; choose from {SOURCE_COLUMNS.simpleString()}"
             )
+        names.add(field.name.lower())
     return schema
 
 
@@ -152,6 +166,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def __init__(self, options: Mapping[str, str], schema: StructType) -> None:
         self._store = StoreOptions.of(options)
         self._schema = checked_schema(schema)
+        self._names = [name.lower() for name in schema.names]
         self._partitions = whole_option(options, "numPartitions", DEFAULT_PARTITIONS)
         self._limit = whole_option(options, "maxMessagesPerTrigger", ROWS_PER_TRIGGER)
         self._app = options.get("app", "")
@@ -196,7 +211,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """Read the messages with the numbers. Can be repeated until their batch is finished."""
         if not isinstance(partition, ClaimPartition):
             raise TypeError(f"{partition!r} is not a partition of this reader")
-        for rows in self._taking().rows(self._schema.names, partition.start, partition.end, ROWS_AT_ONCE):
+        for rows in self._taking().rows(self._names, partition.start, partition.end, ROWS_AT_ONCE):
             yield arrow_batch(rows, self._schema)
 
     def stop(self) -> None:

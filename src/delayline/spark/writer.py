@@ -62,7 +62,7 @@ class StagingWriter:
         def good() -> Iterator[pa.RecordBatch]:
             nonlocal rejected
             for batch in batches:
-                batch = completed(batch)
+                batch = completed(batch.rename_columns([name.lower() for name in batch.schema.names]))
                 seen(batch)
                 reasons = invalid_reasons(batch, largest=largest)
                 if not self._skips:
