@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pamqp import body, commands, frame, header, heartbeat
 from pamqp.frame import marshal
@@ -207,7 +207,14 @@ ANY_FRAME = st.builds(
 )
 
 
+CLOSED_AND_PAUSED = [
+    marshal(commands.Connection.Close(320, "CONNECTION_FORCED", 0, 0), 0),
+    marshal(commands.Channel.Flow(active=True), 1),
+]
+
+
 @settings(max_examples=60)
+@example(CLOSED_AND_PAUSED, 1)
 @given(st.lists(ANY_FRAME | FRAMES | st.binary(max_size=20), max_size=8), st.integers(1, 40))
 def test_any_frames_are_read_alike_whole_and_in_pieces(frames: Sequence[bytes], size: int) -> None:
     """Given frames with any payload, when they come whole or in pieces, then the same is received, or ends it."""

@@ -333,7 +333,7 @@ class AmqpConnection(asyncio.Protocol):
                 self._set_blocked(method.reason)
             case commands.Connection.Unblocked():
                 self._set_blocked(None)
-            case commands.Channel.Flow():
+            case commands.Channel.Flow() if self.lost is None:  # else the broker has closed in the same bytes
                 self.send(number, commands.Channel.FlowOk(method.active))
             case commands.Basic.Cancel():
                 if number in self._channels:
