@@ -8,16 +8,16 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.eventually import PATIENCE, eventually_async
+from tests.eventually import PATIENCE
 from tests.servers.postgresql import PostgresqlServer
 
-from delayline import Endpoint, Event, SqlDelayedMessageStore, SqlTransport, StoredDelivery
+from delayline import Endpoint, Event
 from delayline.testing import Signals
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-OUTAGE = 8.0  # seconds
+    from delayline import Message, MessageContext
 
 
 @pytest.fixture
@@ -30,46 +30,27 @@ def server() -> Iterator[PostgresqlServer]:
 
 
 @pytest.mark.slow
-async def test_an_outage_writes_one_traceback_for_each_breaker_and_few_lines(server: PostgresqlServer) -> None:
-    """Given an idle endpoint, when its server is down for some seconds, then the log says so without repeating it."""
+async def test_an_outage_is_a_line_at_its_beginning_and_one_at_its_end(server: PostgresqlServer) -> None:
+    """Given an endpoint that receives, dispatches and listens, when its server goes, then a line says so for all."""
     url = server.new_database()
-    endpoint = Endpoint(
-        "sales", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url))
-    )
+    endpoint = Endpoint("sales", url=url)
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        pass
+
     await endpoint.setup()
     with Signals() as signals:
         async with endpoint:
             await asyncio.to_thread(server.stop)
-            await asyncio.sleep(OUTAGE)
+            for event in (Event.RECEIVE_FAILED, Event.FETCH_FAILED, Event.LISTENING_LOST):
+                await signals.wait_for(event, 2, timeout=PATIENCE)
             await asyncio.to_thread(server.start)
-            armed = signals.count(Event.BREAKER_ARMED)
-            await signals.wait_for(Event.BREAKER_DISARMED, armed, timeout=PATIENCE)
-    loud = [record for event in Event for record in signals.records(event) if record.levelno >= logging.WARNING]
-    seen = Counter((record.name, record.levelname, str(vars(record)["event"])) for record in loud)
-    tracebacks = [record for record in loud if record.exc_info]
-    assert armed > 0
-    assert len(loud) < 30, seen
-    assert len(tracebacks) == armed, seen
-
-
-@pytest.mark.slow
-async def test_an_outage_has_no_traceback_at_info(server: PostgresqlServer, caplog: pytest.LogCaptureFixture) -> None:
-    """Given a log at INFO, when the server is down for some seconds, then warnings tell it, and a line its end."""
-    url = server.new_database()
-    caplog.set_level(logging.INFO, "delayline")
-    endpoint = Endpoint(
-        "sales", transport=SqlTransport(url), delayed_delivery=StoredDelivery(SqlDelayedMessageStore(url))
-    )
-    await endpoint.setup()
-
-    def events() -> list[Event]:
-        return [vars(record)["event"] for record in caplog.records]
-
-    async with endpoint:
-        await asyncio.to_thread(server.stop)
-        await eventually_async(lambda: Event.BREAKER_ARMED in events(), "the outage is noticed")
-        await asyncio.to_thread(server.start)
-        armed = events().count(Event.BREAKER_ARMED)
-        await eventually_async(lambda: events().count(Event.BREAKER_DISARMED) >= armed, "the outage is over")
-    assert [record for record in caplog.records if record.exc_info] == []
-    assert {record.levelname for record in caplog.records if record.levelno > logging.INFO} == {"WARNING"}
+            await signals.wait_for(Event.OUTAGE_ENDED, timeout=PATIENCE)
+            await signals.wait_for(Event.LISTENING_RESUMED, timeout=PATIENCE)
+    loud = [record for event in Event for record in signals.records(event) if record.levelno >= logging.INFO]
+    seen = Counter(str(vars(record)["event"]) for record in loud)
+    lasting = seen.pop(Event.OUTAGE_LASTS, 0)
+    assert seen == {Event.ENDPOINT_STARTED: 1, Event.OUTAGE_BEGAN: 1, Event.OUTAGE_ENDED: 1, Event.ENDPOINT_STOPPED: 1}
+    assert lasting <= 8, "after 1, 2, 4 ... 60 seconds"
+    assert [record for record in loud if record.exc_info] == []

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from delayline.circuit_breaker import BreakerState, FailureLog, FailureRate, RepeatedFailuresOverTime, first_of
+from delayline.errors import BackendUnavailable
 from delayline.events import Event
 from delayline.testing import Signals
 from delayline.testing.clock import settle
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from delayline.testing.clock import ManualClock
 
 BOOM = RuntimeError("boom")
+OUTAGE = BackendUnavailable("gone")
 
 
 class Probe:
@@ -295,6 +297,56 @@ async def test_another_event_of_the_same_outage_is_logged_without_a_traceback(cl
         log(failures)
         log(failures, Event.REMOVE_FAILED)
     assert [bool(line.exc_info) for line in loud(signals, Event.REMOVE_FAILED)] == [False]
+
+
+def gone(part: FailureLog) -> None:
+    part.log_failure(
+        logging.getLogger("delayline.test"), logging.ERROR, Event.FETCH_FAILED, "no answer", exception=OUTAGE
+    )
+
+
+async def test_an_outage_is_logged_once_for_all_that_share_a_back_end(clock: ManualClock) -> None:
+    """Given a receiver and a poller of a back end, when it is away, then that is a line, and its end is another."""
+    receiver, poller = FailureLog(clock, "Receive", "database"), FailureLog(clock, "poller", "database")
+    elsewhere = FailureLog(clock, "Receive", "broker")
+    with Signals() as signals:
+        for _ in range(8):
+            gone(receiver)
+            gone(poller)
+            await clock.advance(1)
+        # When one of them succeeds, and the other fails once more before it does
+        receiver.over()
+        gone(poller)
+        poller.over()
+        gone(elsewhere)
+    # Then
+    assert [line.getMessage() for line in signals.records(Event.OUTAGE_BEGAN)] == [
+        "A back end is out of reach. no answer"
+    ] * 2
+    assert [line.getMessage().partition(". ")[0] for line in signals.records(Event.OUTAGE_LASTS)] == [
+        "A back end is out of reach for 1 s: 3 failures of Receive, poller",
+        "A back end is out of reach for 3 s: 7 failures of Receive, poller",
+        "A back end is out of reach for 7 s: 15 failures of Receive, poller",
+    ]
+    [over] = signals.records(Event.OUTAGE_ENDED)
+    assert over.getMessage() == "The back end is in reach again, after 8 s and 16 failures."
+    assert loud(signals, Event.FETCH_FAILED) == []
+    assert signals.count(Event.FETCH_FAILED) == 18
+    elsewhere.leave()
+
+
+async def test_an_outage_begins_anew_after_the_parts_have_stopped_or_long_after_its_end(clock: ManualClock) -> None:
+    first, second = FailureLog(clock, "first", "database"), FailureLog(clock, "second", "database")
+    with Signals() as signals:
+        gone(first)
+        first.leave()
+        gone(second)
+        gone(first)
+        second.over()
+        await clock.advance(60)
+        gone(first)  # has not succeeded meanwhile
+        first.over()
+    assert (signals.count(Event.OUTAGE_BEGAN), signals.count(Event.OUTAGE_ENDED)) == (3, 2)
 
 
 async def test_a_wall_clock_that_is_set_back_silences_nothing(clock: ManualClock) -> None:

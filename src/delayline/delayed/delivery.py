@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
 
 from delayline.checks import time_span, whole_number
-from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime
+from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, back_end_of
 from delayline.delayed.blame import Blame
 from delayline.delayed.fairness import FairBy, served_fairly
 from delayline.delayed.mover import Mover, scope_between
@@ -466,6 +466,7 @@ class StoredDelivery:
             trigger=lambda error: host.critical_error(text, error),
             clock=host.clock,
             observer=host.observers.all,
+            back_end=back_end_of(host.transport if name == "DelayedMessageDispatch" else self.store),
         )
         self._closers.append(breaker.close)
         return breaker

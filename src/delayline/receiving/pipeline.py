@@ -31,7 +31,7 @@ import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
-from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime, first_of, is_cancelled
+from delayline.circuit_breaker import BreakerState, RepeatedFailuresOverTime, back_end_of, first_of, is_cancelled
 from delayline.events import Event, emit
 from delayline.receiving.attempts import HandlerAttempts, TypeLimits
 from delayline.receiving.completion import Completion, RetryNotices
@@ -100,6 +100,7 @@ class Pipeline:
             trigger=lambda error: host.critical_error(f"Failed to receive from {intake.queue}", error),
             clock=host.clock,
             observer=intake.reports.observer,
+            back_end=back_end_of(host.transport),
         )
         self._suspects = Suspects(receiver, recoverability)
         self._recovery = Recovery(intake, completion, composer, self._breaker, recoverability)

@@ -14,7 +14,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.checks import whole_number
-from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, first_of
+from delayline.circuit_breaker import FailureRate, RepeatedFailuresOverTime, back_end_of, first_of
 from delayline.delayed.blame import Blame
 from delayline.delayed.host import Satellite, satellite_queues
 from delayline.delayed.mover import Mover, scope_between
@@ -349,6 +349,7 @@ class TimeoutManagerDelivery:
             trigger=lambda error: host.critical_error(text, error),
             clock=host.clock,
             observer=host.observers.all,
+            back_end=back_end_of(host.transport if name == "TimeoutDispatch" else self.persister),
         )
         self._closers.append(breaker.close)
         return breaker

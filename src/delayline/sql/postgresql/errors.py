@@ -176,7 +176,9 @@ class PostgresqlErrors(ServerErrors):
             return BackendUnavailable(
                 f"{self._place} is full: {cause}. Raise max_connections, or start fewer processes"
             )
-        return BackendUnavailable(f"cannot reach {self._place}: {cause}. Check that the server runs and answers there")
+        return BackendUnavailable(
+            f"cannot reach {self._place}: {' '.join(cause.split())}. Check that the server runs and answers there"
+        )
 
 
 def _brief(cause: str) -> str:

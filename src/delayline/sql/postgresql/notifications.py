@@ -89,7 +89,7 @@ class PostgresqlNotifications:
         self._sleeping: dict[str, str] = {}
         self._registered: dict[str, datetime] = {}
         self._thread: threading.Thread | None = None
-        self._failures = FailureLog(SystemClock())
+        self._failures = FailureLog(SystemClock(), "notifications", dialect.connections.identity)
         self.wake: int
         self.wake, self._woken = os.pipe()
         self.closing: bool = False
@@ -267,6 +267,7 @@ class PostgresqlNotifications:
         try:
             self._listen_again_and_again()
         finally:
+            self._failures.leave()
             self._close_pipe()  # not before: a thread that still waits for the server uses it
 
     def _listen_again_and_again(self) -> None:
@@ -278,15 +279,22 @@ class PostgresqlNotifications:
                     NotificationListener(self, connection, renewals).run()
             except Exception as error:  # without this thread no listener of this process would be notified
                 template = "Notifications do not come any more, looking every %g s instead: %s"
-                self._failures.log_failure(logger, logging.WARNING, Event.LISTENING_LOST, template, POLL_EVERY, error)
+                failure = (
+                    self._dialect.errors.translated(error) if isinstance(error, self._dialect.errors.kinds) else error
+                )
+                self._failures.log_failure(
+                    logger, logging.WARNING, Event.LISTENING_LOST, template, POLL_EVERY, failure, exception=failure
+                )
             if not self.closing:
                 self.listeners.notify_all()
                 self._pause(POLL_EVERY)
 
     def listens(self) -> None:
         """Log that notifications come again, if they did not."""
-        if self._failures.over():
-            emit(logger, logging.INFO, Event.LISTENING_RESUMED, "Notifications come again")
+        is_outage_over = self._failures.outage is not None  # which is logged once for all parts
+        if self._failures.over() or is_outage_over:
+            level = logging.DEBUG if is_outage_over else logging.INFO
+            emit(logger, level, Event.LISTENING_RESUMED, "Notifications come again")
 
     def _pause(self, seconds: float) -> None:
         with selectors.DefaultSelector() as selector:
