@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.eventually import PATIENCE
 from tests.integration.wire_between import wire_to
 
-from delayline import BackendUnavailable, SqlDelayedMessageStore, TransactionMode
+from delayline import BackendUnavailable, Message, SqlDelayedMessageStore, SqlTransport, TransactionMode
 from delayline.sql.databases import database_at
 from delayline.sql.server_database import POOL_SIZE, ServerDatabase, workers_of
 from delayline.testing.conformance.messages import delayed
+from delayline.transport import TransportOperation
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from sqlalchemy import Connection
     from tests.integration.wire_between import Wire
 
+    from delayline.transport import Receiver
+
 WORKERS = workers_of(POOL_SIZE)
+LATER = datetime(2100, 1, 1, tzinfo=UTC)
 UNKNOWN = "The commit's outcome is unknown: check whether the data was written before repeating it"
 
 
@@ -30,7 +35,7 @@ class RemoteStore:
     """A store behind a proxy, and the same store connected directly."""
 
     def __init__(self, wire: Wire, url: str, near_url: str) -> None:
-        self.wire = wire
+        self.wire, self.far_url = wire, url
         self.store, self.near = SqlDelayedMessageStore(url), SqlDelayedMessageStore(near_url)
         database = database_at(url)
         assert isinstance(database, ServerDatabase)
@@ -83,6 +88,22 @@ async def distant(url: str) -> AsyncIterator[RemoteStore]:
             await both.near.close()
 
 
+@contextlib.asynccontextmanager
+async def queue_at(url: str) -> AsyncIterator[Receiver]:
+    """Provide the receiver of a queue that has messages."""
+    transport = SqlTransport(url)
+    await transport.start()
+    try:
+        await transport.setup_infrastructure(["orders"])
+        await transport.dispatch([TransportOperation(Message(name, {}, b""), "orders") for name in "abcdef"])
+        receiver = await transport.receiver("orders")
+        assert len(await receiver.receive(1)) == 1
+        yield receiver
+        await receiver.stop()
+    finally:
+        await transport.stop()
+
+
 async def answers_are_lost(url: str) -> None:
     """Whatever is asked for whose effect is lasting, it says that its outcome is not known."""
     async with distant(url) as both:
@@ -101,9 +122,18 @@ async def answers_are_lost(url: str) -> None:
         assert not {"undone", "of a transaction"} & {*await both.waiting()}
 
 
+async def answers_to_reads_are_lost(url: str) -> None:
+    """What only reads has no outcome; what a receiver claims goes back to the queue with its connection."""
+    async with distant(url) as both, queue_at(both.far_url) as receiver:
+        for reading in (both.store.next_due, lambda: both.store.due_forecast([LATER]), lambda: receiver.receive(1)):
+            assert UNKNOWN not in await both.unanswered(reading(), lambda _: True)
+
+
 async def test_on_postgresql(postgresql_url: str) -> None:
     await answers_are_lost(postgresql_url)
+    await answers_to_reads_are_lost(postgresql_url)
 
 
 async def test_on_mariadb(mariadb_url: str) -> None:
     await answers_are_lost(mariadb_url)
+    await answers_to_reads_are_lost(mariadb_url)

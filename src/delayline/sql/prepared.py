@@ -5,7 +5,8 @@ SQLAlchemy writes each server's SQL; its execution layer costs more per statemen
 
 from __future__ import annotations
 
-from functools import lru_cache
+import re
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import Insert
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 
 LONGEST_LIST: Final = 500
+#: A word that changes rows, at the beginning of a statement or of a part of it; not that of a lock, as in FOR UPDATE.
+WRITES: Final = re.compile(r"(?:^|\(|\))\s*(?:INSERT|UPDATE|DELETE|MERGE)\b", re.IGNORECASE)
 
 
 class StatementResult(NamedTuple):
@@ -72,6 +75,11 @@ class Prepared:
         statement.sql = sql
         statement._constants, statement._places, statement._lists, statement._mark = (), None, [], "%s"
         return statement
+
+    @cached_property
+    def writes(self) -> bool:
+        """Whether it changes rows, so that outside of a transaction a lost answer leaves its outcome unknown."""
+        return WRITES.search(self.sql) is not None
 
     def run(self, connection: Connection, *values: Any) -> DBAPICursor:  # noqa: ANN401 - what the columns take
         """Execute once; the caller reads the cursor to its end, or closes it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from abc import abstractmethod
@@ -33,7 +34,7 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.urls import hosts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from sqlalchemy import Column, ColumnElement, Connection, Engine, Table
     from sqlalchemy.sql.base import ReadOnlyColumnCollection
@@ -59,6 +60,16 @@ LONGEST_PAUSE: Final = 5.0
 
 #: Set on a connection whose commit failed: if the connection is lost as well, the outcome is unknown.
 NOT_COMMITTED: Final = "delayline not committed"
+
+
+@contextlib.contextmanager
+def committing_itself(connection: Connection, *errors: type[Exception]) -> Iterator[None]:
+    """Run a statement that commits by itself: if one of the errors ends its connection, the outcome is unknown."""
+    try:
+        yield
+    except errors:
+        connection.info[NOT_COMMITTED] = True
+        raise
 
 
 #: Noted of a connection whose session limits its waits.

@@ -34,6 +34,7 @@ from delayline.delayed.columns import STORED_COLUMNS, ColumnKind
 from delayline.errors import NotStarted, TransactionConflict
 from delayline.sql.prepared import StatementResult
 from delayline.sql.schema import FAIR_GROUP
+from delayline.sql.server import committing_itself
 from delayline.sql.workers import WorkResult
 
 if TYPE_CHECKING:
@@ -230,6 +231,8 @@ class LoopStatements:
         self._names: dict[str, bytes] = {}
         self._watch: SocketWatch | None = None
         self._under_way: WorkResult[StatementResult | None] | None = None
+        self._commits = False
+        """Whether the statement under way changes rows, and commits that by itself."""
         self._result: PGresult | None = None
         self._then: Then | None = None
         self._refusal: psycopg.Error | None = None  # its end may come a moment later than itself
@@ -263,6 +266,7 @@ class LoopStatements:
                 return None
         if self._watches(loop):
             self._then = then
+            self._commits = statement.writes
             return await self._run(loop, self._names[statement.sql], encoded)
         self._free.release()
         return None
@@ -342,7 +346,7 @@ class LoopStatements:
 
     def _run_blocking(self, session: ServerSession, work: Callable[[Connection], StatementResult]) -> StatementResult:
         try:
-            return session.run(work, commits=True)
+            return session.run(work)
         finally:
             self._free.release()
             self._database.close_unused()
@@ -355,7 +359,7 @@ class LoopStatements:
             return self._prepare_and_run(statement, values, then, connection)
 
         with shared.on_thread():
-            result = shared.session.run(run, commits=True)
+            result = shared.session.run(run)
         self._database.close_unused()
         return result
 
@@ -372,7 +376,8 @@ class LoopStatements:
             types = [_oid(value) for value in statement.in_order(values)]
             _must_be_done(driver.pgconn.prepare(name, _numbered(statement.sql), types))
             self._names[statement.sql] = name
-        result = statement.result(connection, *values)
+        with committing_itself(connection, psycopg.Error) if statement.writes else contextlib.nullcontext():
+            result = statement.result(connection, *values)
         if then is not None:
             then(result)
         return result
@@ -466,7 +471,7 @@ class LoopStatements:
     def _outcome(self, error: Exception | None) -> tuple[StatementResult | None, Exception | None]:
         """Return the result, or the failure of the statement."""
         if error is not None:
-            failure = self._given_up(error, commits=True)
+            failure = self._given_up(error, commits=self._commits)
             failure.__cause__ = None if failure is error else error
             return None, failure
         if self._session is not None:
@@ -474,7 +479,7 @@ class LoopStatements:
         try:
             result = self._read_result()
         except psycopg.Error as unreadable:  # a value that Python has no form for
-            return None, self._given_up(unreadable, commits=True)
+            return None, self._given_up(unreadable, commits=False)
         if self._then is not None:
             self._then(result)
         return result, None

@@ -13,7 +13,7 @@ from delayline.sql.claims_in_statements import Page, TransactionsInProgress, Wai
 from delayline.sql.moves import Moved
 from delayline.sql.postgresql.moves import PostgresqlForwarding, PostgresqlMove
 from delayline.sql.prepared import Prepared
-from delayline.sql.server import run
+from delayline.sql.server import committing_itself, run
 from delayline.sql.session_claims import SessionClaims
 from delayline.sql.workers import is_given_up
 
@@ -121,8 +121,11 @@ class AdvisoryLockClaims(SessionClaims):
             moved = move.moved(result.rows)
             return None if moved is None else claimed(moved)
 
-        statement, values = move.statement(self._base)
-        return await self._claim(statement, values, read, lambda connection: claimed(move.run(connection, self._base)))
+        def run_on_thread(connection: Connection) -> tuple[Moved, list[int]]:
+            with committing_itself(connection, *self._dialect.errors.kinds):
+                return claimed(move.run(connection, self._base))
+
+        return await self._claim(*move.statement(self._base), read, run_on_thread)
 
     def in_progress(self, connection: Connection, queued: Table, queue: str, after: int) -> TransactionsInProgress:
         """Return which transactions are in progress, and the queue's first message after the number `after`."""
@@ -193,7 +196,7 @@ class AdvisoryLockClaims(SessionClaims):
 
         def run_in_session() -> None:
             with self._in_session():
-                claim(self._session.run(partial(self._run_locking, on_thread), commits=True))
+                claim(self._session.run(partial(self._run_locking, on_thread)))
 
         try:
             await self._statements.run(statement, values, lambda result: claim(read(result)))
