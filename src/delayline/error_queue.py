@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Final, NamedTuple
 
 from delayline.errors import ConfigurationError, DispatchFailed, QueueNotFound
-from delayline.failures import no_queue, retry_of
+from delayline.failure_index import WIDTH
+from delayline.failures import failed_queue_of, no_queue, retry_of
 from delayline.transport import (
     QueueLook,
     Stretch,
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence, Set
     from datetime import timedelta
 
+    from delayline.filters import MessageFilter
     from delayline.message import Message
     from delayline.transport import NumberedQueue, Transport
 
@@ -33,6 +36,10 @@ if TYPE_CHECKING:
 ERROR_PAGE: Final = 200
 #: Messages that are looked at where each has to be taken from the broker and given back.
 MOST_TAKEN: Final = 1_000
+#: Failed messages whose headers are read at a time, the newest first.
+NEWEST_AT_ONCE: Final = 500
+#: The same with their bodies.
+BODIES_AT_ONCE: Final = 100
 #: More than a queue has.
 WHOLE_QUEUE: Final = 2**31
 
@@ -120,8 +127,9 @@ class BrowsedQueue:
         wanted = reversed(places) if newest_first else iter(places)
         return [(place, self._shown[place - 1]) for place, _ in zip(wanted, range(limit), strict=False)]
 
-    async def messages(self, numbers: Sequence[int]) -> Mapping[int, Message]:
+    async def messages(self, numbers: Sequence[int], *, bodies: bool = False) -> Mapping[int, Message]:
         """Return the messages of the last look at these places."""
+        del bodies
         return {place: self._shown[place - 1] for place in numbers if place <= len(self._shown)}
 
 
@@ -130,6 +138,50 @@ def numbered(transport: Transport, queue: str) -> NumberedQueue:
     if isinstance(transport, SupportsNumberedQueues):
         return transport.numbered_queue(queue)
     return BrowsedQueue(managed_queues(transport), queue)
+
+
+class NewestFailures(NamedTuple):
+    """Failed messages, the newest first."""
+
+    total: int
+    """How many messages the queue has."""
+    rows: Sequence[tuple[int, Message]]
+    """Messages with their numbers."""
+    next_before: int | None
+    """The number to go on below; None if there are no more."""
+
+
+async def newest(
+    queue: NumberedQueue,
+    wanted: MessageFilter,
+    limit: int,
+    *,
+    before: int | None = None,
+    looked: Callable[[int], None] = lambda _: None,
+) -> NewestFailures:
+    """Return failed messages that fulfil a filter, the newest first.
+
+    Args:
+        queue: The error queue.
+        wanted: Which messages.
+        limit: The most messages.
+        before: Only messages with lower numbers.
+        looked: Called now and then with how many messages were looked through.
+    """
+    total = (await queue.look(WIDTH)).total
+    rows: list[tuple[int, Message]] = []
+    end, number = before, 0
+    bodies = wanted.body is not None
+    read = partial(queue.read, 0, limit=BODIES_AT_ONCE if bodies else NEWEST_AT_ONCE, newest_first=True, bodies=bodies)
+    while page := await read(last=None if end is None else end - 1):
+        for end, message in page:
+            if wanted.matches(message, failed_queue_of(message)):
+                rows.append((end, message))
+            if len(rows) > limit:
+                return NewestFailures(total, rows[:limit], rows[limit - 1][0])
+        number += len(page)
+        looked(number)
+    return NewestFailures(total, rows, None)
 
 
 async def find(queues: SupportsQueueManagement, queue: str, ids: Set[str]) -> dict[str, Message]:

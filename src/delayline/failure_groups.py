@@ -67,7 +67,11 @@ class Failure(NamedTuple):
 
 def failure_of(message: Message) -> Failure:
     """Return what is told apart of a failed message."""
-    headers, damaged = headers_of(message)
+    return failure_in(*headers_of(message))
+
+
+def failure_in(headers: Mapping[str, str], damaged: str | None) -> Failure:
+    """Return what is told apart of a message with these headers; `damaged` says why they cannot be read, if so."""
     return Failure(
         headers.get(Headers.EXCEPTION_TYPE, "")[:LONGEST_KEPT],
         place_of(headers),

@@ -12,21 +12,22 @@ from bisect import bisect_left
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from datetime import date, datetime
+from enum import StrEnum
 from typing import TYPE_CHECKING, Final
 
 from delayline.clock import from_microseconds, to_microseconds
-from delayline.failure_groups import Failure, failure_of, headers_of
+from delayline.errors import ConfigurationError
+from delayline.failure_groups import LONGEST_TYPE, Failure, failure_in, first_type, headers_of
 from delayline.filters import MessageFilter
 from delayline.message import Headers, from_wire_time
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-    from delayline.message import Message
     from delayline.transport import NumberedQueue, Stretch
 
 #: Numbers of a stretch.
-WIDTH: Final = 10_000
+WIDTH: Final = 2_500
 #: Messages whose headers are read in a statement.
 READ_AT_ONCE: Final = 1_000
 #: Messages that are read, and characters of their failures that are kept, at most.
@@ -37,9 +38,17 @@ UNKNOWN: Final = -1
 EVERY_MESSAGE: Final = MessageFilter()
 
 
-def time_of_failure(message: Message) -> datetime | None:
-    """Return when a message failed; None if no header says so."""
-    headers, _ = headers_of(message)
+def check_for_groups(wanted: MessageFilter) -> None:
+    """Raise ConfigurationError for conditions for which each message would be read."""
+    wanted.check_of_failed()
+    if wanted.asks_for_more_than_failure:
+        raise ConfigurationError(
+            "groups are of exception, type, destination and group: look for ids and headers in the list of messages"
+        )
+
+
+def time_of_failure(headers: Mapping[str, str]) -> datetime | None:
+    """Return when a message with these headers failed; None if none says so."""
     try:
         return from_wire_time(headers[Headers.TIME_OF_FAILURE])
     except (KeyError, ValueError, OverflowError):
@@ -79,6 +88,39 @@ class FailureGroup:
     all: FailureCount = field(default_factory=FailureCount)
     kinds: dict[tuple[str, str], FailureCount] = field(default_factory=dict)
     """The same by the queue that they failed in, and their enclosed types."""
+
+    @property
+    def title(self) -> str:
+        """The type of the exception, or why there is none."""
+        kind = self.failure.exception[:LONGEST_TYPE]
+        return kind or ("(headers that cannot be read)" if self.failure.damaged else "(unknown)")
+
+    @property
+    def largest_kinds(self) -> Sequence[tuple[str, str, FailureCount]]:
+        """Queues and first types with their counts, the largest first."""
+        kinds = [(queue, first_type(types), count) for (queue, types), count in self.kinds.items()]
+        return sorted(kinds, key=lambda kind: (-kind[2].count, *kind[:2]))
+
+
+class GroupOrder(StrEnum):
+    """The orders of groups."""
+
+    NEWEST = "newest"
+    NEW = "new"
+    LARGEST = "largest"
+    NAME = "name"
+
+    def sorted(self, groups: Iterable[FailureGroup]) -> list[FailureGroup]:
+        """Return the groups in this order."""
+        return sorted(groups, key=_SORTED_BY[self])
+
+
+_SORTED_BY: Final[Mapping[GroupOrder, Callable[[FailureGroup], tuple[int | str, ...]]]] = {
+    GroupOrder.NEWEST: lambda group: (-group.all.newest, group.key),
+    GroupOrder.NEW: lambda group: (-group.all.new, -group.all.newest, group.key),
+    GroupOrder.LARGEST: lambda group: (-group.all.count, group.key),
+    GroupOrder.NAME: lambda group: (group.failure.exception.casefold(), group.failure.place, group.key),
+}
 
 
 class _IndexedStretch:
@@ -239,13 +281,13 @@ class FailureIndex:
             page = await self.queue.read(unknown[0], unknown[-1], READ_AT_ONCE)
             for number, message in page:
                 if number not in known:
-                    known[number] = (number, self._kind_of(message), _failed_at(message))
+                    headers, damaged = headers_of(message)
+                    known[number] = (number, self._kind_of(failure_in(headers, damaged)), _failed_at(headers))
             end = page[-1][0] if len(page) == READ_AT_ONCE else unknown[-1]
             unknown = unknown[bisect_left(unknown, end + 1) :]
         return _IndexedStretch(mark, [known[number] for number in numbers if number in known])
 
-    def _kind_of(self, message: Message) -> int:
-        failure = failure_of(message)
+    def _kind_of(self, failure: Failure) -> int:
         kind = self._kinds.get(failure)
         if kind is None:
             kind = self._kinds[failure] = len(self._failures)
@@ -269,6 +311,6 @@ class FailureIndex:
         self._characters = self.read = 0
 
 
-def _failed_at(message: Message) -> int:
-    time = time_of_failure(message)
+def _failed_at(headers: Mapping[str, str]) -> int:
+    time = time_of_failure(headers)
     return UNKNOWN if time is None else to_microseconds(time)

@@ -44,6 +44,8 @@ DUE_FORMS: Final = (
     "due=<TIME for earlier than, due=>=TIME for not earlier than, due=TIME..TIME for from the first and before the "
     f"second; a TIME is a day as 2026-12-01 in UTC, {INSTANTS}, now, or a delay from now as {DELAYS}"
 )
+#: The fields of conditions on how a message failed, which are the same for all messages of a kind.
+_OF_FAILURES: Final = frozenset({"destination", "message_type", "exception", "group"})
 _PART: Final = re.compile(r"((?:[^,\\]|\\.?)*)(?:,|$)", re.DOTALL)
 _PAIR: Final = re.compile(r"\\(.)", re.DOTALL)
 _PIECE: Final = re.compile(r"\\([\\*])|(\*)|(.)", re.DOTALL)
@@ -241,7 +243,8 @@ class MessageFilter:
     @property
     def asks_for_more_than_failure(self) -> bool:
         """Whether it has a condition that `fits_failure` does not check."""
-        return any((self.message_id, self.header, self.header_value))
+        others = (condition.name for condition in fields(self) if condition.name not in _OF_FAILURES)
+        return any(getattr(self, name) is not None for name in others)
 
     def check_of_failed(self) -> None:
         """Raise ConfigurationError where it asks for what failed messages do not have."""

@@ -38,7 +38,8 @@ _BYTE_ORDER_MARK: Final = b"\xef\xbb\xbf"
 UNUSABLE_IN_IDS: Final = re.compile("[\0\ud800-\udfff]")  # PostgreSQL keeps no NUL, UTF-8 has no lone surrogates
 UNUSABLE_ID_NAMESPACE: Final = uuid.UUID("c3b0f4f2-7c0b-4b43-8a53-0f6f2f0d6c1e")
 TIME_SPAN: Final = re.compile(r"(?:([0-9]{1,8})\.)?([0-9]{1,2}):([0-9]{2}):([0-9]{2})(?:\.([0-9]{1,7}))?")
-WIRE_TIME_LENGTH: Final = 28  # yyyy-MM-dd HH:mm:ss:ffffff Z; .NET's parser accepts no other length
+#: yyyy-MM-dd HH:mm:ss:ffffff Z; .NET's parser accepts nothing else.
+_WIRE_TIME: Final = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}:[0-9]{6} Z")
 
 
 class _NoValue(str):
@@ -429,10 +430,9 @@ def _wire_second(second: int) -> str:
 
 def from_wire_time(text: str) -> datetime:
     """Return the instant a wire time names; raises ValueError with .NET's text."""
-    if len(text) != WIRE_TIME_LENGTH:
-        raise ValueError(f"String was not recognized as a valid DateTime: {text!r}")
+    instant = f"{text[:19]}.{text[20:26]}+00:00" if _WIRE_TIME.fullmatch(text) else ""
     try:
-        return datetime.strptime(text, "%Y-%m-%d %H:%M:%S:%f Z").replace(tzinfo=UTC)
+        return datetime.fromisoformat(instant)
     except ValueError as error:
         raise ValueError(f"String was not recognized as a valid DateTime: {text!r}") from error
 

@@ -432,8 +432,8 @@ class NumberedQueue(Protocol):
         """
         ...
 
-    async def messages(self, numbers: Sequence[int]) -> Mapping[int, Message]:
-        """Return the messages with the numbers that are still there, without bodies."""
+    async def messages(self, numbers: Sequence[int], *, bodies: bool = False) -> Mapping[int, Message]:
+        """Return the messages with the numbers that are still there, with bodies if asked for."""
         ...
 
 

@@ -35,7 +35,8 @@ def ids(queue: str) -> list[str]:
 def test_failed_messages_are_listed_with_where_when_and_why(failures: Callable[..., Result]) -> None:
     document = failures("errors", "list", "--json").document
     assert document["total"] == 4
-    assert document["errors"][0] == {
+    assert [error["id"] for error in document["errors"]] == ["bare", "lost", "b", "a"]
+    assert document["errors"][3] == {
         "id": "a",
         "failed_queue": "billing",
         "time_of_failure": "2026-03-01 12:00:00:000000 Z",
@@ -43,8 +44,46 @@ def test_failed_messages_are_listed_with_where_when_and_why(failures: Callable[.
         "exception_message": "no price for a",
     }
     shown = failures("errors", "list", "--limit", "2").out
-    assert "builtins.ValueError: no price for a" in shown
-    assert shown.endswith("4 in error, 2 shown\n")
+    assert "builtins.ValueError: no price for lost" in shown
+    assert "4 in error, 2 shown\n" in shown
+
+
+def test_a_list_goes_on_where_it_ended_and_has_what_a_filter_means(failures: Callable[..., Result]) -> None:
+    # Given a list that ends before the oldest message
+    first = failures("errors", "list", "--limit", "3", "--json").document
+    text = failures("errors", "list", "--limit", "3").out
+    assert f"older ones: delayline errors list --before {first['next_before']}" in text
+    # When it goes on, then the rest is there
+    rest = failures("errors", "list", "--before", str(first["next_before"]), "--json").document
+    assert ([error["id"] for error in rest["errors"]], rest["next_before"]) == (["a"], None)
+    # And a filter means what it means in a retry
+    found = failures(
+        "errors", "list", "--where", "exception=ValueError,header=tenant:ac*,destination=billing", "--json"
+    )
+    assert [error["id"] for error in found.document["errors"]] == ["b", "a"]
+    assert "4 in error, 0 shown" in failures("errors", "list", "--where", "id=nothing").out
+    refused = failures("errors", "list", "--where", "due=<now")
+    assert (refused.code, "no due time" in refused.err) == (2, True)
+
+
+def test_failed_messages_are_grouped(failures: Callable[..., Result]) -> None:
+    # When they are grouped
+    document = failures("errors", "groups", "--since", "2026-03-01T11:00Z", "--json").document
+    # Then each counts, the newest group first
+    assert (document["total"], document["read"]) == (4, 4)
+    assert [group["exception"] for group in document["groups"]] == ["", "builtins.ValueError"]
+    group = document["groups"][1]
+    assert (group["messages"], group["new"], group["last"]) == (3, 3, AT.isoformat())
+    assert [(kind["failed_queue"], kind["messages"]) for kind in group["kinds"]] == [("billing", 2), ("gone", 1)]
+    # And a group is shown, sorted and filtered
+    text = failures("errors", "groups", "--order", "largest", "--limit", "1", "--since", "2h").out
+    assert "4 in 2 groups, 1 shown" in text
+    assert group["group"] in text
+    listed = failures("errors", "list", "--where", f"group={group['group']}", "--json").document
+    assert [error["id"] for error in listed["errors"]] == ["lost", "b", "a"]
+    assert "2 in 1 groups" in failures("errors", "groups", "--where", "destination=billing").out
+    assert "in the list of messages" in failures("errors", "groups", "--where", "id=a").err
+    assert "is neither a delay" in failures("errors", "groups", "--since", "soon").err
 
 
 def test_one_is_shown_whole(failures: Callable[..., Result]) -> None:

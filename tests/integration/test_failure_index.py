@@ -9,10 +9,10 @@ import pytest
 from tests.eventually import eventually_async
 
 from delayline import ConfigurationError, Headers, Message, MessageFilter
-from delayline.dashboard.model import ErrorGroups, ErrorOrder, ErrorPage, Unavailable
+from delayline.dashboard.model import ErrorGroups, ErrorPage, Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.error_queue import BrowsedQueue
-from delayline.failure_index import WIDTH, FailureIndex
+from delayline.failure_index import WIDTH, FailureIndex, GroupOrder
 from delayline.memory import MemoryTransport
 from delayline.message import to_wire_time
 from delayline.settings import Settings
@@ -143,10 +143,16 @@ async def test_a_filter_means_the_same_in_a_list_and_in_a_retry(queues: SqlTrans
     assert [message.id for message in await queues.browse("billing", 10)] == ["m-0", "m-2", "m-4", "m-6", "m-8"]
     left = listed(await service.errors.page())
     assert [row.id for row in left.rows] == ["m-7", "m-5", "m-3", "m-1"]
-    # And groups, for which each message would be read, refuse the filter
-    refused = await service.errors.groups(wanted)
-    assert isinstance(refused, Unavailable)
-    assert "in the list of messages" in refused.reason
+    # And so it is for parts of bodies
+    assert [row.id for row in listed(await service.errors.page(MessageFilter(body="bod"))).rows] == [
+        row.id for row in left.rows
+    ]
+    assert listed(await service.errors.page(MessageFilter(body="nothing"))).rows == []
+    # And groups, for which each message would be read, refuse these filters
+    for each in (wanted, MessageFilter(body="bod"), MessageFilter(correlation="c-1")):
+        refused = await service.errors.groups(each)
+        assert isinstance(refused, Unavailable)
+        assert "in the list of messages" in refused.reason
 
 
 async def test_filters_that_match_everything_or_nothing(queues: SqlTransport, service: EndpointService) -> None:
@@ -165,19 +171,19 @@ async def test_what_failed_since_the_last_look_is_new(queues: SqlTransport, serv
     await put(queues, [failed(f"old-{number}", "shop.Old", at=NOW - hour) for number in range(4)])
     await put(queues, [failed("again", "shop.Old", at=NOW + hour), failed("first", "shop.New", at=NOW + hour)])
     # When they are grouped
-    groups = shown(await service.errors.groups(since=NOW, order=ErrorOrder.LARGEST))
+    groups = shown(await service.errors.groups(since=NOW, order=GroupOrder.LARGEST))
     # Then the later ones are marked
     assert [(group.exception_type, group.count, group.new) for group in groups.groups] == [
         ("shop.Old", 5, 1),
         ("shop.New", 1, 1),
     ]
     assert (groups.new, groups.latest) == (2, NOW + hour)
-    by_name = shown(await service.errors.groups(order=ErrorOrder.NAME))
+    by_name = shown(await service.errors.groups(order=GroupOrder.NAME))
     assert [group.exception_type for group in by_name.groups] == ["shop.New", "shop.Old"]
     assert [group.new for group in by_name.groups] == [0, 0]
     # And groups are shown in pages
-    page = shown(await service.errors.groups(order=ErrorOrder.NAME, limit=1))
-    rest = shown(await service.errors.groups(order=ErrorOrder.NAME, limit=1, after=page.next_after))
+    page = shown(await service.errors.groups(order=GroupOrder.NAME, limit=1))
+    rest = shown(await service.errors.groups(order=GroupOrder.NAME, limit=1, after=page.next_after))
     assert [group.exception_type for group in (*page.groups, *rest.groups)] == ["shop.New", "shop.Old"]
     assert rest.next_after is None
 

@@ -15,10 +15,11 @@ from delayline.dashboard import charts
 from delayline.dashboard.back_ends import unavailable
 from delayline.dashboard.forms import body_of, headers_of, whole
 from delayline.dashboard.frame import LONGEST_FIELD, PAGE_ROWS, Common, Frame, form_asked, id_asked, ids_ticked
-from delayline.dashboard.model import ErrorGroups, ErrorOrder, MessageDetails, Unavailable
+from delayline.dashboard.model import ErrorGroups, MessageDetails, Unavailable
 from delayline.dashboard.rendering import link_to
 from delayline.dashboard.security import check_origin, set_cookie
 from delayline.errors import DelaylineError, InvalidMessage
+from delayline.failure_index import GroupOrder
 from delayline.filters import MessageFilter
 from delayline.message import Headers
 from delayline.set_jobs import HIGHEST_RATE
@@ -32,10 +33,10 @@ if TYPE_CHECKING:
     from delayline.dashboard.service import EndpointService
 
 ORDER_TITLES: Final = {
-    ErrorOrder.NEWEST: "newest first",
-    ErrorOrder.NEW: "most new first",
-    ErrorOrder.LARGEST: "largest first",
-    ErrorOrder.NAME: "by name",
+    GroupOrder.NEWEST: "newest first",
+    GroupOrder.NEW: "most new first",
+    GroupOrder.LARGEST: "largest first",
+    GroupOrder.NAME: "by name",
 }
 SEEN_COOKIE: Final = "delayline_seen_"
 SEEN_SECONDS: Final = 366 * 24 * 3600
@@ -66,7 +67,7 @@ class ErrorPages(Frame):
         """Show the error queue in groups."""
         service, fields = self._service(request), _search_of(request.query_params)
         asked = fields["order"]
-        order = next((each for each in ErrorOrder if each.value == asked), ErrorOrder.NEWEST)
+        order = next((each for each in GroupOrder if each.value == asked), GroupOrder.NEWEST)
         since = _seen_until(request, service)
         grouped: ErrorGroups | Unavailable
         try:

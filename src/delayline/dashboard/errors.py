@@ -24,16 +24,15 @@ from delayline.dashboard.model import (
     ErrorGroup,
     ErrorGroups,
     ErrorKind,
-    ErrorOrder,
     ErrorPage,
     ErrorRow,
     ErrorsRead,
     MessageDetails,
     Unavailable,
 )
-from delayline.errors import ConfigurationError, DelaylineError
-from delayline.failure_groups import LONGEST_TYPE, first_type, headers_of, message_type
-from delayline.failure_index import EVERY_MESSAGE, FailureIndex, time_of_failure
+from delayline.errors import DelaylineError
+from delayline.failure_groups import headers_of, message_type
+from delayline.failure_index import EVERY_MESSAGE, FailureIndex, GroupOrder, check_for_groups, time_of_failure
 from delayline.failures import FAILURE_HEADERS, failed_queue_of
 from delayline.message import Headers, Message
 
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 
 #: Seconds that a page waits for the error queue to be read; it shows what is known by then.
 READ_FOR: Final = 2.0
-#: Messages that are read at once where a filter asks for more than how they failed.
-SEARCHED_AT_ONCE: Final = 500
 #: Days of the trend of failures.
 TREND: Final = 14
 
@@ -76,7 +73,7 @@ class FailedMessages(PageQueries):
         self,
         wanted: MessageFilter = EVERY_MESSAGE,
         *,
-        order: ErrorOrder = ErrorOrder.NEWEST,
+        order: GroupOrder = GroupOrder.NEWEST,
         since: datetime | None = None,
         after: str | None = None,
         limit: int = 50,
@@ -90,13 +87,9 @@ class FailedMessages(PageQueries):
             after: The key of the last group of the page before.
             limit: The most groups.
         """
-        wanted.check_of_failed()
-        if wanted.asks_for_more_than_failure:
-            raise ConfigurationError(
-                "groups are of exception, type, destination and group: look for ids and headers in the list of messages"
-            )
+        check_for_groups(wanted)
         index, known = await self._known()
-        groups = sorted(index.groups(wanted, since), key=ORDERS[order])
+        groups = order.sorted(index.groups(wanted, since))
         start = next((place for place, group in enumerate(groups, 1) if group.key == after), 0)
         page = groups[start : start + limit]
         newest = await index.queue.messages([group.all.newest for group in page])
@@ -130,10 +123,10 @@ class FailedMessages(PageQueries):
         reads = wanted.asks_for_more_than_failure
         rows: list[tuple[int, ErrorRow]] = []
         looked_at, end, cut = 0, 0, False
-        while (
-            len(rows) <= limit and not cut and (numbers := list(islice(left, SEARCHED_AT_ONCE if reads else limit + 1)))
-        ):
-            messages = await index.queue.messages(numbers)
+        bodies = wanted.body is not None
+        at_once = error_queue.BODIES_AT_ONCE if bodies else error_queue.NEWEST_AT_ONCE if reads else limit + 1
+        while len(rows) <= limit and not cut and (numbers := list(islice(left, at_once))):
+            messages = await index.queue.messages(numbers, bodies=bodies)
             for number in numbers:
                 message = messages.get(number)
                 looked_at, end = looked_at + 1, number
@@ -308,7 +301,7 @@ def error_row(message: Message) -> ErrorRow:
     headers, damaged = headers_of(message)
     return ErrorRow(
         id=message.id,
-        failed_at=time_of_failure(message),
+        failed_at=time_of_failure(headers),
         queue=headers.get(Headers.FAILED_QUEUE, ""),
         exception_type=headers.get(Headers.EXCEPTION_TYPE, "")[:300],
         exception_text=one_line(damaged or headers.get(Headers.EXCEPTION_MESSAGE, "")),
@@ -331,13 +324,9 @@ def exported(message: Message) -> Mapping[str, object]:
 
 
 def _shown(group: FailureGroup, newest: Message | None) -> ErrorGroup:
-    kind = group.failure.exception[:LONGEST_TYPE]
-    kinds = [
-        ErrorKind(queue, first_type(types), count.count, count.new) for (queue, types), count in group.kinds.items()
-    ]
     return ErrorGroup(
         group.key,
-        kind or ("(headers that cannot be read)" if group.failure.damaged else "(unknown)"),
+        group.title,
         group.failure.place,
         group.all.count,
         group.all.new,
@@ -345,17 +334,8 @@ def _shown(group: FailureGroup, newest: Message | None) -> ErrorGroup:
         group.all.last,
         "" if newest is None else error_row(newest).exception_text,
         {day.isoformat(): number for day, number in group.all.by_day.items()},
-        sorted(kinds, key=lambda each: (-each.count, each.queue, each.message_type)),
+        [ErrorKind(queue, types, count.count, count.new) for queue, types, count in group.largest_kinds],
     )
-
-
-#: How groups are sorted.
-ORDERS: Final[Mapping[ErrorOrder, Callable[[FailureGroup], tuple[object, ...]]]] = {
-    ErrorOrder.NEWEST: lambda group: (-group.all.newest, group.key),
-    ErrorOrder.NEW: lambda group: (-group.all.new, -group.all.newest, group.key),
-    ErrorOrder.LARGEST: lambda group: (-group.all.count, group.key),
-    ErrorOrder.NAME: lambda group: (group.failure.exception.casefold(), group.failure.place, group.key),
-}
 
 
 def _of_retry(outcome: error_queue.RetryOutcome) -> ActionOutcome:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from delayline.actions import ActionRecord
@@ -321,15 +320,6 @@ class ErrorGroup:
     """How many failed on each day, `2026-05-01`."""
     kinds: Sequence[ErrorKind]
     """The same by queue and type, the largest first."""
-
-
-class ErrorOrder(StrEnum):
-    """The orders of groups."""
-
-    NEWEST = "newest"
-    NEW = "new"
-    LARGEST = "largest"
-    NAME = "name"
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,16 +79,16 @@ class SqlNumberedQueue:
         return await self._database.read(rows)
 
     @long_work
-    async def messages(self, numbers: Sequence[int]) -> Mapping[int, Message]:
-        """Return the messages with the numbers that are still there, without bodies."""
+    async def messages(self, numbers: Sequence[int], *, bodies: bool = False) -> Mapping[int, Message]:
+        """Return the messages with the numbers that are still there, with bodies if asked for."""
         found: dict[int, Message] = {}
         for start in range(0, len(numbers), LONGEST_LIST):
             some = numbers[start : start + LONGEST_LIST]
-            query = self._kept().where(self._columns.queue == self._queue, self._columns.seq.in_(some))
+            query = self._kept(bodies=bodies).where(self._columns.queue == self._queue, self._columns.seq.in_(some))
             found |= await self._database.read(partial(_by_number, query=query))
         return found
 
-    def _kept(self, *, bodies: bool = False) -> Select[Any]:
+    def _kept(self, *, bodies: bool) -> Select[Any]:
         shown = [self._columns.seq, self._columns.id, self._columns.headers]
         return select(*shown, *([self._columns.body] if bodies else []))
 
