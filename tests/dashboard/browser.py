@@ -91,6 +91,10 @@ class Browser:
         """Press the button that begins with this text."""
         self.until(lambda: self._click("main button", lambda found: found.startswith(text)))
 
+    def press_summary(self, text: str) -> None:
+        """Open or close the details whose summary has this text."""
+        self.until(lambda: self._click("summary", lambda found: " ".join(found.split()) == text))
+
     def follow(self, text: str) -> None:
         """Follow the link with this text."""
         self.until(lambda: self._click("a", lambda found: " ".join(found.split()) == text))

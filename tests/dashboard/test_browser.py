@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 from tests.dashboard.browser import Browser, serving
 from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill, minute_row, remember
+from tests.integration.cold_rows import hold
 
 from delayline import cron, interval
+from delayline.bulk import TwoTierStore
 from delayline.composition import endpoint_from
+from delayline.opening import open_pending
 from delayline.settings import Settings
 
 if TYPE_CHECKING:
@@ -256,6 +260,34 @@ def test_jobs_and_doctor_show_their_state(browser: Browser) -> None:
     assert browser.shows("connection")
     assert browser.shows("guarantee")
     browser.picture("doctor")
+
+
+def test_days_of_the_cold_tier_are_folded_and_have_their_hours(chromium: Browser, tmp_path: Path) -> None:
+    # Given messages in files of two days, one of them in two hours
+    settings = Settings(endpoint="far", url=f"sqlite:///{tmp_path / 'far.db'}", cold_tier=str(tmp_path / "cold"))
+    asyncio.run(set_up(settings))
+    noon = datetime(2030, 5, 1, 12, tzinfo=UTC)
+    dues = [noon, noon + timedelta(minutes=1), noon + timedelta(hours=3), noon + timedelta(days=1)]
+    asyncio.run(hold_far(settings, [(f"far-{number}", due) for number, due in enumerate(dues)]))
+    with serving([settings]) as url:
+        chromium.url = url
+        chromium.complaints()
+        # When the page of the jobs is open
+        chromium.open("/jobs")
+        # Then the tier is a line
+        assert chromium.shows("of 2 days, 2030-05-01 to 2030-05-02")
+        assert "2 hours" not in chromium.text
+        # And it has its days, and a day its hours, when they are asked for
+        chromium.press_summary("The cold tier's days")
+        chromium.press_summary("2 hours")
+        assert chromium.shows("15:00")
+        assert chromium.complaints() == []
+
+
+async def hold_far(settings: Settings, messages: list[tuple[str, datetime]]) -> None:
+    async with open_pending(settings) as store:
+        assert isinstance(store, TwoTierStore)
+        await hold(store, *messages)
 
 
 @pytest.mark.slow

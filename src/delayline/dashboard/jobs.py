@@ -7,13 +7,13 @@ from collections import Counter
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import inspect, select
+from sqlalchemy import func, inspect, select
 
-from delayline.bulk.cold_catalog import cold_tables
+from delayline.bulk.cold_catalog import FileState, cold_tables
 from delayline.bulk.dispatchers import dispatcher_tables
 from delayline.bulk.ledger import LEDGER, NONE_YET, RunKind, runs_table
 from delayline.dashboard.back_ends import PageQueries, within_limit
-from delayline.dashboard.model import JobRow, Jobs
+from delayline.dashboard.model import ColdDay, JobRow, Jobs
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 #: Rows of each kind.
 LISTED: Final = 50
-#: Files of a cold tier that are looked at.
-FILES: Final = 20_000
 
 
 class PipelineJobs(PageQueries):
@@ -59,7 +57,7 @@ class PipelineJobs(PageQueries):
         return await self.back_ends.sql_store("their records are").read_tables(work)
 
     @within_limit
-    async def _cold_tier(self) -> list[JobRow]:
+    async def _cold_tier(self) -> list[ColdDay]:
         store = self.back_ends.sql_store("their records are")
         return await store.read_tables(partial(cold_tier, store=store.table_of(self.back_ends.name).name))
 
@@ -115,32 +113,26 @@ def dispatchers(connection: Connection, dialect: Dialect, schema: str | None) ->
     return rows
 
 
-def cold_tier(connection: Connection, dialect: Dialect, schema: str | None, *, store: str) -> list[JobRow]:
+def cold_tier(connection: Connection, dialect: Dialect, schema: str | None, *, store: str) -> list[ColdDay]:
     """Return the files of a store's cold tier by the day on which they are due, earliest first."""
     del dialect
     table = cold_tables(schema).files
     if not _exists(connection, table):
         return []
-    columns = table.c
-    query = select(columns.due_hour, columns.messages, columns.state).where(columns.store == store)
-    days: dict[str, Counter[str]] = {}
-    for hour, messages, state in connection.execute(query.order_by(columns.min_due).limit(FILES)):
-        day = days.setdefault(f"{hour[:4]}-{hour[4:6]}-{hour[6:8]}", Counter())
-        day[state] += int(messages)
-        day["files"] += state == "held"
-    return [
-        JobRow(
-            "cold tier",
-            day,
-            "held" if counts["held"] else "promoted" if counts["promoted"] else "compacted",
-            None,
-            None,
-            counts["held"] + counts["promoted"],
-            counts["promoted"],
-            {"files": str(counts["files"])},
-        )
-        for day, counts in sorted(days.items())[: 10 * LISTED]
-    ]
+    hour, state = table.c.due_hour, table.c.state
+    sums = select(hour, state, func.sum(table.c.messages), func.count()).where(table.c.store == store)
+    hours: dict[str, Counter[str]] = {}
+    files: Counter[str] = Counter()
+    promoted: Counter[str] = Counter()
+    for due_hour, kind, messages, number in connection.execute(sums.group_by(hour, state).order_by(hour)):
+        day = f"{due_hour[:4]}-{due_hour[4:6]}-{due_hour[6:8]}"
+        by_hour = hours.setdefault(day, Counter())
+        if kind == FileState.HELD:
+            by_hour[f"{due_hour[8:]}:00"] += int(messages)
+            files[day] += int(number)
+        elif kind == FileState.PROMOTED:
+            promoted[day] += int(messages)
+    return [ColdDay(day, by_hour, files[day], promoted[day]) for day, by_hour in hours.items()]
 
 
 def migrations() -> Callable[[Connection, Dialect, str | None], list[JobRow]]:

@@ -429,7 +429,7 @@ class JobRow:
     """A job of the pipeline, by its tables."""
 
     kind: str
-    """`schedule`, `dispatcher`, `migration` or `cold tier`."""
+    """`schedule`, `dispatcher` or `migration`."""
     name: str
     state: str
     started: datetime | None
@@ -441,6 +441,25 @@ class JobRow:
 
 
 @dataclass(frozen=True, slots=True)
+class ColdDay:
+    """The files of the cold tier whose messages are due on a day."""
+
+    day: str
+    """`2026-05-01`"""
+    hours: Mapping[str, int]
+    """How many messages wait in files, by the hour they are due: `09:00`, earliest first."""
+    files: int
+    """Those that are held."""
+    promoted: int
+    """Messages that have been promoted to the store."""
+
+    @property
+    def held(self) -> int:
+        """The messages that wait in files."""
+        return sum(self.hours.values())
+
+
+@dataclass(frozen=True, slots=True)
 class Jobs:
     """The page `Jobs`."""
 
@@ -448,8 +467,8 @@ class Jobs:
     """Bulk jobs that have committed, the last one first."""
     dispatchers: Sequence[JobRow] | Unavailable
     migrations: Sequence[JobRow] | Unavailable
-    cold_tier: Sequence[JobRow] | Unavailable
-    """The files that wait for their promotion, by day."""
+    cold_tier: Sequence[ColdDay] | Unavailable
+    """The earliest first."""
     actions: Sequence[ActionRecord] | Unavailable
     """What people did, single actions and jobs, the last one first."""
 
