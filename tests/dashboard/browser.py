@@ -144,6 +144,15 @@ class Browser:
         labels, values = self.all(".u-legend .u-label"), self.all(".u-legend .u-value")
         return {label.text: value.text for label, value in zip(labels, values, strict=True)}
 
+    def tables_beyond_their_panels(self) -> list[str]:
+        """Return the texts of tables that reach beyond their panel, and do not scroll within it."""
+        found = self.driver.execute_script(
+            "const right = (element) => element.getBoundingClientRect().right;"
+            "return [...document.querySelectorAll('.panel table')].filter((table) => !table.closest('.scroll')"
+            " && right(table) > right(table.closest('.panel'))).map((table) => table.innerText)"
+        )
+        return [str(text) for text in found]
+
     def complaints(self) -> list[str]:
         """Return what the console has: violations of the policy, errors of scripts, missing files."""
         return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]

@@ -313,11 +313,23 @@ def test_pages_are_used_with_the_keyboard_on_a_narrow_screen_without_scrolling_s
             browser.open(path)
             width = browser.driver.execute_script("return document.documentElement.scrollWidth")
             assert width <= 360, path
+            assert not browser.tables_beyond_their_panels(), path
         browser.driver.switch_to.active_element.send_keys("\ue004\ue007")
         assert browser.driver.execute_script("return location.hash") == "#content"
     finally:
         browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         browser.emulate("light")
+
+
+@pytest.mark.parametrize("width", [600, 900, 1100])
+def test_tables_stay_within_their_panels(browser: Browser, width: int) -> None:
+    browser.emulate("light", width)
+    try:
+        for path in PAGES:
+            browser.open(path)
+            assert not browser.tables_beyond_their_panels(), path
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def edits_and_retries(browser: Browser) -> None:
