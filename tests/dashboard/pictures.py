@@ -57,7 +57,7 @@ async def filled(folder: Path) -> Settings:
             due = now + timedelta(days=day)
             cold = [(f"renewal-{day}-{number}", due + timedelta(seconds=number)) for number in range(day)]
             await hold(store, *cold, destination="email")
-    await remember(settings.resolved_store_url, [row for back in range(1, 24 * 60) for row in rows(back)])
+    await remember(settings.resolved_store_url, [row for back in range(1, 24 * 60) for row in rows(now, back)])
     return settings
 
 
@@ -72,7 +72,7 @@ def waiting(now: datetime) -> Iterator[DelayedMessage]:
         yield DelayedMessage(message, destination, now + timedelta(seconds=min(seconds, 60_000_000)))
 
 
-def rows(back: int) -> Iterator[MinuteRow]:
+def rows(now: datetime, back: int) -> Iterator[MinuteRow]:
     """Yield the rows of two processes in a minute, one of which stopped two hours ago for ten minutes."""
     chance = random.Random(back)  # noqa: S311
     for process, share in (("web-1:4711:a1b2c3", 0.6), ("web-2:4711:d4e5f6", 0.4)):
@@ -83,7 +83,7 @@ def rows(back: int) -> Iterator[MinuteRow]:
         number = round((2400 if backlog else wave * chance.uniform(0.9, 1.1)) * share)
         lateness = {name: late(430 if backlog else back, number * part // 100) for name, part in SHARES.items()}
         failed = chance.choice((0, 0, 1, 4)) if back > 30 else 0
-        row = minute_row(back, dispatched=number)
+        row = minute_row(back, now=now, dispatched=number)
         yield replace(row, process=process, handled=number - failed, failed=failed, lateness=lateness, breakers={})
 
 

@@ -68,7 +68,8 @@ async def fill(url: str, *, hostile: bool = True) -> Settings:
 async def remember(url: str, rows: Sequence[MinuteRow] | None = None) -> None:
     """Write minute rows; by default those of the last day, of which an hour was slow."""
     if rows is None:
-        rows = [minute_row(back) for back in range(1, 24 * 60)]
+        now = datetime.now(UTC)
+        rows = [minute_row(back, now=now) for back in range(1, 24 * 60)]
     contents = [
         {
             "endpoint": ENDPOINT,
@@ -87,9 +88,9 @@ async def remember(url: str, rows: Sequence[MinuteRow] | None = None) -> None:
         await database.close()
 
 
-def minute_row(back: int, *, dispatched: int = 600) -> MinuteRow:
+def minute_row(back: int, *, now: datetime | None = None, dispatched: int = 600) -> MinuteRow:
     """Return the row of a minute so many minutes ago."""
-    start = datetime.now(UTC).replace(second=0, microsecond=0) - timedelta(minutes=back)
+    start = (now or datetime.now(UTC)).replace(second=0, microsecond=0) - timedelta(minutes=back)
     return MinuteRow(
         process="web-1:4711:a1b2c3",
         start=start,
