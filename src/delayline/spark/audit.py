@@ -30,6 +30,8 @@ PERCENTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 READ_AT: Final = "delayline.read_at"
 #: Of percentiles: within 0.2 % of the exact percentiles.
 ACCURACY: Final = 10_000
+#: Seconds that a message may be due before it is stored, or before the first leaves, without being behind.
+START_TAKES: Final = 1
 #: Upper bounds of the histogram's bars, in seconds.
 BARS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)
 
@@ -124,7 +126,11 @@ class Audit:
 
     @property
     def messages(self) -> DataFrame:
-        """A row per message: its due time, its outcome, and its lateness in seconds."""
+        """A row per message: its due time, its outcome, and its lateness in seconds.
+
+        `behind` marks messages that were due more than a second before they were stored, or before the first message of
+        the journal left: their lateness says nothing of the dispatching.
+        """
         return self._messages
 
     @property
@@ -157,12 +163,7 @@ class Audit:
     @property
     def histogram(self) -> DataFrame:
         """Number of messages by lateness: `up_to` seconds, null for more."""
-        bar = reduce(
-            lambda rest, end: F.when(F.col("late") <= end, F.lit(float(end))).otherwise(rest),
-            reversed(BARS),
-            F.lit(None).cast("double"),
-        )
-        return self._messages.where("late IS NOT NULL").groupBy(bar.alias("up_to")).count().orderBy("up_to")
+        return self._messages.where("late IS NOT NULL").groupBy(bar_of().alias("up_to")).count().orderBy("up_to")
 
     @property
     def errors(self) -> DataFrame:
@@ -195,6 +196,15 @@ class Audit:
 
 
 SUMS: Final = {"scheduled": "scheduled", "duplicated": "extra", "early": "early", "retries": "retries"}
+
+
+def bar_of() -> Column:
+    """Return the bar of the histogram that a message's lateness is in: its upper bound, null for the last."""
+    return reduce(
+        lambda rest, end: F.when(F.col("late") <= end, F.lit(float(end))).otherwise(rest),
+        reversed(BARS),
+        F.lit(None).cast("double"),
+    )
 
 
 def audit(
@@ -233,8 +243,10 @@ def audit(
         entries = journal.where(F.col("event") != JournalEvent.HANDLED.value)  # of what receivers do, not the store
         entries = entries if store is None else entries.where(F.col("store") == store)
         entries = entries.select("seq", "store", "event", "id", "destination", "due", "at")
-        summary = entries.agg(F.count("*").alias("entries"), F.max("at").alias("last")).toArrow().to_pylist()
-        [(number, last)] = [(row["entries"], row["last"]) for row in summary]
+        left = F.when(F.col("event") == JournalEvent.DISPATCHED.value, F.col("at"))
+        counted = (F.count("*").alias("entries"), F.max("at").alias("last"), F.min(left).alias("began"))
+        summary = entries.agg(*counted).toArrow().to_pylist()
+        [(number, last, began)] = [(row["entries"], row["last"], row["began"]) for row in summary]
         until = until or (None if waiting is None else read_at(waiting)) or last
         until = None if until is None else in_utc(until)
         if delivered is not None and store is not None:
@@ -245,7 +257,7 @@ def audit(
             messages = messages.join(present, "id", "left")
         else:
             messages = messages.withColumn("there", F.lit(False))
-        return Audit(_judged(messages, until, patience), entries, until, number, maximum_overdue)
+        return Audit(_judged(messages, until, patience, began), entries, until, number, maximum_overdue)
 
 
 def marked_as_read(ids: DataFrame, at: datetime) -> DataFrame:
@@ -301,7 +313,7 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
     return renamed.withColumn("by_receivers", F.lit(leaving == DELIVERED))
 
 
-def _judged(messages: DataFrame, until: datetime | None, patience: timedelta) -> DataFrame:
+def _judged(messages: DataFrame, until: datetime | None, patience: timedelta, began: datetime | None) -> DataFrame:
     out = F.col("gone") + F.col("failed") + F.col("cancelled")
     expected = F.greatest(
         F.col("scheduled"), F.lit(1)
@@ -318,6 +330,8 @@ def _judged(messages: DataFrame, until: datetime | None, patience: timedelta) ->
         .otherwise("cancelled")
     )
     late = F.when(is_out, F.col("left").cast("double") - F.col("due").cast("double")).alias("late")
+    on_time = F.col("due").cast("double") + START_TAKES
+    behind = on_time < F.greatest(*(time.cast("double") for time in (F.col("planned"), F.lit(began).cast("timestamp"))))
     return messages.withColumn("there", F.coalesce("there", F.lit(False))).select(
         "store",
         "id",
@@ -326,6 +340,7 @@ def _judged(messages: DataFrame, until: datetime | None, patience: timedelta) ->
         "left",
         verdict.alias("verdict"),
         late,
+        F.coalesce(behind, F.lit(False)).alias("behind"),
         "scheduled",
         F.greatest(out - expected, F.lit(0)).alias("extra"),
         F.greatest(F.coalesce(too_early.cast("int"), F.lit(0)), F.col("early_in_journal")).alias("early"),
