@@ -39,7 +39,8 @@ class QueuePages(Frame):
         chosen = None
         if not isinstance(queues, Unavailable):
             chosen = next((queue for queue in queues if queue.limits.queue == name), None)
-        return self._page(request, "queues.html", "/queues", service, queues=queues, asked=name, chosen=chosen)
+        context = {"queues": queues, "asked": name, "chosen": chosen, "error_queue": service.back_ends.error_queue}
+        return self._page(request, "queues.html", "/queues", service, **context)
 
     async def change(self, request: Request) -> Response:
         """Change those limits of a queue that the form has otherwise than it was shown."""
