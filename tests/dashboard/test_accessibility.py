@@ -96,9 +96,14 @@ def test_placeholders_are_read_in_light_and_dark(browser: Browser) -> None:
 
 
 def test_values_of_headers_keep_their_spaces(browser: Browser) -> None:
-    browser.open("/errors/message?id=failed")
-    assert browser.shows("a   b\n  c")
-    assert browser.text.count("at   column  9") == 2  # above, and among the headers
+    try:
+        for width in (1280, 360):
+            browser.emulate("light", width)
+            browser.open("/errors/message?id=failed")
+            assert browser.shows("a   b\n  c")
+            assert browser.text.count("at   column  9") == 2  # above, and among the headers
+    finally:
+        browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_two_people_act_on_a_group_at_once(browser: Browser) -> None:
