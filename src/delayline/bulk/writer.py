@@ -309,7 +309,7 @@ class BulkWriter:
                     connection, completed(batch).sort_by("id")
                 )  # neighbours in the index of ids, the largest
             except self._database.dialect.errors.kinds as error:
-                if not _breaks_a_key(error, self._database.dialect.errors):
+                if not breaks_a_key(error, self._database.dialect.errors):
                     raise
                 raise IdTaken from error
         self._runs.end(connection, RunKey(name, kind=RunKind.MIGRATION), attempt, Committed(batch.num_rows))
@@ -395,7 +395,7 @@ class BulkWriter:
         try:
             stored = self._stage.move(connection, numbers, on_conflict)
         except dialect.errors.kinds as error:
-            if not _breaks_a_key(error, dialect.errors):
+            if not breaks_a_key(error, dialect.errors):
                 raise
             dialect.transactions.roll_back_to_savepoint(connection)
             doubled = doubled_id(connection, self._stage.table, self.table)
@@ -454,7 +454,7 @@ def blocking(work: Coroutine[Any, Any, Result]) -> Result:
     return results[0]
 
 
-def _breaks_a_key(error: Exception, errors: DriverErrors) -> bool:
+def breaks_a_key(error: Exception, errors: DriverErrors) -> bool:
     """Return whether the driver's error is a violation of a primary or unique key, and not the database's own fault."""
     is_violation = "IntegrityError" in {kind.__name__ for kind in type(error).__mro__}
     return is_violation and not isinstance(errors.translated(error), BackendUnavailable)

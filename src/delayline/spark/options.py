@@ -26,6 +26,7 @@ from pyspark.sql.types import (
 )
 
 from delayline.bulk.connections import CONNECT_TIMEOUT, connection_limit, job_url
+from delayline.bulk.pieces import PieceWriter
 from delayline.bulk.writer import BulkWriter
 from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.errors import ConfigurationError
@@ -235,6 +236,10 @@ class StoreOptions:
     def staging(self, name: str | None = None) -> BulkWriter:
         """Return a staging area of the store; a new area without a name."""
         return BulkWriter(self.address, self.table, schema=self.schema, name=name)
+
+    def pieces(self) -> PieceWriter:
+        """Return a writer of pieces to the store."""
+        return PieceWriter(self.address, self.table, schema=self.schema)
 
 
 def check_columns(schema: StructType) -> None:

@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar, get_args
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -50,6 +50,7 @@ from delayline.spark.cold_tier import (
 )
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, Validator, valid_rows
 from delayline.spark.options import SOURCE_COLUMNS, choice
+from delayline.spark.pieces import PieceJob
 from delayline.spark.sources import OWN_COLUMNS, content_type, prepared
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
@@ -69,6 +70,8 @@ if TYPE_CHECKING:
     from delayline.spark.sources import Columns
 
 Result = TypeVar("Result")
+#: What is committed at once: each piece, or the whole job.
+Atomic = Literal["piece", "job"]
 #: The name of the broker connections.
 SCHEDULE_CONNECTION: Final = "delayline schedule"
 #: Partitions of the rows for a broker. A partition that was confirmed and not yet recorded may be sent twice.
@@ -171,10 +174,18 @@ class Placement:
     columns: Columns
     on_conflict: OnConflict
     hot_horizon: timedelta
+    atomic: Atomic = "piece"
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether tasks commit: for a store alone, unless a duplicate is an error or all rows must come at once."""
+        alone = self.target.cold_tier is None and self.target.broker is None
+        return alone and self.on_conflict != "raise" and self.atomic == "piece"
 
     def check(self) -> None:
         """Raise ConfigurationError for a target that cannot honour `on_conflict`."""
         choice({"on_conflict": self.on_conflict}, "on_conflict", get_args(OnConflict))
+        choice({"atomic": self.atomic}, "atomic", get_args(Atomic))
         if self.target.broker is not None and self.on_conflict != "keep":
             raise ConfigurationError(
                 f"on_conflict={self.on_conflict!r} needs a search by id, and delay levels have none. Use 'keep': it "
@@ -199,7 +210,8 @@ class Placement:
             DelaylineError: Nothing is placed in store and cold tier; a broker keeps the messages that it has confirmed.
         """
         self.check()
-        return _Job(self, run, batch).place(rows)
+        job = _Job(self, run, batch)
+        return job.place_pieces(rows) if batch is None and self.in_pieces else job.place(rows)
 
 
 class _Job:
@@ -235,6 +247,18 @@ class _Job:
     def _takes_fingerprint(self) -> bool:
         """Whether the input may differ when it comes again; Spark repeats a batch of a stream with the same rows."""
         return self._named and self._staging is not None and self._kind is RunKind.JOB
+
+    def place_pieces(self, rows: DataFrame) -> Placed:
+        """Let tasks commit the rows in pieces, unless the job has committed before there were pieces."""
+        settings = self._settings
+        if self._named and self._recorded(Sink.STORE) is not None:
+            return self.place(rows)
+        pieces = PieceJob(settings.target, settings.columns, settings.on_conflict, self._run, named=self._named)
+        job, repeated = pieces.run(rows)
+        counts, now = job.committed, job.parameters.now
+        validator = self._validator(JobParameters(now, now, {}))
+        numbers = (counts.stored, 0, 0, counts.duplicates, counts.rejected)
+        return Placed(self._run, *numbers, repeated, from_microseconds(now), validator)
 
     def place(self, rows: DataFrame) -> Placed:
         """Run the tasks and commit their results, unless an earlier attempt has committed."""

@@ -60,6 +60,10 @@ class StagedTable(ABC):
         """Put rows into the store that were not staged."""
 
     @abstractmethod
+    def merge(self, connection: Connection, batch: pa.RecordBatch, on_conflict: OnConflict) -> int:
+        """Put rows into the store that were not staged and have distinct ids; return how many it took."""
+
+    @abstractmethod
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Put the rows into the store and return how many it took."""
 

@@ -56,6 +56,16 @@ class Stage(Protocol):
         """Put rows into the store that were not staged, as they are; raises the driver's IntegrityError."""
         ...
 
+    def merge(self, connection: Connection, batch: pa.RecordBatch, on_conflict: OnConflict) -> int:
+        """Put rows with distinct ids into the store that were not staged, and return how many it took.
+
+        Args:
+            connection: In a transaction.
+            batch: The rows.
+            on_conflict: `keep` or `replace`, for ids that are there.
+        """
+        ...
+
     def clear(self, connection: Connection, attempts: Sequence[int], before: int) -> None:
         """Delete the rows of the attempts, and of attempts with a number below `before`."""
         ...

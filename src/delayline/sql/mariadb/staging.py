@@ -43,6 +43,7 @@ REPLACE: Final = (
     + ", ".join(f"{{store}}.{name} = IF({FREE}, VALUES({name}), {{store}}.{name})" for name in REPLACEABLE)
     + f", {{store}}.retry_count = IF({FREE}, 0, {{store}}.retry_count)"
 )
+CONFLICTS: Final = {"raise": "", "keep": IGNORE, "replace": REPLACE}
 
 
 class MariadbStage(StagedTable):
@@ -69,13 +70,27 @@ class MariadbStage(StagedTable):
         """Insert rows into the store; raises the driver's IntegrityError for ids that are there."""
         self._insert(connection, self.store, {"retry_count": [0] * batch.num_rows}, batch)
 
+    def merge(self, connection: Connection, batch: pa.RecordBatch, on_conflict: OnConflict) -> int:
+        """Insert the rows; the statement itself counts those that it leaves out."""
+        run(connection, "SET @delayline_left = 0")
+        conflict = CONFLICTS[on_conflict].format(store=self.quoted(self.store))
+        self._insert(connection, self.store, {"retry_count": [0] * batch.num_rows}, batch, conflict)
+        left: int = run(connection, "SELECT @delayline_left")[0][0]
+        return int(batch.num_rows) - left
+
     def _insert(
-        self, connection: Connection, table: Table, first: Mapping[str, Sequence[int]], batch: pa.RecordBatch
+        self,
+        connection: Connection,
+        table: Table,
+        first: Mapping[str, Sequence[int]],
+        batch: pa.RecordBatch,
+        conflict: str = "",
     ) -> None:
         columns = {**first, **kept_columns(batch, self._kept_instants)}
         names = [column.name for column in table.columns if column.name in columns]
         rows = list(zip(*(columns[name] for name in names), strict=True))
-        self.dialect.bulk.insert_rows(connection, Prepared(insert(table), self.dialect.sql, names), rows)
+        statement = Prepared.of_text(Prepared(insert(table), self.dialect.sql, names).sql + conflict)
+        self.dialect.bulk.insert_rows(connection, statement, rows)
 
     def _kept_instants(self, instants: pa.Array) -> list[Any]:
         to_due = self.dialect.values.to_due
@@ -85,7 +100,7 @@ class MariadbStage(StagedTable):
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert the staged rows, a statement per attempt: the driver limits the time of a statement."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
-        conflict = {"raise": "", "keep": IGNORE, "replace": REPLACE}[on_conflict]
+        conflict = CONFLICTS[on_conflict]
         if attempts and on_conflict != "raise":
             run(
                 connection,

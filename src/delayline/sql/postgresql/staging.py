@@ -20,7 +20,7 @@ from delayline.sql.staging import COLUMNS, KEPT_FIRST, REPLACED
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from sqlalchemy import Connection, Table
+    from sqlalchemy import Connection
 
     from delayline.delayed.columns import StoredColumn
 
@@ -41,6 +41,12 @@ MOVE: Final = (
     "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {stage} "
     "WHERE attempt = ANY (%s){order}{conflict}"
 )
+#: A temporary table: each connection has its own.
+MERGED: Final = "delayline_merged"
+CREATE_MERGED: Final = (
+    "CREATE TEMPORARY TABLE {merged} ON COMMIT DROP AS SELECT 0 AS retry_count, {columns} FROM {store} LIMIT 0"
+)
+MERGE: Final = "INSERT INTO {store} ({columns}, retry_count) SELECT {columns}, 0 FROM {merged}{order}{conflict}"
 KEEP_ONE_EACH: Final = (
     "DELETE FROM {stage} WHERE ctid IN "
     "(SELECT place FROM (SELECT ctid AS place, row_number() OVER ({kept_first}) AS nth "
@@ -60,29 +66,44 @@ class PostgresqlStage(StagedTable):
 
     def write_batch(self, connection: Connection, attempt: int, batch: pa.RecordBatch) -> None:
         """Copy some rows."""
-        self._copy(connection, self.table, "attempt", struct.pack(">hiq", FIELDS, 8, attempt), batch)
+        self._copy(connection, self.quoted(self.table), "attempt", struct.pack(">hiq", FIELDS, 8, attempt), batch)
 
     def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
         """Copy rows to the store; raises the driver's IntegrityError for ids that are there."""
-        self._copy(connection, self.store, "retry_count", struct.pack(">hii", FIELDS, 4, 0), batch)
+        self._copy(connection, self.quoted(self.store), "retry_count", struct.pack(">hii", FIELDS, 4, 0), batch)
 
-    def _copy(self, connection: Connection, table: Table, first: str, start: bytes, batch: pa.RecordBatch) -> None:
+    def _copy(self, connection: Connection, table: str, first: str, start: bytes, batch: pa.RecordBatch) -> None:
         driver: Any = connection.connection.driver_connection
-        statement = f"COPY {self.quoted(table).replace('%%', '%')} ({first}, {COLUMNS}) FROM STDIN (FORMAT binary)"
+        statement = f"COPY {table.replace('%%', '%')} ({first}, {COLUMNS}) FROM STDIN (FORMAT binary)"
         with driver.cursor() as cursor, cursor.copy(statement) as copy:
             copy.write(COPY_HEADER)
             for piece in _pieces(batch):
                 copy.write(copy_rows(start, piece))
             copy.write(COPY_END)
 
+    def merge(self, connection: Connection, batch: pa.RecordBatch, on_conflict: OnConflict) -> int:
+        """Copy the rows to a temporary table, and insert them from there."""
+        names = {"store": self.quoted(self.store), "merged": MERGED, "columns": COLUMNS}
+        order, conflict = self._conflict(on_conflict)
+        run(connection, CREATE_MERGED.format(**names))
+        self._copy(connection, MERGED, "retry_count", struct.pack(">hii", FIELDS, 4, 0), batch)
+        cursor = connection.connection.cursor()
+        cursor.execute(MERGE.format(order=order, conflict=conflict, **names), ())
+        stored: int = cursor.rowcount
+        cursor.close()
+        run(connection, f"DROP TABLE {MERGED}")
+        return stored
+
+    def _conflict(self, on_conflict: OnConflict) -> tuple[str, str]:
+        """Return the order of an insert from another table, and what it does about an id that is there."""
+        if on_conflict == "replace":  # in order, so that two inserts do not deadlock
+            return " ORDER BY id", REPLACE.format(store=self.quoted(self.store))
+        return "", " ON CONFLICT (id) DO NOTHING" if on_conflict == "keep" else ""
+
     def move(self, connection: Connection, attempts: Sequence[int], on_conflict: OnConflict) -> int:
         """Insert the staged rows in a single statement, each id once unless a repeated id is an error."""
         names = {"store": self.quoted(self.store), "stage": self.quoted(self.table), "columns": COLUMNS}
-        conflict, order = "", ""
-        if on_conflict == "keep":
-            conflict = " ON CONFLICT (id) DO NOTHING"
-        elif on_conflict == "replace":
-            conflict, order = REPLACE.format(**names), " ORDER BY id"
+        order, conflict = self._conflict(on_conflict)
         for setting in FOR_BULK.split("; "):
             run(connection, setting)
         cursor = connection.connection.cursor()

@@ -81,11 +81,7 @@ class SqliteStage:
 
     def gather(self, connection: Connection, attempts: Sequence[int]) -> int:
         """Read the named files into a temporary table."""
-        connection.execute(DropTable(self.table, if_exists=True))
-        connection.execute(CreateTable(self.table))
-        names = [column.name for column in self.table.columns]
-        statement = Prepared(insert(self.table), self.dialect.sql, names)
-        rows = 0
+        statement, rows = self._empty(connection), 0
         for attempt in attempts:
             file = self._file(attempt)
             if not file.exists() or not file.stat().st_size:
@@ -97,6 +93,17 @@ class SqliteStage:
                     statement.change_many(connection, _rows(attempt, batch))
                     rows += batch.num_rows
         return rows
+
+    def _empty(self, connection: Connection) -> Prepared:
+        """Make the temporary table anew; return an insert into it."""
+        connection.execute(DropTable(self.table, if_exists=True))
+        connection.execute(CreateTable(self.table))
+        return Prepared(insert(self.table), self.dialect.sql, [column.name for column in self.table.columns])
+
+    def merge(self, connection: Connection, batch: pa.RecordBatch, on_conflict: OnConflict) -> int:
+        """Insert the rows by way of the temporary table."""
+        self._empty(connection).change_many(connection, _rows(0, batch))
+        return self.move(connection, (), on_conflict)
 
     def append(self, connection: Connection, batch: pa.RecordBatch) -> None:
         """Insert rows into the store; raises the driver's IntegrityError for ids that are there."""

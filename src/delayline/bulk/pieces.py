@@ -1,0 +1,184 @@
+"""Pieces of a job's messages, each stored in one transaction with its entry in the ledger."""
+
+from __future__ import annotations
+
+import random
+import secrets
+import time
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+import numpy as np
+import pyarrow as pa
+
+from delayline.bulk.fingerprint import Fingerprint
+from delayline.bulk.jobs import NUMBER_BITS, Job, JobName, JobPieces, PieceCounts, PieceParameters
+from delayline.bulk.writer import blocking, breaks_a_key, earliest_due
+from delayline.delayed.arrow import completed
+from delayline.errors import BackendUnavailable
+from delayline.sql.database import Database
+from delayline.sql.databases import database_at
+from delayline.sql.deadlines import job_work
+from delayline.sql.row_claims import row_claims
+from delayline.sql.schema import QUEUES, queue_tables
+from delayline.sql.setup import RequiredTables
+from delayline.sql.statements import StoreStatements, store_channel
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine
+
+    from numpy.typing import NDArray
+    from sqlalchemy import Connection, Table
+
+    from delayline.delayed.store import OnConflict
+
+Result = TypeVar("Result")
+#: How long a database that is full, restarting or locked by another attempt is waited for, in seconds.
+PATIENCE: Final = 120.0
+LONGEST_PAUSE: Final = 5.0  # seconds between two tries
+
+
+@dataclass(frozen=True)
+class PieceRows:
+    """Whole pieces of a job, checked and ready to be stored.
+
+    Args:
+        messages: The columns of the messages that can be stored; their ids are distinct.
+        pieces: The piece of each message.
+        rejected: The piece of each row that cannot be a message.
+        duplicates: The piece of each row whose id is in an earlier row.
+        inputs: The fingerprint of each piece's rows.
+    """
+
+    messages: pa.RecordBatch
+    pieces: NDArray[Any]
+    rejected: NDArray[Any]
+    duplicates: NDArray[Any]
+    inputs: dict[int, Fingerprint]
+
+    def only(self, pieces: list[int]) -> PieceRows:
+        """Return the rows of these pieces."""
+        if len(pieces) == len(self.inputs):
+            return self
+        mine = np.isin(self.pieces, pieces)
+        return PieceRows(
+            self.messages.filter(pa.array(mine)),
+            self.pieces[mine],
+            self.rejected[np.isin(self.rejected, pieces)],
+            self.duplicates[np.isin(self.duplicates, pieces)],
+            {piece: self.inputs[piece] for piece in pieces},
+        )
+
+
+class PieceWriter:
+    """Writer of a job that commits in pieces to a delayed message store. Every method blocks.
+
+    Args:
+        url: The store's database.
+        table_name: The store's table.
+        schema: The table's schema; by default the connection's.
+    """
+
+    def __init__(self, url: str, table_name: str, *, schema: str | None = None) -> None:
+        self._database: Database = database_at(url)
+        dialect = self._database.dialect
+        self._table: Table = dialect.catalog.store_table(table_name, schema)
+        self._stage = dialect.bulk.stage(self._table, "")
+        self._ledger = JobPieces(dialect, dialect.catalog.schema_of(schema))
+
+    def open(self, name: JobName, parameters: PieceParameters) -> Job:
+        """Begin the job, or go on with it. Raises BackendUnusable if the store is not set up."""
+        self._database.dialect.connections.must_exist()
+        self._run(self._database.read, self._check)
+        self._run(self._database.write, self._ledger.create)
+        job: Job = self._run(self._database.write, partial(self._ledger.open, name=name, parameters=parameters))
+        return job
+
+    def inputs(self, job: int) -> dict[int, Fingerprint]:
+        """Return the fingerprints of the pieces that are stored."""
+        inputs: dict[int, Fingerprint] = self._run(self._database.read, partial(self._ledger.inputs, job=job))
+        return inputs
+
+    def finish(self, job: int) -> Job:
+        """End the job, all of whose pieces are stored, and return it."""
+        ended: Job = self._run(self._database.write, partial(self._ledger.finish, number=job))
+        return ended
+
+    def store(self, job: int, rows: PieceRows, on_conflict: OnConflict) -> PieceCounts:
+        """Store pieces in one transaction, but for those that another attempt has stored; return what was done.
+
+        Waits up to two minutes for a database that is restarting, full, or locked by another attempt.
+
+        Raises:
+            BackendUnavailable: The database did not come back. Nothing was stored, or all of it: the ledger knows.
+        """
+        until, pause = time.monotonic() + PATIENCE, 0.1
+        while True:
+            try:
+                counts: PieceCounts = self._run(self._store, job, rows, on_conflict)
+            except BackendUnavailable:
+                if time.monotonic() + pause > until:
+                    raise
+                time.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
+                pause = min(2 * pause, LONGEST_PAUSE)
+            else:
+                return counts
+
+    def _check(self, connection: Connection) -> None:
+        table = self._table
+        RequiredTables(self._database.dialect, table.schema, QUEUES, others=[table]).check(connection)
+
+    def _run(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
+        return blocking(self._opened(work, *arguments))
+
+    @job_work
+    async def _opened(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
+        await self._database.open()
+        try:
+            return await work(*arguments)
+        finally:
+            await self._database.close()
+
+    async def _store(self, job: int, rows: PieceRows, on_conflict: OnConflict) -> PieceCounts:
+        # A number for each try: after a lost connection nobody knows whether the last one was committed.
+        attempt = secrets.randbits(NUMBER_BITS)
+        work = partial(self._store_in, job=job, attempt=attempt, rows=rows, on_conflict=on_conflict)
+        stored, counts = await self._database.write(work)
+        if counts.stored:
+            statements = StoreStatements(self._table, self._database.dialect)
+            row_claims(self._database, statements, queue_tables(self._table.schema))  # registers the table
+            await self._database.notify_on_commit({store_channel(self._table): earliest_due(stored)})
+        return counts
+
+    def _store_in(
+        self, connection: Connection, job: int, attempt: int, rows: PieceRows, on_conflict: OnConflict
+    ) -> tuple[pa.RecordBatch, PieceCounts]:
+        mine = list(self._ledger.claim(connection, job, attempt, rows.inputs))
+        if not mine:
+            return rows.messages, PieceCounts(0, 0, 0, 0)
+        rows = rows.only(mine)
+        messages = completed(rows.messages).sort_by("id")  # neighbours in the index of ids, the largest
+        stored = self._put(connection, messages, on_conflict) if messages.num_rows else 0
+        duplicates = len(rows.duplicates) + messages.num_rows - stored
+        counts = PieceCounts(stored, duplicates, len(rows.rejected), messages.nbytes)
+        self._ledger.record(connection, job, mine[0], counts)
+        return messages, counts
+
+    def _put(self, connection: Connection, messages: pa.RecordBatch, on_conflict: OnConflict) -> int:
+        """Store the messages as if all were new; if they are not, leave out or replace those that are there."""
+        dialect = self._database.dialect
+        if on_conflict == "replace":
+            return self._stage.merge(connection, messages, on_conflict)
+        dialect.transactions.set_savepoint(connection)
+        try:
+            self._stage.append(connection, messages)
+        except dialect.errors.kinds as error:
+            if not breaks_a_key(error, dialect.errors):
+                raise
+            dialect.transactions.roll_back_to_savepoint(connection)
+            stored = self._stage.merge(connection, messages, on_conflict)
+        else:
+            stored = messages.num_rows
+        dialect.transactions.release_savepoint(connection)
+        return stored
