@@ -398,6 +398,8 @@ def test_a_dry_run_shows_the_tables_of_features(url: str) -> None:
     assert re.findall(r"CREATE TABLE (\w+)", shown) == [
         "delayline_schema",
         "delayline_spark_runs",
+        "delayline_jobs",
+        "delayline_job_pieces",
         "delayline_dispatchers",
         "delayline_dispatcher_shards",
     ]

@@ -12,6 +12,7 @@ from tests.spark.tiers import FIRST, HOUR
 
 from delayline.bulk.dispatchers import DispatcherControl
 from delayline.bulk.journal_export import JournalExport
+from delayline.bulk.pieces import PieceWriter
 from delayline.bulk.writer import BulkWriter
 from delayline.spark import Dispatcher, export, promote, schedule
 
@@ -27,6 +28,12 @@ COMMIT: Final = {
     "moved": ("_stored", False),
     "committed": ("commit", False),
 }
+#: The same of a job in pieces.
+PIECES: Final = {
+    "begun": ("open", False),
+    "stored": ("finish", True),
+    "ended": ("finish", False),
+}
 EXPORT: Final = {
     "written": ("finish", True),
     "removed": ("_finish", False),
@@ -38,6 +45,12 @@ def scheduling(spark: SparkSession, step: str, target: JobTarget, source: str) -
     name, before = COMMIT[step]
     kill_at(BulkWriter, name, before=before)
     schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
+
+
+def scheduling_pieces(spark: SparkSession, step: str, target: JobTarget, source: str) -> None:
+    name, before = PIECES[step]
+    kill_at(PieceWriter, name, before=before)
+    schedule(source, target, run="campaign", spark=spark)
 
 
 def promoting(spark: SparkSession, step: str, target: JobTarget) -> None:

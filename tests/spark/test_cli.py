@@ -207,3 +207,19 @@ def test_wrong_usage_is_one_line(run: Callable[..., Result], words: list[str], s
     result = run("spark", *words)
     assert result.exit_code == 2 and said in result.stderr, result.stderr
     assert "Traceback" not in result.stderr and "\tat " not in result.stderr
+
+
+def test_jobs_are_listed_with_what_they_have_stored(
+    spark: SparkSession, run: Callable[..., Result], tmp_path: Path
+) -> None:
+    assert run("spark", "jobs", json=False).stdout == "no jobs\n"
+    file = str(tmp_path / "rows.parquet")
+    many(spark, 20).write.parquet(file)
+    for version in ("1", "2"):
+        assert run("spark", "schedule", file, "--run", "nightly", "--version", version).exit_code == 0
+    counts = [
+        (job["job"], job["version"], job["state"], job["stored"], job["duplicates"])
+        for job in document(run("spark", "jobs"))["jobs"]
+    ]
+    assert counts == [("nightly", 2, "done", 0, 20), ("nightly", 1, "done", 20, 0)]
+    assert run("spark", "jobs", json=False).stdout.splitlines()[1].split()[:5] == ["nightly", "2", "done", "0", "20"]

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING, Final
 import pytest
 from tests.eventually import eventually
 from tests.spark.driver_process import run_until_killed
-from tests.spark.killed_drivers import COMMIT, EXPORT, UNTIL, dispatching, exporting, promoting, scheduling
+from tests.spark.killed_drivers import (
+    COMMIT,
+    EXPORT,
+    PIECES,
+    UNTIL,
+    dispatching,
+    exporting,
+    promoting,
+    scheduling,
+    scheduling_pieces,
+)
 from tests.spark.stores import ENDPOINT, PAST, many
 from tests.spark.test_dispatch import arrived, running, settings
 from tests.spark.tiers import spread
@@ -51,13 +61,13 @@ def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: P
 
 @pytest.mark.slow
 def test_scheduling_to_a_store_alone(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
-    # Given messages, and drivers that are killed, each at a later step of the commit
+    # Given messages, and drivers that are killed, each at a later step
     source, target = tmp_path / "source.parquet", JobTarget(store.url, endpoint=ENDPOINT)
     many(spark, NUMBER).write.parquet(str(source))
-    for step in COMMIT:
-        run_until_killed(spark, scheduling, step, target, str(source))
-        # Then everything or nothing has happened
-        assert len(store.ids()) == (NUMBER if step == "committed" else 0), step
+    for step in PIECES:
+        run_until_killed(spark, scheduling_pieces, step, target, str(source))
+        # Then its pieces are stored, or it has not come to them
+        assert len(store.ids()) == (0 if step == "begun" else NUMBER), step
     # And a repeated run has nothing left to do
     done = schedule(source, target, run="campaign", spark=spark)
     assert (done.stored, done.repeated, len(store.ids())) == (NUMBER, True, NUMBER)

@@ -291,8 +291,11 @@ def test_the_upgraded_tables_match_the_current_ones() -> None:
     schema = dialect.catalog.schema_of(None)
     made = (Path(__file__).parents[1] / "integration" / "schema_2" / "sqlserver.sql").read_text(encoding="utf-8")
     since = {"history", "crashes", "inbox", "subscriptions", "schedules", "actions", "pauses"}  # setup creates theirs
+    tables_since = {"delayline_jobs", "delayline_job_pieces"}
     for group in registered_groups():
         for table in group.tables(dialect.catalog, schema) if group.feature not in since else ():
+            if table.name in tables_since:
+                continue
             columns = [column for column in table.columns if table.name != "delayline_queues" or column.name == "name"]
             if table.name == "delayline_spark_runs":
                 columns = [column for column in table.columns if column.name not in LATER_IN_RUNS]

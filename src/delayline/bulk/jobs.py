@@ -12,26 +12,20 @@ import secrets
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import (
-    BigInteger,
-    Column,
-    Integer,
-    MetaData,
     Table,
     delete,
     func,
+    inspect,
     select,
     update,
 )
 
 from delayline.bulk.fingerprint import Fingerprint
-from delayline.bulk.ledger import LONGEST_FINGERPRINT, Committed
+from delayline.bulk.ledger import LEDGER, Committed, job_tables
 from delayline.errors import ConfigurationError
-from delayline.message import MAXIMUM_ID_LENGTH
-from delayline.sql.schema import DUE, JSON_TEXT, MAXIMUM_NAME_LENGTH, TableGroup, register, text
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
@@ -106,56 +100,17 @@ class PieceCounts(NamedTuple):
     bytes: int
 
 
-@lru_cache(maxsize=64)
-def job_tables(schema: str | None = None) -> tuple[Table, Table]:
-    """Return the tables of jobs and of their pieces in that schema, the connection's own where None."""
-    metadata = MetaData(schema=schema)
-    jobs = Table(
-        "delayline_jobs",
-        metadata,
-        Column("name", text(MAXIMUM_ID_LENGTH), primary_key=True),
-        Column("version", BigInteger, primary_key=True, autoincrement=False),
-        Column("job", BigInteger, nullable=False, unique=True),
-        Column("state", text(MAXIMUM_NAME_LENGTH), nullable=False),
-        Column("parameters", JSON_TEXT, nullable=False),
-        Column("input", text(LONGEST_FINGERPRINT)),
-        Column("stored", BigInteger, nullable=False),
-        Column("duplicates", BigInteger, nullable=False),
-        Column("rejected", BigInteger, nullable=False),
-        Column("bytes", BigInteger, nullable=False),
-        Column("started", DUE, nullable=False),
-        Column("finished", DUE),
-    )
-    pieces = Table(
-        "delayline_job_pieces",
-        metadata,
-        Column("job", BigInteger, primary_key=True, autoincrement=False),
-        Column("piece", Integer, primary_key=True, autoincrement=False),
-        Column("attempt", BigInteger, nullable=False),
-        Column("input", text(LONGEST_FINGERPRINT), nullable=False),
-        # Of all pieces of a transaction, in the row of the first.
-        Column("stored", BigInteger, nullable=False),
-        Column("duplicates", BigInteger, nullable=False),
-        Column("rejected", BigInteger, nullable=False),
-        Column("bytes", BigInteger, nullable=False),
-        Column("committed", DUE, nullable=False),
-    )
-    return jobs, pieces
-
-
-JOBS: Final = register(TableGroup("pieces", lambda _, schema: job_tables(schema)))
-
-
 class JobPieces:
-    """The ledger in a database; every call is part of the caller's transaction."""
+    """The ledger of the jobs of a store; every call is part of the caller's transaction."""
 
-    def __init__(self, dialect: Dialect, schema: str | None = None) -> None:
+    def __init__(self, dialect: Dialect, store: Table) -> None:
         self._dialect = dialect
-        self._jobs, self._pieces = job_tables(schema)
+        self._store = store.name
+        self._jobs, self._pieces = job_tables(store.schema)
 
     def create(self, connection: Connection) -> None:
         """Create the tables, or upgrade them."""
-        RequiredTables(self._dialect, self._jobs.schema, JOBS).set_up(connection)
+        RequiredTables(self._dialect, self._jobs.schema, LEDGER).set_up(connection)
 
     def open(self, connection: Connection, name: JobName, parameters: PieceParameters) -> Job:
         """Return the job of that name, with these parameters if it is new; unnamed jobs of last week are forgotten.
@@ -166,6 +121,7 @@ class JobPieces:
         self._forget(connection)
         counts = dict.fromkeys(PieceCounts._fields, 0)
         row = {
+            "store": self._store,
             **name._asdict(),
             **counts,
             "job": secrets.randbits(NUMBER_BITS),
@@ -200,9 +156,13 @@ class JobPieces:
         name: JobName | None = None,
         limit: int | None = None,
     ) -> list[Job]:
-        """Return the latest jobs, or the one of that number or name."""
+        """Return the latest jobs of the store, or the one of that number or name."""
+        if not inspect(connection).has_table(self._jobs.name, schema=self._jobs.schema):
+            return []
         jobs, pieces = self._jobs, self._pieces.c
-        query = select(jobs).order_by(jobs.c.started.desc(), jobs.c.name).limit(limit)
+        query = (
+            select(jobs).where(jobs.c.store == self._store).order_by(jobs.c.started.desc(), jobs.c.name).limit(limit)
+        )
         if number is not None:
             query = query.where(jobs.c.job == number)
         if name is not None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from sqlalchemy import (
     BigInteger,
     Column,
+    Integer,
     MetaData,
     Table,
     and_,
@@ -27,7 +28,15 @@ from sqlalchemy import (
 
 from delayline.errors import ConfigurationError, DifferentInput
 from delayline.message import MAXIMUM_ID_LENGTH
-from delayline.sql.schema import DUE, TableGroup, register, text
+from delayline.sql.schema import (
+    DUE,
+    JSON_TEXT,
+    MAXIMUM_NAME_LENGTH,
+    MAXIMUM_TABLE_NAME_LENGTH,
+    TableGroup,
+    register,
+    text,
+)
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
@@ -124,6 +133,44 @@ def runs_table(schema: str | None = None) -> Table:
     )
 
 
+@lru_cache(maxsize=64)
+def job_tables(schema: str | None = None) -> tuple[Table, Table]:
+    """Return the tables of jobs and of their pieces in that schema, the connection's own where None."""
+    metadata = MetaData(schema=schema)
+    jobs = Table(
+        "delayline_jobs",
+        metadata,
+        Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), primary_key=True),
+        Column("name", text(MAXIMUM_ID_LENGTH), primary_key=True),
+        Column("version", BigInteger, primary_key=True, autoincrement=False),
+        Column("job", BigInteger, nullable=False, unique=True),
+        Column("state", text(MAXIMUM_NAME_LENGTH), nullable=False),
+        Column("parameters", JSON_TEXT, nullable=False),
+        Column("input", text(LONGEST_FINGERPRINT)),
+        Column("stored", BigInteger, nullable=False),
+        Column("duplicates", BigInteger, nullable=False),
+        Column("rejected", BigInteger, nullable=False),
+        Column("bytes", BigInteger, nullable=False),
+        Column("started", DUE, nullable=False),
+        Column("finished", DUE),
+    )
+    pieces = Table(
+        "delayline_job_pieces",
+        metadata,
+        Column("job", BigInteger, primary_key=True, autoincrement=False),
+        Column("piece", Integer, primary_key=True, autoincrement=False),
+        Column("attempt", BigInteger, nullable=False),
+        Column("input", text(LONGEST_FINGERPRINT), nullable=False),
+        # Of all pieces of a transaction, in the row of the first.
+        Column("stored", BigInteger, nullable=False),
+        Column("duplicates", BigInteger, nullable=False),
+        Column("rejected", BigInteger, nullable=False),
+        Column("bytes", BigInteger, nullable=False),
+        Column("committed", DUE, nullable=False),
+    )
+    return jobs, pieces
+
+
 #: The id of a query, at the end of the name of a stream's run; the other names of streams are hashes.
 QUERY: Final = "%________-____-____-____-____________"
 HASH: Final = "_" * 64
@@ -159,7 +206,13 @@ def _convert_rows(schema: str | None) -> list[Executable]:
 
 
 LEDGER: Final = register(
-    TableGroup("jobs", lambda _, schema: [runs_table(schema)], revision=2, usable_from=2, convert_rows=_convert_rows)
+    TableGroup(
+        "jobs",
+        lambda _, schema: [runs_table(schema), *job_tables(schema)],
+        revision=3,
+        usable_from=2,
+        convert_rows=_convert_rows,
+    )
 )
 
 

@@ -16,7 +16,7 @@ from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.jobs import NUMBER_BITS, Job, JobName, JobPieces, PieceCounts, PieceParameters
 from delayline.bulk.writer import blocking, breaks_a_key, earliest_due
 from delayline.delayed.arrow import completed
-from delayline.errors import BackendUnavailable
+from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
@@ -85,7 +85,7 @@ class PieceWriter:
         dialect = self._database.dialect
         self._table: Table = dialect.catalog.store_table(table_name, schema)
         self._stage = dialect.bulk.stage(self._table, "")
-        self._ledger = JobPieces(dialect, dialect.catalog.schema_of(schema))
+        self._ledger = JobPieces(dialect, self._table)
 
     def open(self, name: JobName, parameters: PieceParameters) -> Job:
         """Begin the job, or go on with it. Raises BackendUnusable if the store is not set up."""
@@ -94,6 +94,20 @@ class PieceWriter:
         self._run(self._database.write, self._ledger.create)
         job: Job = self._run(self._database.write, partial(self._ledger.open, name=name, parameters=parameters))
         return job
+
+    def jobs(self, limit: int) -> list[Job]:
+        """Return the jobs of the store that began last, the latest first."""
+        self._database.dialect.connections.must_exist()
+        found: list[Job] = self._run(self._database.read, partial(self._ledger.jobs, limit=limit))
+        return found
+
+    def refuse(self, name: JobName) -> None:
+        """Raise ConfigurationError if there is a job of that name, for another that does not commit in pieces."""
+        if self._run(self._database.read, partial(self._ledger.named, name=name)) is not None:
+            raise ConfigurationError(
+                f"the job {str(name)!r} has begun in pieces, and not with all rows at once: run it again as it was, or "
+                "give the new job a name of its own"
+            )
 
     def inputs(self, job: int) -> dict[int, Fingerprint]:
         """Return the fingerprints of the pieces that are stored."""

@@ -16,7 +16,7 @@ from delayline.cli.due import delay_given
 from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, Commands, examples, json_option, settings_options
 from delayline.cli.screen import ROWS_SHOWN
 from delayline.masking import masked
-from delayline.readable import DELAYS
+from delayline.readable import DELAYS, local
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+    from delayline.bulk.jobs import Job
     from delayline.cli.screen import Screen
     from delayline.settings import Settings
     from delayline.spark import Audit, JobTarget, Promoted, Scheduled
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
     Sessions = Callable[[Screen], contextlib.AbstractContextManager[SparkSession]]
 
 
+OPEN = "open"
+"""The state of a job that has pieces to store, as `bulk.jobs` has it, which is imported only where it is used."""
 STORES = ("endpoint", "url", "store_url", "table_name")
 
 
@@ -166,7 +169,17 @@ def spark() -> None:
 @click.option(
     "--delay-levels", metavar="URL", help="A broker whose delay levels get messages due within --hot-horizon."
 )
-@click.option("--run", help="The job's name: run again under it, nothing happens twice.")
+@click.option("--run", help="The job's name: run again under it, nothing happens twice, and a killed job goes on.")
+@click.option(
+    "--version", type=click.IntRange(0), default=0, help="Number of the input, where the same --run has several."
+)
+@click.option(
+    "--atomic",
+    type=click.Choice(["piece", "job"]),
+    default="piece",
+    show_default=True,
+    help="What is stored at once: each piece, or the whole job at its end, for some million rows.",
+)
 @click.option("--on-conflict", type=click.Choice(["keep", "replace", "raise"]), default="keep", show_default=True)
 @click.option(
     "--column",
@@ -198,10 +211,12 @@ def schedule(
     rejected: str | None,
     **job: Any,  # noqa: ANN401 - what schedule() takes by the same names
 ) -> None:
-    """Store every valid row of Parquet, CSV, JSON Lines or a JDBC table as a delayed message: all of them, or none.
+    """Store every valid row of Parquet, CSV, JSON Lines or a JDBC table as a delayed message, each once.
 
-    To a broker's delay levels at least once: confirmed messages stay, and the same --run continues after them. Exit
-    code 1 when rows were rejected.
+    A store alone takes the rows in pieces; a job that was killed goes on where it was under the same --run, and
+    `delayline spark jobs` shows how far it is. With a cold tier, --atomic job or --on-conflict raise it stores all of
+    them, or none. To a broker's delay levels at least once: confirmed messages stay, and the same --run continues after
+    them. Exit code 1 when rows were rejected.
     """
     from delayline.spark import Columns
     from delayline.spark import schedule as run_schedule
@@ -235,6 +250,58 @@ def _print_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> Non
         name: getattr(done, name) for name in ("run", "stored", "cold", "sent", "duplicates", "rejected", "repeated")
     }
     screen.document({**counts, "rejected_rows": rows})
+
+
+@spark.command(epilog=examples("delayline spark jobs --endpoint sales", "delayline spark jobs --endpoint sales --json"))
+@click.option("--limit", type=click.IntRange(1), default=50, show_default=True, help="The most jobs to list.")
+@settings_options(*STORES)
+@json_option
+def jobs(settings: Settings, screen: Screen, limit: int) -> None:
+    """List the jobs that store messages in pieces, the latest first: what they have stored, and what is under way.
+
+    An open job is running, or was not finished: its last piece says when it last stored something.
+    """
+    from delayline.bulk.pieces import PieceWriter
+
+    table = settings.table_name or f"{settings.named_endpoint}.timeouts"
+    found = PieceWriter(settings.resolved_store_url, table).jobs(limit)
+    columns = ("job", "version", "state", "stored", "there already", "rejected", "pieces", "began", "last piece")
+    rows = [
+        (
+            job.name.name,
+            job.name.version or "",
+            job.state,
+            f"{job.committed.stored:,}",
+            f"{job.committed.duplicates:,}",
+            f"{job.committed.rejected:,}",
+            f"{job.pieces:,} of {job.parameters.pieces:,}" if job.state == OPEN else "",
+            local(job.started),
+            local(job.last),
+        )
+        for job in found
+    ]
+    if rows:
+        screen.table(columns, rows)
+    else:
+        screen.echo("no jobs")
+    screen.document({"jobs": list(map(_job_document, found))})
+
+
+def _job_document(job: Job) -> dict[str, object]:
+    committed = job.committed
+    return {
+        "job": job.name.name,
+        "version": job.name.version,
+        "state": job.state,
+        "stored": committed.stored,
+        "duplicates": committed.duplicates,
+        "rejected": committed.rejected,
+        "pieces": job.pieces if job.state == OPEN else None,
+        "of": job.parameters.pieces,
+        "on_conflict": job.parameters.on_conflict,
+        "began": job.started.isoformat(),
+        "last": job.last.isoformat(),
+    }
 
 
 @spark.command(

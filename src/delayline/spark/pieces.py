@@ -42,8 +42,6 @@ PIECES: Final = 1 << 14
 #: Pieces of so many rows or bytes are committed together; a piece of more is committed alone.
 ROWS_AT_ONCE: Final = 50_000
 BYTES_AT_ONCE: Final = 32 * 1024 * 1024
-#: The most tasks that write at once, each on a connection.
-WRITERS: Final = 32
 PIECE: Final = "_delayline_piece"
 #: Column: whether the row is the end of its piece, and no message.
 END: Final = "_delayline_end"
@@ -62,14 +60,16 @@ class PieceJob:
         target: The store; without a cold tier and a broker.
         columns: Names of the source's columns.
         on_conflict: For ids that wait already: `keep` or `replace`.
-        name: The job's name.
+        name: The job's name and version.
         named: Whether a user has given it.
     """
 
-    def __init__(self, target: JobTarget, columns: Columns, on_conflict: OnConflict, name: str, *, named: bool) -> None:
+    def __init__(
+        self, target: JobTarget, columns: Columns, on_conflict: OnConflict, name: JobName, *, named: bool
+    ) -> None:
         self._target = target
         self._columns = columns
-        self._name = JobName(name)
+        self._name = name
         self._is_named = named
         self._on_conflict: OnConflict = on_conflict
         self._store = StoreOptions.of(target.options)
@@ -90,7 +90,7 @@ class PieceJob:
         if done:
             self._check_begun(messages, done)
             messages = _without(messages, done)
-        ordered = _ordered(messages.unionByName(_ends(messages, job.parameters.pieces)), WRITERS)
+        ordered = _ordered(messages.unionByName(_ends(messages, job.parameters.pieces)), self._store.connections)
         validator = Validator(staging.largest_message - HEADER_ALLOWANCE)
         sent = from_microseconds(job.parameters.now)
         headers = SendHeaders(self._target.sender, content_type(rows, self._columns), sent)
@@ -176,7 +176,7 @@ class _PieceTask:
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Store the pieces; yields nothing."""
         writer = self.store.pieces()
-        for whole in _whole_pieces(batches):
+        for whole in whole_pieces(batches):
             rows = self._checked(whole)
             if rows.inputs:
                 writer.store(self.job, rows, self.on_conflict)
@@ -202,7 +202,7 @@ class _PieceTask:
         )
 
 
-def _whole_pieces(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def whole_pieces(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yield some whole pieces at a time. Raises BackendUnavailable if the last did not come to its end."""
     begun, whole = list[pa.RecordBatch](), list[pa.RecordBatch]()
     for batch in batches:

@@ -32,6 +32,7 @@ from delayline.backends import Backend, backend_of
 from delayline.bulk.cold_catalog import MICROS_A_HOUR
 from delayline.bulk.cold_folder import HourWriter
 from delayline.bulk.fingerprint import Fingerprint
+from delayline.bulk.jobs import JobName
 from delayline.bulk.ledger import Committed, JobLedger, RunKey, RunKind, Sink, check_input
 from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
 from delayline.bulk.writer import Attempt, blocking, new_area
@@ -197,12 +198,12 @@ class Placement:
                 "'raise'"
             )
 
-    def run(self, rows: DataFrame, run: str | None, *, batch: int | None = None) -> Placed:
+    def run(self, rows: DataFrame, run: JobName | None, *, batch: int | None = None) -> Placed:
         """Place the rows as a batch of a run. Blocks.
 
         Args:
             rows: the messages, with the columns of `spark.schema`.
-            run: the name of the job: resumes an earlier attempt, or returns the counts of a committed attempt.
+            run: the name and version of the job: resumes an earlier attempt, or returns the counts of a committed one.
             batch: the number of a stream's micro-batch; None for a job that is none.
 
         Raises:
@@ -217,17 +218,18 @@ class Placement:
 class _Job:
     """A batch of a run, on the driver."""
 
-    def __init__(self, settings: Placement, run: str | None, batch: int | None) -> None:
+    def __init__(self, settings: Placement, run: JobName | None, batch: int | None) -> None:
         target = settings.target
         self._settings = settings
         self._named = run is not None
-        self._run = run or uuid.uuid4().hex
+        self._name = run or JobName(uuid.uuid4().hex)
+        self._run = str(self._name)
         self._kind = RunKind.JOB if batch is None else RunKind.STREAM
         self._batch = batch or 0
         self._store = target.store
         if self._store is None and run is not None and self._kind is RunKind.JOB:
             raise ConfigurationError(
-                f"run={run!r} needs a database that records it: JobTarget('postgresql://...', delay_levels='amqp://...')"
+                f"run={self._run!r} needs a database that records it: JobTarget('postgresql://...', delay_levels='amqp://...')"
             )
         self._tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
         self._staging = None if self._store is None else self._store.staging(new_area())
@@ -253,7 +255,7 @@ class _Job:
         settings = self._settings
         if self._named and self._recorded(Sink.STORE) is not None:
             return self.place(rows)
-        pieces = PieceJob(settings.target, settings.columns, settings.on_conflict, self._run, named=self._named)
+        pieces = PieceJob(settings.target, settings.columns, settings.on_conflict, self._name, named=self._named)
         job, repeated = pieces.run(rows)
         counts, now = job.committed, job.parameters.now
         validator = self._validator(JobParameters(now, now, {}))
@@ -267,6 +269,8 @@ class _Job:
         if self._staging is not None and self._named:
             self._staging.create_ledger()
             before = self._recorded(Sink.STORE)
+        if before is None and self._store is not None and self._named and self._kind is RunKind.JOB:
+            self._store.pieces().refuse(self._name)
         if before is not None:
             parameters = saved or self._parameters(None)
             placed = self._repeated(before, parameters)

@@ -1,4 +1,4 @@
-"""Schedule the rows of files, tables and streams as delayed messages, all rows of a job or none."""
+"""Schedule the rows of files, tables and streams as delayed messages, each once."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from delayline.backends import BulkRoute, backend_of, schemes_with
+from delayline.bulk.jobs import JobName
 from delayline.bulk.ledger import check_run
-from delayline.checks import time_span
+from delayline.checks import time_span, whole_number
 from delayline.clock import ONE_DAY
 from delayline.errors import ConfigurationError
 from delayline.spark.errors import translated_errors
 from delayline.spark.headers import SendHeaders
 from delayline.spark.options import FORMAT, StoreOptions
-from delayline.spark.placement import Placement
+from delayline.spark.placement import Atomic, Placement
 from delayline.spark.session import activated, spark_session
 from delayline.spark.sources import JDBC, OWN_COLUMNS, Columns, content_type, prepared, read_path, read_table, rejected
 
@@ -141,19 +142,27 @@ class JobTarget:
         return backend_of(self.store_url, kind=kind).native_delays is not None
 
 
-def schedule(
+def schedule(  # noqa: PLR0913 - the options of a job
     source: DataFrame | str | Path,
     target: JobTarget,
     *,
     columns: Columns | None = None,
     on_conflict: OnConflict = "keep",
     run: str | None = None,
+    version: int = 0,
     form: str | None = None,
     options: Mapping[str, str] | None = None,
     hot_horizon: timedelta = ONE_DAY,
+    atomic: Atomic = "piece",
     spark: SparkSession | None = None,
 ) -> Scheduled:
-    """Schedule every valid row as a delayed message, in a single transaction. Blocks.
+    """Schedule every valid row as a delayed message, each once. Blocks.
+
+    A store without a cold tier and a broker takes the rows in pieces: tasks commit them, each with its entry in the
+    table `delayline_job_pieces`, and their messages are pending from then on. A job that failed or was killed goes on
+    with the missing pieces when it is run again under its name, from any machine; it is refused if a piece that it has
+    stored had other rows. Other jobs, those with `on_conflict="raise"` and those with `atomic="job"` store all rows in
+    one transaction at the end, or none.
 
     With a run's name the ledger keeps a fingerprint of the input: the number of its rows, and a sum of hashes of their
     ids; with `on_conflict="replace"` also of destination, due time or delay, headers and body. It covers rejected rows
@@ -171,10 +180,15 @@ def schedule(
             rows due at the same time the row whose destination, then headers, then body come first in the
             order of their bytes. The others are duplicates, and with `fail` an error.
         run: Name of the job, which makes it idempotent: a run that has committed is not committed again, and its name
-            is refused for other rows. Give each input a name of its own, such as `nightly 2026-05-01`.
+            is refused for other rows. Give each input a name of its own, such as `nightly 2026-05-01`,
+            or a version.
+        version: Number of the run, 0 or more, as `txnVersion` of a write to a Delta table whose `txnAppId` is the name:
+            each version of a name is a run of its own.
         form: `parquet`, `csv`, `jsonl` or `jdbc`; taken from the path's ending if None.
         options: Options of Spark's JDBC source; `passwordEnv` names an environment variable for the password.
         hot_horizon: Messages due later go to the cold tier, if there is any, and never to a broker.
+        atomic: `piece`, or `job` for all rows at one instant: for some million rows, as one transaction on one
+            connection stores them all, and at most an hour long.
         spark: The session for a path; `spark_session()` if None.
 
     Returns:
@@ -184,8 +198,8 @@ def schedule(
         ConfigurationError: A column is missing or has a wrong type, an option is wrong, or the Spark job failed.
         DuplicateMessage: With `on_conflict="raise"`, an id is already stored.
         DifferentInput: A run of this name had other rows. Nothing was stored.
-        DelaylineError: The job failed; nothing was stored. A broker keeps the messages that it has confirmed, and a job
-            with the same `run` continues after them.
+        DelaylineError: The job failed. The pieces that were committed are stored, and a broker keeps the messages that
+            it has confirmed: a job with the same `run` continues after them. Otherwise nothing was stored.
 
     Example:
         ```python
@@ -198,10 +212,12 @@ def schedule(
     time_span("hot_horizon", hot_horizon)
     with translated_errors():
         rows = partial(_rows, source, form, options or {}, columns, spark)
-        job = Placement(target, columns, on_conflict, hot_horizon)
+        job = Placement(target, columns, on_conflict, hot_horizon, atomic)
         read = rows(numbered=False)
         activated(read.sparkSession)
-        done = job.run(read, run if run is None else check_run(run))
+        done = job.run(
+            read, None if run is None else JobName(check_run(run), whole_number("version", version, at_least=0))
+        )
         bad = rejected(rows(numbered=True), columns, done.now, done.validator)
         counts = (done.stored, done.cold, done.sent, done.duplicates, done.rejected)
         return Scheduled(done.run, *counts, done.repeated, bad)
@@ -264,7 +280,7 @@ def _placing_batches(source: DataFrame, placement: Placement) -> DataStreamWrite
     def run(batch: DataFrame, number: int) -> None:
         kept = batch.persist()  # placement reads it more than once
         try:
-            placement.run(kept, f"stream {_query_of(batch.sparkSession)}", batch=number)
+            placement.run(kept, JobName(f"stream {_query_of(batch.sparkSession)}"), batch=number)
         finally:
             kept.unpersist()
 

@@ -1,0 +1,163 @@
+"""Jobs that commit in pieces: a job that fails half way goes on where it was, and another input is refused."""
+
+from __future__ import annotations
+
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Final
+
+import psycopg
+import pyarrow as pa
+import pytest
+from pyspark.errors import PySparkException
+from tests.spark.blocked_statements import blocked_statements
+from tests.spark.stores import ENDPOINT, frame, many
+from tests.spark.test_dispatch import PATIENCE
+
+from delayline import BackendUnavailable, ConfigurationError
+from delayline.bulk.jobs import JobName, JobState, PieceParameters
+from delayline.errors import DelaylineError, DifferentInput
+from delayline.spark import JobTarget, schedule
+from delayline.spark.options import StoreOptions
+from delayline.spark.pieces import END, PIECE, PIECES, whole_pieces
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pyspark.sql import SparkSession
+    from tests.spark.stores import StoreAt
+
+    from delayline.bulk.jobs import Job
+
+NUMBER: Final = 500
+IDS: Final = sorted(f"m{number}" for number in range(NUMBER))
+BAD: Final = "m250"
+REFUSE: Final = f"""
+CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'refused on purpose'; END $$;
+CREATE TRIGGER refused BEFORE INSERT ON "sales.timeouts" FOR EACH ROW WHEN (NEW.id = '{BAD}')
+EXECUTE FUNCTION refuse();
+"""
+
+
+@pytest.fixture
+def eight_tasks(spark: SparkSession) -> Iterator[None]:
+    """Have a small job write in eight tasks."""
+    settings = {"spark.sql.adaptive.coalescePartitions.enabled": "false", "spark.sql.shuffle.partitions": "8"}
+    before = {name: str(spark.conf.get(name)) for name in settings}
+    for name, value in settings.items():
+        spark.conf.set(name, value)
+    yield
+    for name, value in before.items():
+        spark.conf.set(name, value)
+
+
+def target(store: StoreAt) -> JobTarget:
+    return JobTarget(store.url, endpoint=ENDPOINT)
+
+
+def job_of(store: StoreAt, name: str = "nightly") -> Job:
+    options = StoreOptions.of(target(store).options)
+    return options.pieces().open(JobName(name), PieceParameters(0, PIECES, "keep"))
+
+
+@pytest.mark.usefixtures("eight_tasks")
+def test_a_job_that_failed_half_way_goes_on_with_the_pieces_that_are_missing(
+    spark: SparkSession, store: StoreAt
+) -> None:
+    # Given a job that has failed when some of its pieces were stored
+    with psycopg.connect(store.url, autocommit=True) as admin:
+        admin.execute(REFUSE)
+        with pytest.raises((DelaylineError, PySparkException), match="refused on purpose"):
+            schedule(many(spark, NUMBER), target(store), run="nightly", spark=spark)
+        stored = store.ids()
+        job = job_of(store)
+        assert (job.state, job.committed.stored) == (JobState.OPEN, len(stored))
+        assert 0 < len(stored) < NUMBER and BAD not in stored
+        # And their messages have been dispatched since
+        admin.execute('DELETE FROM "sales.timeouts"')
+        admin.execute('DROP TRIGGER refused ON "sales.timeouts"')
+    # When other rows come under its name, they are refused
+    others = many(spark, NUMBER).selectExpr("concat('x', id) AS id", "destination", "due", "headers", "body")
+    with pytest.raises(DifferentInput, match="the job 'nightly' has begun with another input"):
+        schedule(others, target(store), run="nightly", spark=spark)
+    assert store.ids() == []
+    # When it is run again, in another order
+    again = schedule(many(spark, NUMBER).orderBy("body"), target(store), run="nightly", spark=spark)
+    # Then each message was stored once
+    assert sorted(store.ids() + stored) == IDS
+    assert (again.stored, again.duplicates, again.repeated) == (NUMBER, 0, False)
+    assert schedule(many(spark, NUMBER), target(store), run="nightly", spark=spark).repeated
+
+
+@pytest.mark.usefixtures("eight_tasks")
+@pytest.mark.parametrize(
+    "step",
+    [
+        "BEFORE INSERT ON delayline_job_pieces",
+        f"BEFORE INSERT ON \"sales.timeouts\" FOR EACH ROW WHEN (NEW.id = '{BAD}')",
+        "BEFORE UPDATE ON delayline_job_pieces",
+        "AFTER UPDATE ON delayline_job_pieces DEFERRABLE INITIALLY DEFERRED FOR EACH ROW",
+    ],
+    ids=["claiming", "half stored", "stored", "committed"],
+)
+@pytest.mark.sample(1)
+def test_a_worker_that_is_killed_in_a_piece_counts_once(spark: SparkSession, store: StoreAt, step: str) -> None:
+    # Given a job whose tasks are held up at a step
+    job_of(store, "for its tables")
+    with blocked_statements(store.url, step) as held, ThreadPoolExecutor(1) as pool:
+        job = pool.submit(schedule, many(spark, NUMBER), target(store), run="nightly", spark=spark)
+        held.wait(1 if BAD in step else 2, job.done)
+        # When they are killed
+        for process in held.senders():
+            os.kill(process, signal.SIGKILL)
+        held.release()
+        # Then others do the work, once
+        done = job.result(PATIENCE)
+    assert (done.stored, done.duplicates, store.ids()) == (NUMBER, 0, IDS)
+
+
+def test_of_rows_with_one_id_the_first_due_is_stored(spark: SparkSession, any_store: StoreAt) -> None:
+    rows = frame(spark, "a", "b", "b", "b", "c", body=[b"1", b"2", b"1", b"3", b""])
+    later = rows.selectExpr("id", "destination", "due + INTERVAL '1' DAY AS due", "headers", "body")
+    done = schedule(later.union(rows), target(any_store), spark=spark)
+    assert (done.stored, done.duplicates) == (3, 7)
+    assert {message.id: message.message.body for message in any_store.messages()} == {"a": b"1", "b": b"1", "c": b""}
+
+
+def test_a_job_at_once_is_all_or_nothing(spark: SparkSession, store: StoreAt) -> None:
+    with psycopg.connect(store.url, autocommit=True) as admin:
+        admin.execute(REFUSE)
+        with pytest.raises(psycopg.Error, match="refused on purpose"):
+            schedule(many(spark, NUMBER), target(store), run="nightly", atomic="job", spark=spark)
+        assert store.ids() == []
+        admin.execute('DROP TRIGGER refused ON "sales.timeouts"')
+    assert schedule(many(spark, NUMBER), target(store), run="nightly", atomic="job", spark=spark).stored == NUMBER
+    with pytest.raises(ConfigurationError, match="atomic='both' must be one of piece, job"):
+        schedule(many(spark, 1), target(store), atomic="both", spark=spark)  # type: ignore[arg-type]
+
+
+def test_a_name_is_that_of_one_job_however_it_commits(spark: SparkSession, store: StoreAt) -> None:
+    # Given a job at once, which also older versions of delayline recorded, and one in pieces
+    schedule(many(spark, 10), target(store), run="at once", atomic="job", spark=spark)
+    schedule(many(spark, 10), target(store), run="in pieces", spark=spark)
+    # Then neither is done again in the other way
+    assert schedule(many(spark, 10), target(store), run="at once", spark=spark).repeated
+    with pytest.raises(ConfigurationError, match="the job 'in pieces' has begun in pieces"):
+        schedule(many(spark, 10), target(store), run="in pieces", atomic="job", spark=spark)
+
+
+def cut(*rows: tuple[int, bool]) -> pa.RecordBatch:
+    pieces, ends = zip(*rows, strict=True)
+    return pa.RecordBatch.from_pydict({PIECE: pa.array(pieces, pa.int32()), END: pa.array(ends)})
+
+
+def test_a_piece_whose_end_has_not_come_is_not_stored() -> None:
+    # Given the rows of a task whose upstream fails in the middle of a piece
+    batches = [cut((1, False), (1, True), (2, False)), cut((2, False)), cut((2, True), (3, False))]
+    given = whole_pieces(iter(batches))
+    # Then the pieces before it are stored, and the task fails
+    assert next(given).column(PIECE).to_pylist() == [1, 1, 2, 2, 2]
+    with pytest.raises(BackendUnavailable, match="in the middle of a piece"):
+        next(given)
+    assert list(whole_pieces(iter([]))) == []
