@@ -85,6 +85,18 @@ def test_a_piece_that_another_attempt_has_stored_is_left_out(url: str, writer: P
     assert ids(url) == ["d"]
 
 
+def test_a_task_that_comes_after_the_end_of_its_job_stores_nothing(url: str, writer: PieceWriter) -> None:
+    # Given a job that has ended, and whose messages have been dispatched since
+    job = begun(writer).number
+    writer.store(job, piece_rows(ROWS), "keep")
+    writer.finish(job)
+    asyncio.run(empty(url))
+    # When a task that was thought to be dead comes with its pieces
+    assert writer.store(job, piece_rows(ROWS), "keep") == (0, 0, 0, 0)
+    # Then no message is stored a second time
+    assert (ids(url), begun(writer).committed.stored) == ([], len(ROWS))
+
+
 def test_of_two_attempts_at_once_one_stores_each_piece(url: str, writer: PieceWriter) -> None:
     job = begun(writer).number
 

@@ -90,6 +90,11 @@ class Job:
     last: datetime
     """When its last piece was stored, or it began or ended."""
 
+    @property
+    def is_open(self) -> bool:
+        """Whether some of its pieces may be missing."""
+        return self.state is JobState.OPEN
+
 
 class PieceCounts(NamedTuple):
     """What a transaction has done with the rows of its pieces."""
@@ -184,7 +189,8 @@ class JobPieces:
     def claim(self, connection: Connection, job: int, attempt: int, inputs: Mapping[int, Fingerprint]) -> Sequence[int]:
         """Record pieces, and return those that are this attempt's; the others are stored by another attempt.
 
-        Waits for a transaction that has recorded one of them and has not ended.
+        Waits for a transaction that has recorded one of them and has not ended. The end of the job waits for this one;
+        after it there are no pieces to store, for a task that nobody waits for any more.
 
         Args:
             connection: In the transaction that stores them.
@@ -192,6 +198,10 @@ class JobPieces:
             attempt: A number that no other transaction has.
             inputs: The fingerprint of each piece's rows.
         """
+        jobs = self._jobs.c
+        state = connection.execute(select(jobs.state).where(jobs.job == job).with_for_update(read=True)).scalar()
+        if state != JobState.OPEN:
+            return []
         now = self._now(connection)
         counts = dict.fromkeys(PieceCounts._fields, 0)
         rows = [

@@ -115,8 +115,8 @@ class PieceWriter:
         return inputs
 
     def finish(self, job: int) -> Job:
-        """End the job, all of whose pieces are stored, and return it."""
-        ended: Job = self._run(self._database.write, partial(self._ledger.finish, number=job))
+        """End the job, all of whose pieces are stored, and return it; waits for tasks that still store, as `store`."""
+        ended: Job = self._patiently(self._database.write, partial(self._ledger.finish, number=job))
         return ended
 
     def store(self, job: int, rows: PieceRows, on_conflict: OnConflict) -> PieceCounts:
@@ -127,21 +127,23 @@ class PieceWriter:
         Raises:
             BackendUnavailable: The database did not come back. Nothing was stored, or all of it: the ledger knows.
         """
+        counts: PieceCounts = self._patiently(self._store, job, rows, on_conflict)
+        return counts
+
+    def _check(self, connection: Connection) -> None:
+        table = self._table
+        RequiredTables(self._database.dialect, table.schema, QUEUES, others=[table]).check(connection)
+
+    def _patiently(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
         until, pause = time.monotonic() + PATIENCE, 0.1
         while True:
             try:
-                counts: PieceCounts = self._run(self._store, job, rows, on_conflict)
+                return self._run(work, *arguments)
             except BackendUnavailable:
                 if time.monotonic() + pause > until:
                     raise
                 time.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
                 pause = min(2 * pause, LONGEST_PAUSE)
-            else:
-                return counts
-
-    def _check(self, connection: Connection) -> None:
-        table = self._table
-        RequiredTables(self._database.dialect, table.schema, QUEUES, others=[table]).check(connection)
 
     def _run(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
         return blocking(self._opened(work, *arguments))

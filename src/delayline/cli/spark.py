@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     Sessions = Callable[[Screen], contextlib.AbstractContextManager[SparkSession]]
 
 
-OPEN = "open"
-"""The state of a job that has pieces to store, as `bulk.jobs` has it, which is imported only where it is used."""
 STORES = ("endpoint", "url", "store_url", "table_name")
 
 
@@ -274,7 +272,7 @@ def jobs(settings: Settings, screen: Screen, limit: int) -> None:
             f"{job.committed.stored:,}",
             f"{job.committed.duplicates:,}",
             f"{job.committed.rejected:,}",
-            f"{job.pieces:,} of {job.parameters.pieces:,}" if job.state == OPEN else "",
+            f"{job.pieces:,}" if job.is_open else "",
             local(job.started),
             local(job.last),
         )
@@ -296,8 +294,8 @@ def _job_document(job: Job) -> dict[str, object]:
         "stored": committed.stored,
         "duplicates": committed.duplicates,
         "rejected": committed.rejected,
-        "pieces": job.pieces if job.state == OPEN else None,
-        "of": job.parameters.pieces,
+        "pieces": job.pieces if job.is_open else None,
+        "most_pieces": job.parameters.pieces,
         "on_conflict": job.parameters.on_conflict,
         "began": job.started.isoformat(),
         "last": job.last.isoformat(),
