@@ -21,6 +21,7 @@ from delayline.errors import DelaylineError, DifferentInput
 from delayline.spark import JobTarget, schedule
 from delayline.spark.options import StoreOptions
 from delayline.spark.pieces import END, PIECE, PIECES, whole_pieces
+from delayline.spark.placement import PARTITION, by_partition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -161,3 +162,15 @@ def test_a_piece_whose_end_has_not_come_is_not_stored() -> None:
     with pytest.raises(BackendUnavailable, match="in the middle of a piece"):
         next(given)
     assert list(whole_pieces(iter([]))) == []
+
+
+def test_a_partition_for_a_broker_whose_end_has_not_come_is_not_recorded() -> None:
+    # Given the rows of a task whose upstream fails in the middle of a partition; partition 4 is empty
+    ended = [(3, False), (3, True), (4, True), (5, False)]
+    batches = [cut(*ended).rename_columns([PARTITION, END]), cut((5, False)).rename_columns([PARTITION, END])]
+    given = by_partition(iter(batches))
+    # Then the partition before it is published and recorded, and the task fails
+    partition, parts = next(given)
+    assert (partition, [part.num_rows for part in parts]) == (3, [1])
+    with pytest.raises(BackendUnavailable, match="in the middle of a piece"):
+        next(given)

@@ -50,6 +50,7 @@ ROW_HASH: Final = "_delayline_row_hash"
 #: What the hash of an id begins with in a fingerprint: another number than that by which pieces are cut.
 SEED: Final = 7
 NOTHING: Final = "piece INT"
+UNENDED: Final = "the rows of a task ended in the middle of a piece: a task before this one has failed"
 ROW_COLUMNS: Final = (*SOURCE_COLUMNS.names, PIECE, END, ID_HASH, ROW_HASH)
 
 
@@ -90,7 +91,9 @@ class PieceJob:
         if done:
             self._check_begun(messages, done)
             messages = _without(messages, done)
-        ordered = _ordered(messages.unionByName(_ends(messages, job.parameters.pieces)), self._store.connections)
+        ordered = _ordered(
+            messages.unionByName(ends_of(messages, PIECE, job.parameters.pieces)), self._store.connections
+        )
         validator = Validator(staging.largest_message - HEADER_ALLOWANCE)
         sent = from_microseconds(job.parameters.now)
         headers = SendHeaders(self._target.sender, content_type(rows, self._columns), sent)
@@ -148,11 +151,16 @@ def _without(messages: DataFrame, done: dict[int, Fingerprint]) -> DataFrame:
     return messages.join(F.broadcast(stored), PIECE, "left_anti").select(*ROW_COLUMNS)
 
 
-def _ends(messages: DataFrame, pieces: int) -> DataFrame:
-    """Return the row that ends each piece."""
-    kinds = {field.name: field.dataType for field in messages.schema}
-    values = {PIECE: F.col("id").cast("int"), END: F.lit(True)}
-    columns = [values.get(name, F.lit(None)).cast(kinds[name]).alias(name) for name in ROW_COLUMNS]
+def ends_of(messages: DataFrame, piece: str, pieces: int) -> DataFrame:
+    """Return the row that ends each piece, with the columns of the messages.
+
+    Args:
+        messages: With the column END, false.
+        piece: The column of the piece's number.
+        pieces: How many there are.
+    """
+    values = {piece: F.col("id"), END: F.lit(True)}
+    columns = [values.get(field.name, F.lit(None)).cast(field.dataType).alias(field.name) for field in messages.schema]
     return messages.sparkSession.range(0, pieces, 1, 1).select(*columns)
 
 
@@ -218,7 +226,7 @@ def whole_pieces(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             whole = []
     yield from _joined(whole)
     if begun:
-        raise BackendUnavailable("the rows of a task ended in the middle of a piece: a task before this one has failed")
+        raise BackendUnavailable(UNENDED)
 
 
 def _joined(parts: Sequence[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

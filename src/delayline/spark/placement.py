@@ -7,7 +7,8 @@ store or the cold tier.
 
 A broker has no such transaction: it keeps the messages that it has confirmed. The rows for a broker are therefore
 divided by id into partitions, and a table in the store's database records each partition that the broker has confirmed.
-A job that is run again under the same name skips them; a partition that was in flight may be published twice.
+A job that is run again under the same name skips them; a partition that was in flight may be published twice. As in
+`delayline.spark.pieces`, each partition ends with a row that says so: a partition that was cut off is not recorded.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ from contextlib import AsyncExitStack, ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from functools import partial
-from itertools import pairwise
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar, get_args
 
 import pyarrow as pa
@@ -39,7 +39,7 @@ from delayline.bulk.writer import Attempt, blocking, new_area
 from delayline.clock import LATEST_TIME, SystemClock, from_microseconds, to_microseconds
 from delayline.delayed.arrow import microseconds
 from delayline.delayed.store import OnConflict
-from delayline.errors import ConfigurationError, DuplicateMessage
+from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMessage
 from delayline.spark.cold_tier import (
     NO_ROWS,
     ColdTier,
@@ -51,7 +51,7 @@ from delayline.spark.cold_tier import (
 )
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, Validator, valid_rows
 from delayline.spark.options import SOURCE_COLUMNS, choice
-from delayline.spark.pieces import PieceJob
+from delayline.spark.pieces import END, UNENDED, PieceJob, ends_of
 from delayline.spark.sources import OWN_COLUMNS, content_type, prepared
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
@@ -369,8 +369,9 @@ class _Job:
         partition = F.when(far, F.expr(f"-1 - unix_micros(due) div {MICROS_A_HOUR}")).otherwise(
             F.pmod(F.xxhash64("id"), F.lit(HASH_PARTITIONS))
         )
-        messages = messages.withColumn(PARTITION, partition)
-        return messages.repartition(PARTITION).sortWithinPartitions(PARTITION, "due")
+        messages = messages.withColumn(PARTITION, partition.cast("long")).withColumn(END, F.lit(False))
+        ended = messages.unionByName(ends_of(messages, PARTITION, HASH_PARTITIONS))
+        return ended.repartition(PARTITION).sortWithinPartitions(PARTITION, END, "due")
 
     def _commit(self, results: list[_TaskResult], parameters: JobParameters) -> Placed:
         """Commit the results of the tasks in a transaction of the store, if there is a store."""
@@ -595,7 +596,7 @@ class _Task:
             database = None if self.ledger is None else await self.ledger.opened(stack)
             ledger = None if self.ledger is None or database is None else self.ledger.partitions(database)
             done = set() if ledger is None or database is None else set(await database.read(ledger.reports))
-            for partition, parts in _by_partition(batches):
+            for partition, parts in by_partition(batches):
                 if partition in done:
                     continue
                 counts, report = _Counts(), PublishReport()
@@ -654,22 +655,23 @@ class _TaskRows:
         yield from self._batches
 
 
-def _by_partition(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, list[pa.RecordBatch]]]:
-    """Yield each partition whole. The rows are ordered by partition."""
-    current, parts = 0, list[pa.RecordBatch]()
+def by_partition(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, list[pa.RecordBatch]]]:
+    """Yield each partition with messages whole: when its end has come. The rows are ordered by partition.
+
+    Raises BackendUnavailable if the last partition did not come to its end.
+    """
+    parts = list[pa.RecordBatch]()
     for batch in batches:
-        partitions = batch.column(PARTITION).to_numpy()
-        changes = (partitions[1:] != partitions[:-1]).nonzero()[0] + 1
-        for start, end in pairwise([0, *changes.tolist(), batch.num_rows]):
-            if start == end:
-                continue
-            if parts and partitions[start] != current:
-                yield current, parts
-                parts = []
-            current = int(partitions[start])
+        start = 0
+        for end in pc.indices_nonzero(batch.column(END)).to_pylist():
             parts.append(batch.slice(start, end - start))
+            if any(part.num_rows for part in parts):
+                yield batch.column(PARTITION)[end].as_py(), parts
+            parts, start = [], end + 1
+        if start < batch.num_rows:
+            parts.append(batch.slice(start))
     if parts:
-        yield current, parts
+        raise BackendUnavailable(UNENDED)
 
 
 async def _publish_batch(writer: MessageWriter, messages: pa.RecordBatch, report: PublishReport) -> None:
