@@ -6,7 +6,6 @@ Authors of stores and transports find their protocols in `delayline.spi`; the ti
 import typing
 
 from delayline.delayed.delivery import StoredDelivery
-from delayline.delayed.pending import PendingMessages
 from delayline.delayed.recurrence import cron, interval
 from delayline.delayed.schedules import Schedule, Schedules
 from delayline.delayed.store import Outcome
@@ -24,17 +23,19 @@ from delayline.errors import (
     TransactionAborted,
 )
 from delayline.events import Event
+from delayline.failed import FailedMessages
 from delayline.filters import MessageFilter
 from delayline.lazy_imports import lazy_imports as _lazy_imports
 from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.message import DelayedMessage, Headers, Message
 from delayline.outgoing import Send
+from delayline.pending import PendingMessages
 from delayline.receiving.context import MessageContext
 from delayline.receiving.recoverability import Discard, MoveToErrors, Recoverability, Retry, exponential
 from delayline.receiving.transactions import HandlerRows, handler_rows
 from delayline.running import run_until_stopped
 from delayline.serialization import JsonSerializer, Serializer, message_type
-from delayline.sync import SyncEndpoint, SyncPendingMessages, SyncSchedules
+from delayline.sync import SyncEndpoint, SyncFailedMessages, SyncPendingMessages, SyncSchedules
 from delayline.transaction import Guarantee, TransactionMode, guarantee
 
 if typing.TYPE_CHECKING:
@@ -74,6 +75,7 @@ __all__ = [
     "DuplicateMessage",
     "Endpoint",
     "Event",
+    "FailedMessages",
     "Guarantee",
     "HandlerRows",
     "Headers",
@@ -104,6 +106,7 @@ __all__ = [
     "SqlTransport",
     "StoredDelivery",
     "SyncEndpoint",
+    "SyncFailedMessages",
     "SyncPendingMessages",
     "SyncSchedules",
     "TransactionAborted",

@@ -239,7 +239,10 @@ class ActionRecord:
 
 
 class ActionLog(Protocol):
-    """The record of what people did to the messages of an endpoint, in its database."""
+    """The record of what people did to the messages of an endpoint, with the jobs that go on."""
+
+    is_kept: bool
+    """Whether it is in a database: else it is gone with this process."""
 
     async def record(self, done: ActionRecord) -> None:
         """Keep an action that is over."""
@@ -251,6 +254,24 @@ class ActionLog(Protocol):
 
     async def action(self, name: str) -> ActionRecord | None:
         """Return the action with that name."""
+        ...
+
+    async def begin(
+        self, request: SetRequest, preview: SetPreview, *, actor: str, rate: int | None = None
+    ) -> ActionRecord:
+        """Begin a job, or return the job that does the same already."""
+        ...
+
+    async def take(self, name: str, owner: str) -> ActionRecord | None:
+        """Make `owner` the one that goes on with a job; None while another process does, or once it is over."""
+        ...
+
+    async def advance(self, record: ActionRecord, owner: str) -> bool:
+        """Keep how far a job is; False if it was stopped or taken by another process."""
+        ...
+
+    async def leave(self, name: str, owner: str) -> None:
+        """Let another process go on with the job at once."""
         ...
 
     async def stop(self, name: str) -> bool:
@@ -277,32 +298,22 @@ class MessageSet(Protocol):
         """Return the `bound` of a set of the messages that are there now, without counting them."""
         ...
 
-    async def begin(
-        self, request: SetRequest, preview: SetPreview, *, actor: str, rate: int | None = None
-    ) -> ActionRecord:
-        """Begin a job, or return the job that does the same already."""
-        ...
-
-    async def take(self, name: str, owner: str) -> ActionRecord | None:
-        """Make `owner` the one that goes on with a job; None while another process does, or once it is over."""
-        ...
-
-    async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
-        """Change the next messages, with the record of it in one transaction where there are such.
+    async def step(self, record: ActionRecord, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
+        """Change the next messages, and keep the record of it: in one transaction where there are such.
 
         Args:
-            name: The job.
+            record: The job, as it was taken or as the step before has returned it.
             owner: Whose it is.
             most: How many messages at most.
             final: Whether to end a job that is through, and count what the poller still has as too late.
 
         Returns:
-            The record; None if the job was stopped or taken by another process, and nothing was changed.
+            The record; None if the job was stopped or taken by another process.
         """
         ...
 
-    async def leave(self, name: str, owner: str) -> None:
-        """Let another process go on with the job at once."""
+    async def close(self) -> None:
+        """Give back what it holds: another process may go on."""
         ...
 
 
@@ -310,8 +321,8 @@ class MessageSet(Protocol):
 class SupportsActionLog(Protocol):
     """Capability of stores and transports: what people did is kept in the database."""
 
-    def action_log(self, endpoint_name: str) -> ActionLog:
-        """Return the record of the actions on an endpoint's messages."""
+    def action_log(self, endpoint_name: str) -> ActionLog | None:
+        """Return the record of the actions on an endpoint's messages; None where none is kept."""
         ...
 
 

@@ -23,7 +23,6 @@ from delayline.delayed.delivery import (
 )
 from delayline.delayed.host import DeliveryHost, SupportsSatellites
 from delayline.delayed.outbox import OutboxDelivery
-from delayline.delayed.pending import PendingMessages
 from delayline.delayed.store import SupportsRightsCheck
 from delayline.errors import (
     BackendUnavailable,
@@ -35,9 +34,11 @@ from delayline.errors import (
 )
 from delayline.events import Event, emit
 from delayline.external import UNSET, ExternalTransaction
+from delayline.failed import FailedMessages
 from delayline.masking import masked
 from delayline.observer import Observers, QueueRole, SupportsMeasures, SupportsServerAddress
 from delayline.outgoing import DELAYED_DELIVERIES, Composer, HeaderMap, Send, check_endpoint_name
+from delayline.pending import PendingMessages
 from delayline.receiving.execution import name_of
 from delayline.receiving.handlers import Handlers, Surrounding
 from delayline.receiving.intake import open_intake
@@ -52,6 +53,7 @@ from delayline.recurring import RecurringMessages
 from delayline.requests import Requests
 from delayline.routes import Routes
 from delayline.sending import Sender
+from delayline.set_jobs import MemoryActionLog
 from delayline.subscriptions import Subscriptions
 from delayline.transaction import (
     Guarantee,
@@ -248,6 +250,15 @@ class Endpoint(RegistersHandlers):
             None if send_only else self._queue, error_queue, self._deliveries, self._composer.routes
         )
         """The queues that it knows from its settings, each with its role."""
+        self._unrecorded = MemoryActionLog(name, self._clock)
+        self.errors: FailedMessages = FailedMessages(
+            transport,
+            error_queue,
+            self._clock,
+            beside=None if delayed_delivery is None else management_of(delayed_delivery),
+            inbox_window=None if inbox is None else inbox.window,
+        )
+        """The failed messages: count, retry and purge all that a filter means."""
         self._reset()
 
     @classmethod
@@ -317,7 +328,8 @@ class Endpoint(RegistersHandlers):
         """
         if self.delayed_delivery is None:
             raise ConfigurationError(f"endpoint {self.name!r} has no delayed delivery, and so no pending messages")
-        return PendingMessages(management_of(self.delayed_delivery), self._clock)
+        management = management_of(self.delayed_delivery)
+        return PendingMessages(management, self._clock, self.name, beside=self.transport, unkept=self._unrecorded)
 
     @property
     def schedules(self) -> Schedules:

@@ -132,6 +132,14 @@ def failed_queue_of(message: Message) -> str:
         return ""
 
 
+def failed_at_of(message: Message) -> datetime | None:
+    """Return when a message has failed; None if that is unknown."""
+    try:
+        return from_wire_time(message.headers[Headers.TIME_OF_FAILURE])
+    except (CorruptHeaders, KeyError, ValueError):
+        return None
+
+
 def no_queue(destination: str, queue: str) -> str:
     """Return why a message was not sent from a queue to a destination that does not exist."""
     stays = f"it stays in {queue}. Create it with: delayline setup --queue {destination}"
@@ -140,9 +148,8 @@ def no_queue(destination: str, queue: str) -> str:
 
 def _failed_before(message: Message, window: timedelta) -> str | None:
     """Return why a message is not retried that failed longer ago than an inbox keeps records; None if it is."""
-    try:
-        failed_at = from_wire_time(message.headers[Headers.TIME_OF_FAILURE])
-    except (CorruptHeaders, KeyError, ValueError):
+    failed_at = failed_at_of(message)
+    if failed_at is None:
         since = "it is not known when it failed"
     else:
         if datetime.now(UTC) - failed_at <= window:

@@ -333,6 +333,16 @@ class MessageFilter:
         return f"{start}..{'' if self.due_before is None else self.due_before.isoformat()}"
 
 
+def checked_filter(where: object) -> MessageFilter:
+    """Return the filter; raises ConfigurationError for anything else, such as a text."""
+    if not isinstance(where, MessageFilter):
+        raise ConfigurationError(
+            f"which messages is a MessageFilter, not {type(where).__name__}: MessageFilter(destination=...), or "
+            "MessageFilter.parse([text], now); MessageFilter() means every message"
+        )
+    return where
+
+
 def _fits(pattern: str | None, text: str) -> bool:
     return pattern is None or pattern_of(pattern).matches(text)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import TYPE_CHECKING, Final
 
+from delayline.actions import SupportsActionLog
 from delayline.backends import backend_of
 from delayline.composition import options_of, persister_of, store_of, transport_of
 from delayline.delayed.store import SupportsClose, managed
 from delayline.errors import ConfigurationError, DelaylineError
+from delayline.events import Event, emit
 from delayline.setting_values import did_you_mean
 from delayline.timeouts.draining import persister_at
 from delayline.transaction import TransactionMode
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from delayline.settings import Settings
     from delayline.timeouts import SqlTimeoutPersister
     from delayline.transport import Transport
+
+logger: logging.Logger = logging.getLogger(__name__)
 
 #: Endpoints that an error names.
 MOST_NAMED: Final = 10
@@ -84,6 +89,23 @@ async def open_transport(settings: Settings) -> AsyncIterator[Transport]:
         yield transport
     finally:
         await transport.stop()
+
+
+@contextlib.asynccontextmanager
+async def beside_queues(settings: Settings, transport: Transport) -> AsyncIterator[object]:
+    """Open what keeps actions on queues whose transport keeps none: the store in front of a broker.
+
+    What is asked for is done without it, too: that it cannot be opened is a warning.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        store: object = None
+        if not isinstance(transport, SupportsActionLog) and settings.endpoint is not None:
+            try:
+                store = await stack.enter_async_context(open_pending(settings))
+            except DelaylineError as error:
+                template = "Actions are not recorded, as their database cannot be opened: %s"
+                emit(logger, logging.WARNING, Event.OPERATOR_ACTION, template, error)
+        yield store
 
 
 async def other_endpoints(settings: Settings) -> str:

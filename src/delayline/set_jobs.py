@@ -13,9 +13,8 @@ import uuid
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
-from typing import TYPE_CHECKING, Final, TypeVar
+from typing import TYPE_CHECKING, Final, TypedDict, TypeVar
 
-from delayline import error_queue
 from delayline.actions import (
     ActionRecord,
     JobState,
@@ -24,19 +23,17 @@ from delayline.actions import (
     SupportsActionLog,
     SupportsMessageSet,
 )
-from delayline.clock import latest_of
-from delayline.delayed.store import Outcome, managed
+from delayline.delayed.store import SupportsClock
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.events import Event, emit
-from delayline.failures import NAME_THE_QUEUE, back_off, failed_queue_of
-from delayline.filters import pattern_of
+from delayline.failures import back_off
+from delayline.message_sets import SetOfFailed, SetOfPending
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Iterable, Sequence
 
     from delayline.actions import ActionLog, MessageSet, SetRequest
     from delayline.clock import Clock
-    from delayline.message import DelayedMessage, Message
     from delayline.transport import Transport
 
 logger: logging.Logger = logging.getLogger(__name__)
@@ -52,10 +49,10 @@ STEPS_A_SECOND: Final = 4
 OUTAGE_LIMIT: Final = 120.0
 TRIED_AGAIN_FOR: Final = 30.0
 LOOKS_EVERY: Final = 1.0
-#: Messages that are read at once where a back end has no sets.
-READ_AT_ONCE: Final = 500
-#: How long a pass through the error queue may keep messages from others, in seconds; brokers end it after half an hour.
-PASS_SECONDS: Final = 600.0
+#: Actions that are kept in memory where no database has a record of them.
+KEPT_IN_MEMORY: Final = 200
+#: Seconds that a job takes to give back what it holds.
+GIVES_BACK_FOR: Final = 5.0
 
 
 class JobInterrupted(BackendUnavailable):
@@ -71,21 +68,88 @@ def actor_here() -> str:
     return f"{user}@{socket.gethostname()}"
 
 
-def pending_set(store: object, endpoint: str, clock: Clock) -> MessageSet:
-    """Return the pending messages as sets: of the store if it has them, else message by message."""
-    messages = store.message_set(endpoint) if isinstance(store, SupportsMessageSet) else None
-    return SetOfPending(store, endpoint, clock) if messages is None else messages
+class MemoryActionLog:
+    """The actions of this process, where no database has a record of them: its jobs end with it.
+
+    Args:
+        endpoint: The endpoint, or the error queue.
+        clock: The clock of the record.
+    """
+
+    def __init__(self, endpoint: str, clock: Clock) -> None:
+        self._endpoint = endpoint
+        self._clock = clock
+        self._records: dict[str, ActionRecord] = {}
+        self._owners: dict[str, str] = {}
+        self.is_kept: bool = False
+
+    async def record(self, done: ActionRecord) -> None:
+        """Keep an action that is over."""
+        self._records[done.name] = done
+        over = [name for name, record in self._records.items() if record.over]
+        for name in over[:-KEPT_IN_MEMORY]:
+            del self._records[name]
+
+    async def actions(self, limit: int) -> Sequence[ActionRecord]:
+        """Return the latest actions, the latest first."""
+        names = list(reversed(self._records))[:limit]
+        return [self._seen(self._records[name]) for name in names]
+
+    async def action(self, name: str) -> ActionRecord | None:
+        """Return the action with that name."""
+        record = self._records.get(name)
+        return None if record is None else self._seen(record)
+
+    async def begin(
+        self, request: SetRequest, preview: SetPreview, *, actor: str, rate: int | None = None
+    ) -> ActionRecord:
+        """Begin a job, or return the job that does the same already."""
+        for record in self._records.values():
+            if record.request == request and not record.over:
+                return record
+        name, at = f"{request.job_prefix}{uuid.uuid4().hex[:8]}", self._clock.now()
+        begun = ActionRecord.begun(name, self._endpoint, request, preview, actor=actor, rate=rate, at=at)
+        await self.record(begun)
+        return begun
+
+    async def take(self, name: str, owner: str) -> ActionRecord | None:
+        """Make `owner` the one that goes on with a job."""
+        record = self._records.get(name)
+        if record is None or record.over or self._owners.setdefault(name, owner) != owner:
+            return None
+        return record
+
+    async def advance(self, record: ActionRecord, owner: str) -> bool:
+        """Keep how far a job is; False if it was stopped."""
+        if self._owners.get(record.name) != owner or self._records[record.name].over:
+            return False
+        now = self._clock.now()
+        self._records[record.name] = replace(record, seen=now, finished=now if record.over else None)
+        return True
+
+    async def leave(self, name: str, owner: str) -> None:
+        """Let another task go on with the job."""
+        if self._owners.get(name) == owner:
+            del self._owners[name]
+
+    async def stop(self, name: str) -> bool:
+        """Stop the job with that name."""
+        record = self._records.get(name)
+        if record is None or record.over:
+            return False
+        now = self._clock.now()
+        self._records[name] = replace(record, state=JobState.STOPPED, finished=now, result="stopped")
+        return True
+
+    def _seen(self, record: ActionRecord) -> ActionRecord:
+        is_left = record.state is JobState.RUNNING and record.name not in self._owners
+        return replace(record, state=JobState.INTERRUPTED) if is_left else record
 
 
-def failed_set(transport: Transport, endpoint: str, clock: Clock) -> MessageSet:
-    """Return the failed messages as sets: of the transport if it has them, else message by message."""
-    messages = transport.message_set(endpoint) if isinstance(transport, SupportsMessageSet) else None
-    return SetOfFailed(transport, endpoint, clock) if messages is None else messages
-
-
-def action_log(part: object, endpoint: str) -> ActionLog | None:
-    """Return the record of actions in the database of a store or a transport; None where it has none."""
-    return part.action_log(endpoint) if isinstance(part, SupportsActionLog) else None
+def action_log(parts: Iterable[object], endpoint: str) -> ActionLog | None:
+    """Return the record of actions in the database of the first part that has one; None where none has."""
+    logs = (part.action_log(endpoint) for part in parts if isinstance(part, SupportsActionLog))
+    return next((log for log in logs if log is not None), None)
 
 
 def log_action(record: ActionRecord, result: str) -> None:
@@ -131,7 +195,7 @@ class SetJob:
 
     Args:
         messages: The messages.
-        log: The record of actions; None where there is none, and the job is known to this process only.
+        log: The record of actions.
         record: The job.
         clock: Clock of the rate.
         progress: Called with the record after each step.
@@ -141,7 +205,7 @@ class SetJob:
     def __init__(
         self,
         messages: MessageSet,
-        log: ActionLog | None,
+        log: ActionLog,
         record: ActionRecord,
         clock: Clock,
         *,
@@ -164,7 +228,7 @@ class SetJob:
         """
         try:
             while not self.record.over:
-                taken = await self._through_outages(partial(self._messages.take, self.record.name, self._owner))
+                taken = await self._through_outages(partial(self._log.take, self.record.name, self._owner))
                 if taken is None:
                     await self._watch()
                 else:
@@ -188,7 +252,7 @@ class SetJob:
                     await self._clock.sleep(early)
             final = idle_since is not None and time.monotonic() - idle_since > TRIED_AGAIN_FOR
             before = self.record
-            step = partial(self._messages.step, before.name, self._owner, most, final=final)
+            step = partial(self._messages.step, before, self._owner, most, final=final)
             after = await self._through_outages(step)
             if after is None:
                 await self._watch()
@@ -204,9 +268,8 @@ class SetJob:
 
     async def _watch(self) -> None:
         """Follow a job that another process runs until it is over, or that process has ended."""
-        log = self._log
-        while not self.record.over and log is not None:
-            record = await self._through_outages(partial(log.action, self.record.name))
+        while not self.record.over:
+            record = await self._through_outages(partial(self._log.action, self.record.name))
             if record is None:
                 raise ConfigurationError(f"job {self.record.name!r} is not recorded any more: begin it again")
             self._note(record)
@@ -237,7 +300,7 @@ class SetJob:
 
     def _interruption(self, error: BackendUnavailable) -> str:
         name, so_far = self.record.name, self.record.numbers
-        if self._log is None:
+        if not self._log.is_kept:
             return f"job {name} was interrupted, {so_far}: {error}. Begin it again once that is mended"
         return (
             f"job {name} is interrupted, {so_far}: {error}. Once that is mended, go on with: "
@@ -246,212 +309,155 @@ class SetJob:
 
     async def _leave(self, error: BaseException) -> None:
         """Let another process go on at once."""
-        if not isinstance(error, JobInterrupted):
-            with contextlib.suppress(DelaylineError, asyncio.CancelledError, TimeoutError):
-                await asyncio.wait_for(asyncio.shield(self._messages.leave(self.record.name, self._owner)), 5)
+        with contextlib.suppress(DelaylineError, asyncio.CancelledError, TimeoutError):
+            await asyncio.wait_for(asyncio.shield(self._messages.close()), GIVES_BACK_FOR)
+            if not isinstance(error, JobInterrupted) or not self._log.is_kept:
+                leaving = self._log.leave(self.record.name, self._owner)
+                await asyncio.wait_for(asyncio.shield(leaving), GIVES_BACK_FOR)
 
 
-class SetInMemory:
-    """The part of a set that has no table: the job is known to this process only, and ends with it."""
+class SetOptions(TypedDict, total=False):
+    """How a job changes messages: its rate, who is told of its progress, and who does it."""
 
-    def __init__(self, endpoint: str, clock: Clock) -> None:
-        self._endpoint = endpoint
-        self._clock = clock
-        self._record: ActionRecord | None = None
-
-    async def begin(
-        self, request: SetRequest, preview: SetPreview, *, actor: str, rate: int | None = None
-    ) -> ActionRecord:
-        """Begin a job."""
-        name = f"{request.job_prefix}{uuid.uuid4().hex[:8]}"
-        self._record = ActionRecord.begun(
-            name, self._endpoint, request, preview, actor=actor, rate=rate, at=self._clock.now()
-        )
-        return self._record
-
-    async def last(self, request: SetRequest) -> int:
-        """Return 0: the messages have no numbers, and are read when the job begins."""
-        del request
-        return 0
-
-    async def take(self, name: str, owner: str) -> ActionRecord | None:
-        """Return the job: nobody else knows it."""
-        del name, owner
-        return self._record
-
-    async def leave(self, name: str, owner: str) -> None:
-        """Do nothing: nobody else could go on."""
-
-    def _through(self, record: ActionRecord) -> ActionRecord:
-        return replace(record.ended(), finished=self._clock.now())
+    rate: int | None
+    progress: Callable[[ActionRecord], None] | None
+    actor: str | None
 
 
-class SetOfPending(SetInMemory):
-    """The pending messages of what lists and changes them one by one.
+class MessageJobs:
+    """The jobs that change sets of an endpoint's pending messages, or of its error queue.
+
+    Where the messages or the queues are in a SQL database, or in Azure Storage, a job and how far it is are recorded
+    there: it is found by its name, and goes on in another process if this one ends. Elsewhere it ends with its process,
+    `is_recorded` is False, and only the log has what it did.
 
     Args:
-        management: Lists, cancels and reschedules messages.
-        endpoint: The endpoint.
-        clock: The clock that decides whether a message is due.
+        new_set: Returns the messages, for a job or a count.
+        log: The record of actions.
+        clock: Clock of the rate.
     """
 
-    def __init__(self, management: object, endpoint: str, clock: Clock) -> None:
-        super().__init__(endpoint, clock)
-        self._management = managed(management)
-        self._messages: list[tuple[str, datetime]] | None = None
+    def __init__(self, new_set: Callable[[], MessageSet], log: ActionLog, clock: Clock) -> None:
+        self.new_set: Callable[[], MessageSet] = new_set
+        self.log: ActionLog = log
+        self._clock = clock
 
-    async def preview(self, request: SetRequest, counted: Callable[[int], None] | None = None) -> SetPreview:
-        """Count the messages, and keep their ids: these are changed."""
-        at, looked_at = self._clock.now(), 0
-        found: list[tuple[str, datetime]] = []
-        ask, named = self._management.pending, request.filter.destination
-        destination = None if named is None else pattern_of(named).exact
-        while page := await ask(destination=destination, limit=READ_AT_ONCE, offset=looked_at):
-            looked_at += len(page)
-            found += [(each.id, each.due) for each in page if _matches(request, each)]
-            if counted is not None:
-                counted(looked_at)
-        self._messages = found
-        return SetPreview(len(found), at, len(found), looked_at, examples=[message_id for message_id, _ in found[:5]])
+    @property
+    def is_recorded(self) -> bool:
+        """Whether jobs outlive this process."""
+        return self.log.is_kept
 
-    async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
-        """Change the next messages, one by one."""
-        del name, owner, final
-        record = self._record
-        assert record is not None  # noqa: S101 - it was begun
-        request, now = record.request, latest_of(self._clock)()
-        assert request is not None  # noqa: S101 - by a request
-        if self._messages is None:
-            await self.preview(request)
-        messages = self._messages or []
-        for message_id, due in messages[record.position : record.position + min(most, READ_AT_ONCE)]:
-            record = replace(record, position=record.position + 1)
-            try:
-                outcome = await self._change(request, message_id, due, now)
-            except BackendUnavailable:
-                raise
-            except (DelaylineError, OverflowError) as error:
-                record = record.with_problem(message_id, str(error))
-            else:
-                if outcome is Outcome.DONE:
-                    record = replace(record, done=record.done + 1)
-                else:
-                    record = record.with_problem(message_id, outcome.meaning)
-            self._record = record
-        self._record = self._through(record) if record.position >= len(messages) else record
-        return self._record
+    async def list(self, limit: int = 50) -> Sequence[ActionRecord]:
+        """Return the latest actions on these messages, jobs and single ones, the latest first.
 
-    async def _change(self, request: SetRequest, message_id: str, due: datetime, now: datetime) -> Outcome:
-        if request.action is OperatorAction.CANCEL:
-            return await self._management.cancel(message_id)
-        return await self._management.reschedule(message_id, due + request.by if request.by else request.to or now)
+        Args:
+            limit: How many at most.
+
+        Returns:
+            The actions; none where nobody has acted yet.
+
+        Raises:
+            BackendUnavailable: The back end did not answer.
+        """
+        return await self.log.actions(limit)
+
+    async def resume(self, name: str, *, progress: Callable[[ActionRecord], None] | None = None) -> ActionRecord:
+        """Go on with a job whose process has ended, or follow it while another process runs it.
+
+        Args:
+            name: Its name, of an `ActionRecord`.
+            progress: Called with the record after each step.
+
+        Returns:
+            The record of the job, which is over.
+
+        Raises:
+            ConfigurationError: There is no job of that name.
+            BackendUnavailable: The back end did not answer for two minutes: the job is interrupted, and can be resumed.
+        """
+        record = await self.log.action(name)
+        if record is None or record.request is None:
+            raise ConfigurationError(
+                f"there is no job {name!r} here: jobs.list() has the names of those that there are"
+            )
+        return record if record.over else await self.job(record, self.new_set(), progress=progress).run()
+
+    async def stop(self, name: str) -> bool:
+        """Stop a job, wherever it runs. What it has changed stays changed.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            False if no job of that name runs.
+
+        Raises:
+            BackendUnavailable: The back end did not answer.
+        """
+        return await self.log.stop(name)
+
+    async def change(
+        self,
+        request: SetRequest,
+        *,
+        rate: int | None,
+        actor: str | None,
+        progress: Callable[[ActionRecord], None] | None,
+    ) -> ActionRecord:
+        """Change all messages of a request, and return the record once the job is over."""
+        if rate is not None and not 1 <= rate <= HIGHEST_RATE:
+            raise ConfigurationError(f"rate must be 1 to {HIGHEST_RATE:,} messages a second, not {rate!r}")
+        messages = self.new_set()
+        preview = SetPreview(0, self._clock.now(), await messages.last(request), exact=False)
+        record = await self.log.begin(request, preview, actor=actor or actor_here(), rate=rate)
+        log_action(record, "started")
+        return await self.job(record, messages, progress=progress).run()
+
+    def job(
+        self, record: ActionRecord, messages: MessageSet, *, progress: Callable[[ActionRecord], None] | None = None
+    ) -> SetJob:
+        """Return a job, to be run."""
+        return SetJob(messages, self.log, record, self._clock, progress=progress)
 
 
-def _matches(request: SetRequest, delayed: DelayedMessage) -> bool:
-    return request.filter.matches(delayed.message, delayed.destination, delayed.due)
+def pending_jobs(
+    store: object, endpoint: str, clock: Clock, *, beside: object = None, unkept: ActionLog | None = None
+) -> MessageJobs:
+    """Return the jobs of an endpoint's pending messages.
+
+    Args:
+        store: What has the messages.
+        endpoint: The endpoint.
+        clock: A clock, where the store has none.
+        beside: What has a database to record jobs in, where the store has none: the transport.
+        unkept: The record where there is no database.
+    """
+    clock = store.clock() if isinstance(store, SupportsClock) else clock
+    log = action_log((store, beside), endpoint) or unkept or MemoryActionLog(endpoint, clock)
+
+    def new_set() -> MessageSet:
+        messages = store.message_set(endpoint) if isinstance(store, SupportsMessageSet) else None
+        return SetOfPending(store, log, clock) if messages is None else messages
+
+    return MessageJobs(new_set, log, clock)
 
 
-class SetOfFailed(SetInMemory):
-    """The failed messages of a transport that takes them one by one, or lends them for a pass through the queue.
+def failed_jobs(
+    transport: Transport, queue: str, clock: Clock, *, beside: object = None, unkept: ActionLog | None = None
+) -> MessageJobs:
+    """Return the jobs of an error queue.
 
     Args:
         transport: The transport.
-        endpoint: The endpoint.
+        queue: The error queue.
         clock: Clock of the record.
+        beside: What has a database to record jobs in, where the transport has none: the store.
+        unkept: The record where there is no database.
     """
+    log = action_log((transport, beside), queue) or unkept or MemoryActionLog(queue, clock)
 
-    def __init__(self, transport: Transport, endpoint: str, clock: Clock) -> None:
-        super().__init__(endpoint, clock)
-        self._transport = transport
-        self._held: AsyncGenerator[error_queue.HeldMessage, None] | None = None
-        self._tried: set[str] = set()
+    def new_set() -> MessageSet:
+        messages = transport.message_set(queue) if isinstance(transport, SupportsMessageSet) else None
+        return SetOfFailed(transport, log, clock) if messages is None else messages
 
-    async def preview(self, request: SetRequest, counted: Callable[[int], None] | None = None) -> SetPreview:
-        """Count the messages."""
-        at, number, looked_at = self._clock.now(), 0, 0
-        found: list[str] = []
-        queues = error_queue.managed_queues(self._transport)
-        async with contextlib.aclosing(error_queue.browse(queues, request.queue or "")) as messages:
-            async for message in messages:
-                looked_at += 1
-                if request.filter.matches(message, failed_queue_of(message)):
-                    number += 1
-                    found += [message.id] if number <= 5 else []
-                if counted is not None and looked_at % READ_AT_ONCE == 0:
-                    counted(looked_at)
-        return SetPreview(number, at, number, looked_at, examples=found)
-
-    async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
-        """Change the next messages, one by one."""
-        del name, owner, final
-        record = self._record
-        assert record is not None  # noqa: S101 - it was begun
-        if self._held is None:
-            self._held = self._holding(record)
-        try:
-            for _ in range(min(most, READ_AT_ONCE)):
-                held = await anext(self._held, None)
-                if held is None:
-                    await self.close()
-                    self._record = self._through(record)
-                    return self._record
-                record = self._record = await self._change(record, held)
-        except BaseException:
-            await self.close()
-            raise
-        return record
-
-    async def close(self) -> None:
-        """Give back what the pass holds."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            await held.aclose()
-
-    async def leave(self, name: str, owner: str) -> None:
-        """Give back what the pass holds."""
-        del name, owner
-        await self.close()
-
-    async def _change(self, record: ActionRecord, held: error_queue.HeldMessage) -> ActionRecord:
-        request, message_id = record.request, held.message.id
-        assert request is not None  # noqa: S101 - it is a job
-        queue = request.queue or ""
-        if request.action is OperatorAction.PURGE:
-            removed = await error_queue.remove(self._transport, queue, held)
-            problem = None if removed else "another process took it meanwhile"
-        else:
-            outcome = await error_queue.retry(
-                self._transport,
-                queue,
-                held,
-                to=request.destination,
-                remedy=NAME_THE_QUEUE,
-                window=request.inbox_window,
-            )
-            problem = outcome.problem
-        return replace(record, done=record.done + 1) if problem is None else record.with_problem(message_id, problem)
-
-    async def _holding(self, record: ActionRecord) -> AsyncGenerator[error_queue.HeldMessage, None]:
-        """Yield the messages that match, each once: messages that fail again meanwhile are left out.
-
-        A pass keeps the messages that it has seen from others, and brokers end a pass that keeps them for long.
-        """
-        request, tried = record.request, self._tried
-        assert request is not None  # noqa: S101 - it is a job
-
-        def wanted(message: Message) -> bool:
-            return message.id not in tried and request.filter.matches(message, failed_queue_of(message))
-
-        in_a_pass = None if record.rate is None else max(1, int(record.rate * PASS_SECONDS))
-        while True:
-            held_now: list[str] = []
-            passing = error_queue.holding(self._transport, request.queue or "", wanted, most=in_a_pass)
-            try:
-                async with contextlib.aclosing(passing) as messages:
-                    async for held in messages:
-                        yield held  # once it is asked for the next, this one was changed
-                        held_now.append(held.message.id)
-            finally:
-                tried.update(held_now)
-            if in_a_pass is None or len(held_now) < in_a_pass:
-                return
+    return MessageJobs(new_set, log, clock)

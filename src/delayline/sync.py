@@ -24,16 +24,19 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from delayline.actions import ActionRecord, SetPreview
     from delayline.delayed.pauses import DispatchPause
     from delayline.delayed.recurrence import Recurrence
     from delayline.delayed.schedules import Missed, Schedule
     from delayline.delayed.store import DueCount, Outcome, SendConflict
     from delayline.endpoint import CodeArguments
     from delayline.external import ExternalConnection, Unset
+    from delayline.filters import MessageFilter
     from delayline.message import Body, DelayedMessage, Message
     from delayline.outgoing import HeaderMap, Send
     from delayline.receiving.recoverability import Recoverability
     from delayline.sending import Sent
+    from delayline.set_jobs import MessageJobs, SetOptions
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -312,6 +315,11 @@ class SyncEndpoint(RegistersHandlers):
         return SyncPendingMessages(self)
 
     @property
+    def errors(self) -> SyncFailedMessages:
+        """The failed messages: count, retry and purge all that a filter means."""
+        return SyncFailedMessages(self)
+
+    @property
     def schedules(self) -> SyncSchedules:
         """The recurring messages; raises ConfigurationError where `Endpoint.schedules` does."""
         return SyncSchedules(self)
@@ -508,6 +516,180 @@ class SyncPendingMessages:
             The pauses.
         """
         return self._sync.run(self._pending.pauses())
+
+    def count(self, where: MessageFilter) -> SetPreview:
+        """Count the messages that an action on all of them would change; see `PendingMessages.count`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+
+        Returns:
+            The number, with the ids of the first ones.
+        """
+        return self._sync.run(self._pending.count(where))
+
+    def cancel_all(self, where: MessageFilter, **how: Unpack[SetOptions]) -> ActionRecord:
+        """Cancel all messages that match, as a job; see `PendingMessages.cancel_all`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            how: `rate`, `progress`, which is called on the endpoint's thread, and `actor`.
+
+        Returns:
+            The record of the job, which is over.
+        """
+        return self._sync.run(self._pending.cancel_all(where, **how))
+
+    def reschedule_all(
+        self,
+        where: MessageFilter,
+        *,
+        to: datetime | None = None,
+        by: timedelta | None = None,
+        **how: Unpack[SetOptions],
+    ) -> ActionRecord:
+        """Give all messages that match another due time, as a job; see `PendingMessages.reschedule_all`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            to: The new due time.
+            by: How much later each is due, or earlier where it is negative; excludes `to`.
+            how: `rate`, `progress`, which is called on the endpoint's thread, and `actor`.
+
+        Returns:
+            The record of the job, which is over.
+        """
+        return self._sync.run(self._pending.reschedule_all(where, to=to, by=by, **how))
+
+    def send_now_all(self, where: MessageFilter, **how: Unpack[SetOptions]) -> ActionRecord:
+        """Make all messages that match due at once, as a job; see `PendingMessages.send_now_all`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            how: `rate`, `progress`, which is called on the endpoint's thread, and `actor`.
+
+        Returns:
+            The record of the job, which is over.
+        """
+        return self._sync.run(self._pending.send_now_all(where, **how))
+
+    @property
+    def jobs(self) -> SyncMessageJobs:
+        """The jobs that change sets of these messages: listed, resumed and stopped by name."""
+        return SyncMessageJobs(self._sync, self._pending.jobs)
+
+
+class SyncFailedMessages:
+    """The failed messages of a SyncEndpoint; its methods block and may be called from any thread.
+
+    Args:
+        sync: The endpoint.
+    """
+
+    def __init__(self, sync: SyncEndpoint) -> None:
+        self._sync = sync
+        self._failed = sync.endpoint.errors
+
+    def count(self, where: MessageFilter) -> SetPreview:
+        """Count the failed messages that match; see `FailedMessages.count`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+
+        Returns:
+            The number, with the ids of the first ones.
+        """
+        return self._sync.run(self._failed.count(where))
+
+    def retry_all(
+        self,
+        where: MessageFilter,
+        *,
+        to: str | None = None,
+        past_window: bool = False,
+        **how: Unpack[SetOptions],
+    ) -> ActionRecord:
+        """Send all failed messages that match to the queues they failed in; see `FailedMessages.retry_all`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            to: The queue to send them to instead.
+            past_window: Whether to retry messages that failed before the inbox's oldest record, too.
+            how: `rate`, `progress`, which is called on the endpoint's thread, and `actor`.
+
+        Returns:
+            The record of the job, which is over.
+        """
+        return self._sync.run(self._failed.retry_all(where, to=to, past_window=past_window, **how))
+
+    def purge_all(self, where: MessageFilter, **how: Unpack[SetOptions]) -> ActionRecord:
+        """Delete all failed messages that match, for good; see `FailedMessages.purge_all`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            how: `rate`, `progress`, which is called on the endpoint's thread, and `actor`.
+
+        Returns:
+            The record of the job, which is over.
+        """
+        return self._sync.run(self._failed.purge_all(where, **how))
+
+    @property
+    def jobs(self) -> SyncMessageJobs:
+        """The jobs that change sets of these messages: listed, resumed and stopped by name."""
+        return SyncMessageJobs(self._sync, self._failed.jobs)
+
+
+class SyncMessageJobs:
+    """The jobs on sets of a SyncEndpoint's messages; its methods block and may be called from any thread.
+
+    Args:
+        sync: The endpoint.
+        jobs: The jobs.
+    """
+
+    def __init__(self, sync: SyncEndpoint, jobs: MessageJobs) -> None:
+        self._sync = sync
+        self._jobs = jobs
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether jobs outlive this process; see `MessageJobs`."""
+        return self._jobs.is_recorded
+
+    def list(self, limit: int = 50) -> Sequence[ActionRecord]:
+        """Return the latest actions on these messages, the latest first; see `MessageJobs.list`.
+
+        Args:
+            limit: How many at most.
+
+        Returns:
+            The actions.
+        """
+        return self._sync.run(self._jobs.list(limit))
+
+    def resume(self, name: str, *, progress: Callable[[ActionRecord], None] | None = None) -> ActionRecord:
+        """Go on with a job whose process has ended, or follow one that runs; see `MessageJobs.resume`.
+
+        Args:
+            name: Its name.
+            progress: Called on the endpoint's thread with the record after each step.
+
+        Returns:
+            The record of the job, which is over.
+        """
+        return self._sync.run(self._jobs.resume(name, progress=progress))
+
+    def stop(self, name: str) -> bool:
+        """Stop a job, wherever it runs; see `MessageJobs.stop`.
+
+        Args:
+            name: Its name.
+
+        Returns:
+            False if no job of that name runs.
+        """
+        return self._sync.run(self._jobs.stop(name))
 
 
 class SyncSchedules:

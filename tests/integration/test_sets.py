@@ -99,7 +99,7 @@ async def run(
     progress: Callable[[ActionRecord], None] | None = None,
 ) -> ActionRecord:
     messages, log = set_of(part)
-    record = await messages.begin(request, await messages.preview(request), actor="me", rate=rate)
+    record = await log.begin(request, await messages.preview(request), actor="me", rate=rate)
     return await SetJob(messages, log, record, CLOCK, progress=progress).run()
 
 
@@ -196,7 +196,7 @@ async def test_messages_stored_after_the_preview_do_not_belong_to_the_set(kept: 
     request = pending_request(OperatorAction.CANCEL, "destination=billing")
     preview = await messages.preview(request)
     await fill(kept, [delayed(2)])
-    record = await messages.begin(request, preview, actor="me")
+    record = await log.begin(request, preview, actor="me")
     await SetJob(messages, log, record, CLOCK).run()
     assert set(await waiting(kept)) == {"m-00002"}
 
@@ -210,7 +210,7 @@ async def test_what_matches_no_longer_when_the_job_comes_to_it_is_left(kept: Sql
     preview = await messages.preview(request)
     await kept.reschedule("m-00001", SOON + timedelta(days=1))
     # When the job runs
-    record = await messages.begin(request, preview, actor="me")
+    record = await log.begin(request, preview, actor="me")
     record = await SetJob(messages, log, record, CLOCK).run()
     # Then
     assert (preview.number, record.done) == (2, 1)
@@ -235,7 +235,7 @@ async def test_two_operators_on_one_set_share_a_job(kept: SqlDelayedMessageStore
 
 async def test_a_job_can_be_stopped_from_elsewhere(kept: SqlDelayedMessageStore) -> None:
     await fill(kept, [delayed(number) for number in range(50)])
-    messages, log = set_of(kept)
+    _, log = set_of(kept)
     job = asyncio.create_task(run(kept, pending_request(OperatorAction.CANCEL, ""), rate=4))
 
     async def begun() -> ActionRecord | None:
@@ -250,7 +250,7 @@ async def test_a_job_can_be_stopped_from_elsewhere(kept: SqlDelayedMessageStore)
     left = len(await waiting(kept))
     assert (ended.done + left, ended.done < 50) == (50, True)
     assert not await log.stop(record.name)
-    assert await messages.take(record.name, "another") is None
+    assert await log.take(record.name, "another") is None
 
 
 JOB = """
@@ -289,7 +289,7 @@ async def test_a_job_of_a_killed_process_is_gone_on_with_exactly_where_it_was(
     process.wait()
     [record] = await log.actions(1)
     assert (record.state, record.over) == (JobState.RUNNING, False)
-    assert await messages.take(record.name, "another") is None, "its process may live: it was seen a moment ago"
+    assert await log.take(record.name, "another") is None, "its process may live: it was seen a moment ago"
     # When it has not been seen for a while
     monkeypatch.setattr("delayline.sql.actions.INTERRUPTED_AFTER", 1)
     messages, log = set_of(kept)
@@ -311,18 +311,16 @@ class LosesAnswers:
         self._messages = messages
         self._lost = lost
         self._asked = 0
-        self.begin = messages.begin
-        self.take = messages.take
-        self.leave = messages.leave
+        self.close = messages.close
         self.preview = messages.preview
         self.last = messages.last
 
-    async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
+    async def step(self, record: ActionRecord, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
         self._asked += 1
         when = self._lost.get(self._asked, self._lost.get(0))
         if when == "before":
             raise BackendUnavailable("the connection was lost")
-        answer = await self._messages.step(name, owner, min(most, 10), final=final)
+        answer = await self._messages.step(record, owner, min(most, 10), final=final)
         if when == "after":
             raise BackendUnavailable("the answer was lost")
         return answer
@@ -332,7 +330,7 @@ async def test_a_lost_answer_changes_no_message_twice(kept: SqlDelayedMessageSto
     await fill(kept, [delayed(number) for number in range(50)])
     messages, log = set_of(kept)
     request = pending_request(OperatorAction.RESCHEDULE, "", by=timedelta(hours=1))
-    record = await messages.begin(request, await messages.preview(request), actor="me")
+    record = await log.begin(request, await messages.preview(request), actor="me")
     lossy = LosesAnswers(messages, {2: "before", 3: "after", 5: "after"})
     ended = await SetJob(lossy, log, record, CLOCK).run()
     assert (ended.state, ended.done) == (JobState.DONE, 50)
@@ -343,7 +341,7 @@ async def test_a_job_whose_back_end_stays_away_is_interrupted_and_never_done(kep
     await fill(kept, [delayed(number) for number in range(50)])
     messages, log = set_of(kept)
     request = pending_request(OperatorAction.CANCEL, "")
-    record = await messages.begin(request, await messages.preview(request), actor="me")
+    record = await log.begin(request, await messages.preview(request), actor="me")
     lost = LosesAnswers(messages, {1: "", 2: "after", 0: "before"})
     with pytest.raises(JobInterrupted, match=f"interrupted, 10 of 50 cancelled.*actions resume {record.name}"):
         await SetJob(lost, log, record, CLOCK, outage_limit=0.5).run()

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Final
 
 import click
 
-from delayline.actions import OF_PENDING, JobState, SupportsActionLog
+from delayline.actions import OF_PENDING, JobState
 from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, Commands, examples, json_option, settings_options
 from delayline.cli.sets import open_failed, open_waiting_set, run_job, show_job
 from delayline.errors import ConfigurationError, DelaylineError
 from delayline.opening import open_pending, open_transport
 from delayline.readable import local
-from delayline.set_jobs import actor_here, keep_action
+from delayline.set_jobs import action_log, actor_here, keep_action
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -122,11 +122,12 @@ async def _logs(settings: Settings) -> AsyncIterator[Sequence[tuple[ActionLog, s
     async with contextlib.AsyncExitStack() as stack:
         store = await stack.enter_async_context(open_pending(settings))
         transport = await stack.enter_async_context(open_transport(settings))
-        named = ((store, settings.named_endpoint), (transport, settings.error_queue))
-        logs = [(part.action_log(name), name) for part, name in named if isinstance(part, SupportsActionLog)]
+        named = (([store], settings.named_endpoint), ([transport, store], settings.error_queue))
+        logs = [(log, name) for parts, name in named if (log := action_log(parts, name)) is not None]
         if not logs:
             raise ConfigurationError(
-                "neither the pending messages nor the queues are in a SQL database: actions are in the log only"
+                "neither the pending messages nor the queues are in a database that keeps actions: they are in the log "
+                "only"
             )
         yield logs
 

@@ -20,7 +20,7 @@ from delayline.failure_index import FailureIndex, GroupOrder, check_for_groups
 from delayline.failures import NAME_THE_QUEUE
 from delayline.filters import MessageFilter
 from delayline.message import Headers, from_wire_time
-from delayline.opening import open_transport
+from delayline.opening import beside_queues, open_transport
 from delayline.readable import DELAYS, INSTANTS, local, parse_delay, parse_instant, size
 from delayline.set_jobs import action_log, actor_here, keep_action
 
@@ -244,8 +244,8 @@ async def _retry(
 ) -> list[RetryOutcome]:
     queue, actor = settings.error_queue, actor_here()
     outcomes: dict[str, RetryOutcome] = {}
-    async with open_transport(settings) as transport:
-        log = action_log(transport, queue)
+    async with open_transport(settings) as transport, beside_queues(settings, transport) as store:
+        log = action_log([transport, store], queue)
         async with contextlib.aclosing(error_queue.holding_ids(transport, queue, set(ids))) as messages:
             async for held in messages:
                 outcome = await error_queue.retry(transport, queue, held, to=to, remedy=NAME_THE_QUEUE, window=window)

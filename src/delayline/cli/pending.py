@@ -202,7 +202,7 @@ class WaitingPlace:
         outcomes: dict[str, Outcome] = {}
         async with open_waiting(self.settings, timeouts=self.timeouts) as store:
             name, actor = self.settings.named_endpoint, actor_here()
-            log = action_log(store, name)
+            log = action_log([store], name)
             for message_id in ids:
                 outcome = outcomes[message_id] = await change(store, message_id)
                 is_done = outcome is Outcome.DONE

@@ -14,12 +14,12 @@ from delayline.backends import backend_of
 from delayline.cli.options import PLACE_SETTINGS, examples, json_option, settings_options, with_options
 from delayline.clock import SystemClock
 from delayline.delayed.pauses import dispatching_to
-from delayline.delayed.pending import PendingMessages
 from delayline.delayed.store import SupportsClock
 from delayline.error_queue import managed_queues
 from delayline.errors import ConfigurationError, CorruptHeaders
 from delayline.message import Headers, from_wire_time
 from delayline.opening import open_transport, open_waiting
+from delayline.pending import PendingMessages
 from delayline.readable import local, size
 from delayline.set_jobs import action_log, actor_here, keep_action
 from delayline.transport import QueueLimits, limited
@@ -149,9 +149,9 @@ async def _with_pauses(
         )
     async with open_waiting(settings, timeouts=False) as store:
         clock, name = store.clock() if isinstance(store, SupportsClock) else SystemClock(), settings.named_endpoint
-        changed = await work(PendingMessages(store, clock))
+        changed = await work(PendingMessages(store, clock, name))
         if changed:
-            await keep_action(action_log(store, name), name, action, actor_here(), paused.text, result, done=True)
+            await keep_action(action_log([store], name), name, action, actor_here(), paused.text, result, done=True)
         return changed
 
 

@@ -13,22 +13,21 @@ import click
 
 from delayline.cli.options import EXIT_FAILED, with_options
 from delayline.clock import SystemClock
-from delayline.delayed.store import SupportsClock
 from delayline.errors import ConfigurationError
 from delayline.filters import MessageFilter
-from delayline.opening import open_transport, open_waiting
+from delayline.opening import beside_queues, open_transport, open_waiting
 from delayline.readable import duration
-from delayline.set_jobs import HIGHEST_RATE, SetJob, action_log, actor_here, failed_set, pending_set
+from delayline.set_jobs import HIGHEST_RATE, actor_here, failed_jobs, pending_jobs
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
     from rich.progress import Progress
 
-    from delayline.actions import ActionLog, ActionRecord, MessageSet, SetPreview, SetRequest
+    from delayline.actions import ActionRecord, MessageSet, SetPreview, SetRequest
     from delayline.cli.options import Command
     from delayline.cli.screen import Screen
-    from delayline.clock import Clock
+    from delayline.set_jobs import MessageJobs
     from delayline.settings import Settings
 
 #: How `--where` is written, in help texts.
@@ -80,26 +79,26 @@ def set_options(command: Command) -> Command:
 class OpenSet:
     """The messages of a command, open."""
 
+    jobs: MessageJobs
     messages: MessageSet
-    log: ActionLog | None
-    clock: Clock
 
 
 @contextlib.asynccontextmanager
 async def open_waiting_set(settings: Settings, *, timeouts: bool = False) -> AsyncIterator[OpenSet]:
     """Open the pending messages as sets; with `timeouts` those of an old timeout manager."""
     async with open_waiting(settings, timeouts=timeouts) as store:
-        name = settings.named_endpoint
-        clock = store.clock() if isinstance(store, SupportsClock) else SystemClock()
-        yield OpenSet(pending_set(store, name, clock), action_log(store, name), clock)
+        yield _opened(pending_jobs(store, settings.named_endpoint, SystemClock()))
 
 
 @contextlib.asynccontextmanager
 async def open_failed(settings: Settings) -> AsyncIterator[OpenSet]:
     """Open the failed messages as sets."""
-    queue, clock = settings.error_queue, SystemClock()
-    async with open_transport(settings) as transport:
-        yield OpenSet(failed_set(transport, queue, clock), action_log(transport, queue), clock)
+    async with open_transport(settings) as transport, beside_queues(settings, transport) as store:
+        yield _opened(failed_jobs(transport, settings.error_queue, SystemClock(), beside=store))
+
+
+def _opened(jobs: MessageJobs) -> OpenSet:
+    return OpenSet(jobs, jobs.new_set())
 
 
 def change_set(
@@ -146,12 +145,12 @@ async def _change_set(
         screen.echo(
             f"{preview.number:,} {request.what}, counted {_age(preview)} ago: {', '.join(preview.examples)} ..."
         )
-        if part.log is None:
-            screen.echo("this back end keeps no record of actions: it is in the log only, and ends with this command")
+        if not part.jobs.is_recorded:
+            screen.echo("not recorded: no database here keeps actions, so that the job ends with this command")
         if not options.yes:
             _confirm(preview, verb)
         rate = options.rate
-        record = await part.messages.begin(request, preview, actor=actor_here(), rate=rate)
+        record = await part.jobs.log.begin(request, preview, actor=actor_here(), rate=rate)
         if record.position or record.done:
             screen.echo(f"job {record.name} by {record.actor} does this already: {record.numbers}")
         return await run_job(screen, part, record)
@@ -161,11 +160,11 @@ async def run_job(screen: Screen, part: OpenSet, record: ActionRecord) -> Action
     """Run a job, or follow the process that runs it, with a progress bar."""
     with screen.progress() as bars:
         bar = bars.add_task(record.name, total=record.expected)
-        job = SetJob(part.messages, part.log, record, part.clock, progress=_shown_by(bars, bar))
+        job = part.jobs.job(record, part.messages, progress=_shown_by(bars, bar))
         try:
             return await job.run()
         except asyncio.CancelledError:
-            if part.log is not None:
+            if part.jobs.is_recorded:
                 screen.complain(f"left at {job.record.numbers}: go on with: delayline actions resume {record.name}")
             raise
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -14,42 +12,27 @@ from delayline.dashboard.back_ends import PageQueries, within_limit
 from delayline.dashboard.model import ActionOutcome
 from delayline.errors import ConfigurationError, DelaylineError
 from delayline.events import Event, emit
-from delayline.set_jobs import HIGHEST_RATE, SetJob, action_log, failed_set, keep_action, log_action, pending_set
+from delayline.set_jobs import (
+    HIGHEST_RATE,
+    MemoryActionLog,
+    action_log,
+    failed_jobs,
+    keep_action,
+    log_action,
+    pending_jobs,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Sequence
 
-    from delayline.actions import ActionLog, MessageSet, SetRequest
+    from delayline.actions import ActionLog, SetRequest
     from delayline.dashboard.back_ends import BackEnds
+    from delayline.set_jobs import MessageJobs, SetJob
 
 logger: logging.Logger = logging.getLogger(__name__)
 
-#: Actions that are shown, and that are kept in memory where the back end keeps none.
+#: Actions that are shown.
 SHOWN: Final = 200
-
-
-class ProcessLog:
-    """The actions of this process, where the back end has no table for them."""
-
-    def __init__(self) -> None:
-        self._records: deque[ActionRecord] = deque(maxlen=SHOWN)
-
-    async def record(self, done: ActionRecord) -> None:
-        """Keep an action that is over."""
-        self._records.append(done)
-
-    async def actions(self, limit: int) -> Sequence[ActionRecord]:
-        """Return the latest actions, the latest first."""
-        return list(reversed(self._records))[:limit]
-
-    async def action(self, name: str) -> ActionRecord | None:
-        """Return the action with that name."""
-        return next((record for record in self._records if record.name == name), None)
-
-    async def stop(self, name: str) -> bool:
-        """Return False: what is kept is over."""
-        del name
-        return False
 
 
 class Actions(PageQueries):
@@ -57,9 +40,10 @@ class Actions(PageQueries):
 
     def __init__(self, back_ends: BackEnds) -> None:
         super().__init__(back_ends)
-        self._jobs: dict[str, SetJob] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._here = {True: ProcessLog(), False: ProcessLog()}
+        self._here: dict[bool, ActionLog] = {
+            failed: MemoryActionLog(self._name(failed), back_ends.clock) for failed in (True, False)
+        }
 
     def tasks(self) -> list[asyncio.Task[None]]:
         """Return the tasks of the jobs that run in this process."""
@@ -71,8 +55,6 @@ class Actions(PageQueries):
         records: dict[str, ActionRecord] = {}
         for log in await self._logs():
             records |= {record.name: record for record in await log.actions(SHOWN)}
-        for name, job in self._jobs.items():
-            records.setdefault(name, job.record)
         return sorted(records.values(), key=lambda record: record.started, reverse=True)[:SHOWN]
 
     async def note(
@@ -115,14 +97,15 @@ class Actions(PageQueries):
         """
         if rate is not None and (not isinstance(rate, int | float) or not 1 <= rate <= HIGHEST_RATE):
             raise ConfigurationError(f"rate must be 1 to {HIGHEST_RATE:,} messages a second, not {rate!r}")
-        messages = await self._messages(request)
+        jobs = await self._jobs_of(request.action)
+        messages = jobs.new_set()
         preview = SetPreview(
             expected or 0, self.back_ends.clock.now(), await messages.last(request), exact=expected is not None
         )
-        record = await messages.begin(request, preview, actor=actor, rate=None if rate is None else int(rate))
+        record = await jobs.log.begin(request, preview, actor=actor, rate=None if rate is None else int(rate))
         if record.name not in self._tasks:
             log_action(record, "started" if expected is None else f"started: {expected:,} messages")
-            await self._run(messages, record)
+            self._run(jobs.job(record, messages))
         return record
 
     async def resume(self, name: str, *, actor: str) -> bool:
@@ -131,7 +114,8 @@ class Actions(PageQueries):
             record = await log.action(name)
             if record is not None and record.state is JobState.INTERRUPTED and record.request is not None:
                 if name not in self._tasks:
-                    await self._run(await self._messages(record.request), record)
+                    jobs = await self._jobs_of(record.action)
+                    self._run(jobs.job(record, jobs.new_set()))
                 failed = record.action not in OF_PENDING
                 await self.note(record.action, actor, name, "resumed the job", done=True, failed=failed)
                 return True
@@ -139,48 +123,46 @@ class Actions(PageQueries):
 
     async def stop(self, name: str, *, actor: str) -> bool:
         """Stop a job, wherever it runs; the messages that it has changed stay changed. False if it does not run."""
-        job, task = self._jobs.get(name), self._tasks.get(name)
-        stopped, recorded, action = False, False, OperatorAction.CANCEL
+        task = self._tasks.get(name)
+        stopped, action = False, OperatorAction.CANCEL
         for log in await self._logs():
             record = await log.action(name)
             if record is not None:
-                recorded, action = True, record.action
+                action = record.action
                 stopped = await log.stop(name) or stopped
-        if job is not None and task is not None:
+        if task is not None:
             task.cancel()
             await asyncio.wait([task])
-            if not recorded and not job.record.over:
-                stopped, action = True, job.record.action
-                now = self.back_ends.clock.now()
-                job.record = replace(job.record, state=JobState.STOPPED, finished=now, result="stopped")
         if stopped:
             await self.note(action, actor, name, "stopped the job", done=True, failed=action not in OF_PENDING)
         return stopped
 
-    async def _run(self, messages: MessageSet, record: ActionRecord) -> None:
-        failed = record.action not in OF_PENDING
-        log = await self._log(failed=failed)
-        job = SetJob(messages, None if isinstance(log, ProcessLog) else log, record, self.back_ends.clock)
-        for name in [name for name in self._jobs if name not in self._tasks][:-SHOWN]:
-            del self._jobs[name]
-        self._jobs[record.name] = job
-        task = asyncio.create_task(self._until_over(job), name=f"delayline job {record.name}")
-        self._tasks[record.name] = task
-        task.add_done_callback(lambda _: self._tasks.pop(record.name, None))
+    def _run(self, job: SetJob) -> None:
+        name = job.record.name
+        task = asyncio.create_task(self._until_over(job), name=f"delayline job {name}")
+        self._tasks[name] = task
+        task.add_done_callback(lambda _: self._tasks.pop(name, None))
 
     async def _until_over(self, job: SetJob) -> None:
         try:
             await job.run()
         except DelaylineError as error:
-            job.record = replace(
-                job.record, state=JobState.FAILED, result=str(error), finished=self.back_ends.clock.now()
-            )
             emit(logger, logging.WARNING, Event.OPERATOR_ACTION, "Job %s: %s", job.record.name, error)
 
-    async def _messages(self, request: SetRequest) -> MessageSet:
-        if request.action in OF_PENDING:
-            return pending_set(await self.back_ends.store(), self._name(False), await self.back_ends.store_clock())
-        return failed_set(await self.back_ends.transport(), self._name(True), self.back_ends.clock)
+    async def _jobs_of(self, action: OperatorAction) -> MessageJobs:
+        back_ends, failed = self.back_ends, action not in OF_PENDING
+        name, here = self._name(failed), self._here[failed]
+        if failed:
+            return failed_jobs(
+                await back_ends.transport(), name, back_ends.clock, beside=await self._store(), unkept=here
+            )
+        return pending_jobs(await back_ends.store(), name, back_ends.clock, unkept=here)
+
+    async def _store(self) -> object:
+        try:
+            return await self.back_ends.store()
+        except DelaylineError:
+            return None
 
     async def _logs(self) -> list[ActionLog]:
         return [await self._log(failed=False), await self._log(failed=True)]
@@ -188,10 +170,10 @@ class Actions(PageQueries):
     async def _log(self, *, failed: bool) -> ActionLog:
         """Return the record of the actions on pending or failed messages: in the database, else in this process."""
         try:
-            part = await self.back_ends.transport() if failed else await self.back_ends.store()
+            parts = [await self.back_ends.transport()] if failed else []
         except DelaylineError:
             return self._here[failed]
-        return action_log(part, self._name(failed)) or self._here[failed]
+        return action_log([*parts, await self._store()], self._name(failed)) or self._here[failed]
 
     def _name(self, failed: bool) -> str:
         """Return whose messages they are, as the table of actions has it."""

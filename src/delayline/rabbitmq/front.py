@@ -13,6 +13,7 @@ from dataclasses import replace
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Final, cast
 
+from delayline.actions import SupportsActionLog
 from delayline.clock import EPOCH, SystemClock
 from delayline.delayed.store import (
     DueBucket,
@@ -35,6 +36,7 @@ from delayline.transport import TransportOperation
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from delayline.actions import ActionLog
     from delayline.clock import Clock
     from delayline.transaction import Transaction
 
@@ -117,6 +119,14 @@ class ManagedAsSent:
     def clock(self) -> Clock:
         """Return the clock that due times are measured with: the store's, else this machine's."""
         return self._store.clock() if isinstance(self._store, SupportsClock) else SystemClock()
+
+    def message_set(self, endpoint_name: str) -> None:
+        """Return None: the store's statements know messages as they are stored, so that they are changed one by one."""
+        del endpoint_name
+
+    def action_log(self, endpoint_name: str) -> ActionLog | None:
+        """Return the record of the actions on an endpoint's messages in the store's database, if it has one."""
+        return self._store.action_log(endpoint_name) if isinstance(self._store, SupportsActionLog) else None
 
     async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a pending message, unless the poller has it already."""

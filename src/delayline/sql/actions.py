@@ -77,6 +77,7 @@ class SqlActionLog:
         self._schema = schema
         self._endpoint = endpoint
         self._is_set_up = False
+        self.is_kept: bool = True
         self._dialect: Dialect = database.dialect
         self._now = database.dialect.values.in_seconds(0)
         self.table: Table = actions_table(schema)
@@ -139,6 +140,17 @@ class SqlActionLog:
         change = update(self.table).where(running).values(owner=owner, seen=self._now)
         taken = await self._database.write(lambda connection: connection.execute(change).rowcount == 1)
         return await self.action(name) if taken else None
+
+    async def advance(self, record: ActionRecord, owner: str) -> bool:
+        """Keep how far a job is; False if it was stopped or taken by another process."""
+
+        def keep(connection: Connection) -> bool:
+            if self.locked(connection, record.name, owner) is None:
+                return False
+            self.keep(connection, record)
+            return True
+
+        return await self._database.write(keep)
 
     async def leave(self, name: str, owner: str) -> None:
         """Let another process go on with the job at once."""

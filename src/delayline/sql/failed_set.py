@@ -67,9 +67,6 @@ class SqlFailedSet:
         self._claims = claims
         self._log = log
         self._dispatch = dispatch
-        self.begin = log.begin
-        self.take = log.take
-        self.leave = log.leave
 
     @job_work
     async def preview(self, request: SetRequest, counted: Callable[[int], None] | None = None) -> SetPreview:
@@ -88,19 +85,22 @@ class SqlFailedSet:
         return await self._database.read(partial(self._last, queue=request.queue or ""))
 
     @long_work
-    async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
+    async def step(self, record: ActionRecord, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
         """Change the next messages in a transaction with the job's progress."""
         del final
         taken: list[int] = []
         try:
             async with self._database.transaction() as transaction:
-                work = partial(self._step, name=name, owner=owner, most=min(most, CHANGED_AT_ONCE), taken=taken)
-                record, operations = await self._database.write(work, transaction)
+                work = partial(self._step, name=record.name, owner=owner, most=min(most, CHANGED_AT_ONCE), taken=taken)
+                after, operations = await self._database.write(work, transaction)
                 if operations:
                     await self._dispatch(operations, transaction)
-            return record
+            return after
         finally:
             self._claims().release(taken)  # after the commit: before it a receiver would still see the rows
+
+    async def close(self) -> None:
+        """Do nothing: between steps nothing is held."""
 
     def _step(
         self, connection: Connection, *, name: str, owner: str, most: int, taken: list[int]

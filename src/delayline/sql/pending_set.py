@@ -78,9 +78,6 @@ class SqlPendingSet:
         self._journal = journal
         self._log = log
         self._notify = notify
-        self.begin = log.begin
-        self.take = log.take
-        self.leave = log.leave
         columns, sql = self._table.c, database.dialect.sql
         by_numbers = database.dialect.words.by_key(columns.seq, "numbers")
         self._delete = Prepared(delete(self._table).where(by_numbers), sql, ["numbers"])
@@ -133,14 +130,17 @@ class SqlPendingSet:
         return int(number or 0), list(examples)
 
     @long_work
-    async def step(self, name: str, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
+    async def step(self, record: ActionRecord, owner: str, most: int, *, final: bool = False) -> ActionRecord | None:
         """Change the next messages in a transaction with the job's progress."""
         now = latest_of(self._database.clock)()
-        step = partial(self._step, name=name, owner=owner, most=most, final=final, now=now)
-        record, earliest = await self._rows.manage_many(step)
+        step = partial(self._step, name=record.name, owner=owner, most=most, final=final, now=now)
+        after, earliest = await self._rows.manage_many(step)
         if earliest is not None:
             await self._notify(earliest)
-        return record
+        return after
+
+    async def close(self) -> None:
+        """Do nothing: between steps nothing is held."""
 
     def _step(
         self, connection: Connection, lock: LockFree, *, name: str, owner: str, most: int, final: bool, now: datetime

@@ -1,22 +1,29 @@
-"""The pending messages of an endpoint: listed, counted, cancelled, rescheduled, sent now, held back."""
+"""The pending messages of an endpoint: listed, counted, changed one by one or as sets, held back."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from delayline.actions import OperatorAction, SetRequest
 from delayline.delayed.pauses import SupportsDispatchPauses, checked_destination, pausable
 from delayline.delayed.store import managed
 from delayline.external import UNSET, checked_transaction, enlisted
+from delayline.filters import checked_filter
+from delayline.message import in_utc
+from delayline.set_jobs import pending_jobs
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import datetime, timedelta
 
+    from delayline.actions import ActionLog, ActionRecord, SetPreview
     from delayline.clock import Clock
     from delayline.delayed.pauses import DispatchPause
     from delayline.delayed.store import DueCount, Outcome
     from delayline.external import ExternalConnection, ExternalTransaction, Unset
+    from delayline.filters import MessageFilter
     from delayline.message import DelayedMessage
+    from delayline.set_jobs import MessageJobs
     from delayline.transaction import Transaction
 
 
@@ -26,14 +33,27 @@ class PendingMessages:
     Args:
         management: Lists and changes them: a store with SupportsManagement.
         clock: The endpoint's clock.
+        endpoint: The endpoint's name.
+        beside: What has a database to record jobs in, where the store has none.
+        unkept: The record of jobs where there is no database.
 
     Raises:
         ConfigurationError: The store cannot list, cancel or reschedule messages.
     """
 
-    def __init__(self, management: object, clock: Clock) -> None:
+    def __init__(
+        self,
+        management: object,
+        clock: Clock,
+        endpoint: str,
+        *,
+        beside: object = None,
+        unkept: ActionLog | None = None,
+    ) -> None:
         self._management = managed(management)
         self._clock = clock
+        self.jobs: MessageJobs = pending_jobs(management, endpoint, clock, beside=beside, unkept=unkept)
+        """The jobs that change sets of these messages: listed, resumed and stopped by name."""
 
     async def cancel(
         self, message_id: str, *, transaction: ExternalConnection | ExternalTransaction | Transaction | Unset = UNSET
@@ -102,6 +122,116 @@ class PendingMessages:
             BackendUnavailable: The back end did not answer.
         """
         return await self.reschedule(message_id, self._clock.now(), transaction=transaction)
+
+    async def count(self, where: MessageFilter, *, counted: Callable[[int], None] | None = None) -> SetPreview:
+        """Count the messages that an action on all of them would change.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            counted: Called now and then with how many messages were looked through.
+
+        Returns:
+            The number, with the ids of the first ones.
+
+        Raises:
+            ConfigurationError: The filter has a condition that pending messages cannot fulfil.
+            BackendUnavailable: The back end did not answer.
+        """
+        request = SetRequest(OperatorAction.CANCEL, checked_filter(where))
+        return await self.jobs.new_set().preview(request, counted)
+
+    async def cancel_all(
+        self,
+        where: MessageFilter,
+        *,
+        rate: int | None = None,
+        progress: Callable[[ActionRecord], None] | None = None,
+        actor: str | None = None,
+    ) -> ActionRecord:
+        """Cancel all messages that match, as a job, and return when it is over.
+
+        To it belong the messages that are there now, and that match when the job comes to them. A call for the same
+        messages joins a job that runs, or goes on with one whose process has ended; so does `jobs.resume` by its name.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            rate: Messages a second at most, 1 to 1,000,000; by default as many as go.
+            progress: Called with the job's record, its name and numbers, after each step.
+            actor: Who does it, for the record; by default the user and host of this process.
+
+        Returns:
+            The record: how many were cancelled, and of those that were not the first reasons.
+
+        Raises:
+            ConfigurationError: The filter or the rate means nothing.
+            BackendUnavailable: The back end did not answer for two minutes: the job is interrupted, and can be resumed.
+
+        Example:
+            ```python
+            wrong = MessageFilter(destination="billing", message_id="order-17-*")
+            print((await shop.delayed.count(wrong)).number)
+            record = await shop.delayed.cancel_all(wrong, rate=1000, progress=lambda job: print(job.name, job.numbers))
+            ```
+        """
+        request = SetRequest(OperatorAction.CANCEL, checked_filter(where))
+        return await self.jobs.change(request, rate=rate, progress=progress, actor=actor)
+
+    async def reschedule_all(
+        self,
+        where: MessageFilter,
+        *,
+        to: datetime | None = None,
+        by: timedelta | None = None,
+        rate: int | None = None,
+        progress: Callable[[ActionRecord], None] | None = None,
+        actor: str | None = None,
+    ) -> ActionRecord:
+        """Give all messages that match another due time, as a job, each once; see `cancel_all`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            to: The new due time, with a time zone; a past time means now.
+            by: How much later each is due, or earlier where it is negative; excludes `to`.
+            rate: Messages a second at most.
+            progress: Called with the job's record after each step.
+            actor: Who does it, for the record.
+
+        Returns:
+            The record of the job.
+
+        Raises:
+            ConfigurationError: Not one of `to` and `by` is given, or the filter or the rate means nothing.
+            BackendUnavailable: The back end did not answer for two minutes: the job is interrupted, and can be resumed.
+        """
+        due = None if to is None else in_utc(to)
+        request = SetRequest(OperatorAction.RESCHEDULE, checked_filter(where), to=due, by=by)
+        return await self.jobs.change(request, rate=rate, progress=progress, actor=actor)
+
+    async def send_now_all(
+        self,
+        where: MessageFilter,
+        *,
+        rate: int | None = None,
+        progress: Callable[[ActionRecord], None] | None = None,
+        actor: str | None = None,
+    ) -> ActionRecord:
+        """Make all messages that match due at once, as a job; see `cancel_all`.
+
+        Args:
+            where: Which messages; `MessageFilter()` is every one.
+            rate: Messages a second at most.
+            progress: Called with the job's record after each step.
+            actor: Who does it, for the record.
+
+        Returns:
+            The record of the job.
+
+        Raises:
+            ConfigurationError: The filter or the rate means nothing.
+            BackendUnavailable: The back end did not answer for two minutes: the job is interrupted, and can be resumed.
+        """
+        request = SetRequest(OperatorAction.SEND_NOW, checked_filter(where))
+        return await self.jobs.change(request, rate=rate, progress=progress, actor=actor)
 
     async def pending(
         self, *, destination: str | None = None, limit: int = 100, offset: int = 0
