@@ -5,6 +5,7 @@ Authors of stores and transports find their protocols in `delayline.spi`; the ti
 
 import typing
 
+from delayline.actions import ActionRecord, JobState, SetPreview
 from delayline.delayed.delivery import StoredDelivery
 from delayline.delayed.recurrence import cron, interval
 from delayline.delayed.schedules import Schedule, Schedules
@@ -35,7 +36,8 @@ from delayline.receiving.recoverability import Discard, MoveToErrors, Recoverabi
 from delayline.receiving.transactions import HandlerRows, handler_rows
 from delayline.running import run_until_stopped
 from delayline.serialization import JsonSerializer, Serializer, message_type
-from delayline.sync import SyncEndpoint, SyncFailedMessages, SyncPendingMessages, SyncSchedules
+from delayline.set_jobs import MessageJobs
+from delayline.sync import SyncEndpoint, SyncFailedMessages, SyncMessageJobs, SyncPendingMessages, SyncSchedules
 from delayline.transaction import Guarantee, TransactionMode, guarantee
 
 if typing.TYPE_CHECKING:
@@ -67,6 +69,7 @@ else:
 
 
 __all__ = [
+    "ActionRecord",
     "BackendUnavailable",
     "ConfigurationError",
     "DelayedMessage",
@@ -81,12 +84,14 @@ __all__ = [
     "Headers",
     "InvalidDueTime",
     "InvalidMessage",
+    "JobState",
     "JsonSerializer",
     "MemoryDelayedMessageStore",
     "MemoryTransport",
     "Message",
     "MessageContext",
     "MessageFilter",
+    "MessageJobs",
     "MoveToErrors",
     "NoReply",
     "NotStarted",
@@ -99,6 +104,7 @@ __all__ = [
     "Schedules",
     "Send",
     "Serializer",
+    "SetPreview",
     "SqlDatabase",
     "SqlDelayedMessageStore",
     "SqlInbox",
@@ -107,6 +113,7 @@ __all__ = [
     "StoredDelivery",
     "SyncEndpoint",
     "SyncFailedMessages",
+    "SyncMessageJobs",
     "SyncPendingMessages",
     "SyncSchedules",
     "TransactionAborted",
