@@ -243,7 +243,7 @@ def _change(
     async def work() -> QueueLimits:
         async with open_transport(settings) as transport:
             limits = await limited(transport).set_limits(queue, **changes)
-            log, endpoint = action_log(transport, settings.error_queue), settings.error_queue
+            log, endpoint = action_log([transport], settings.error_queue), settings.error_queue
             await keep_action(log, endpoint, action, actor_here(), f"queue {queue}", limits.text, done=True)
             return limits
 
