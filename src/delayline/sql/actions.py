@@ -171,7 +171,7 @@ class SqlActionLog:
         """Write how far the job is, in the transaction that has locked it."""
         values: dict[str, Any] = {
             "state": record.state.value,
-            "result": record.result,
+            "result": json.dumps(record.result),
             "done": record.done,
             "failed": record.failed,
             "position": record.position,
@@ -210,11 +210,11 @@ class SqlActionLog:
                 endpoint=record.endpoint,
                 action=record.action.value,
                 actor=record.actor[:MAXIMUM_ID_LENGTH],
-                what=record.what,
+                what=json.dumps(record.what),
                 request=None if record.request is None else record.request.encoded(),
                 rate=record.rate,
                 state=record.state.value,
-                result=record.result,
+                result=json.dumps(record.result),
                 owner=owner,
                 started=kept(record.started),
                 seen=kept(record.seen),
@@ -246,9 +246,9 @@ class SqlActionLog:
             endpoint=row.endpoint,
             action=OperatorAction(row.action),
             actor=row.actor,
-            what=row.what,
+            what=_text(row.what),
             state=state,
-            result=row.result,
+            result=_text(row.result),
             request=None if row.request is None else SetRequest.decoded(row.request),
             rate=None if row.rate is None else int(row.rate),
             started=instant(row.started),
@@ -262,3 +262,8 @@ class SqlActionLog:
             bound=int(row.bound),
             held=tuple(json.loads(row.held)),
         )
+
+
+def _text(kept: str) -> str:
+    """Return a text that is kept as JSON, which every character set can keep; one of before that as it is."""
+    return str(json.loads(kept)) if kept.startswith('"') else kept
