@@ -99,7 +99,8 @@ async def beside_queues(settings: Settings, transport: Transport) -> AsyncIterat
     """
     async with contextlib.AsyncExitStack() as stack:
         store: object = None
-        if not isinstance(transport, SupportsActionLog) and settings.endpoint is not None:
+        has_store = settings.timeout_manager or backend_of(settings.resolved_store_url).native_delays is None
+        if not isinstance(transport, SupportsActionLog) and settings.endpoint is not None and has_store:
             try:
                 store = await stack.enter_async_context(open_pending(settings))
             except DelaylineError as error:

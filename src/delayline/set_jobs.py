@@ -51,6 +51,8 @@ TRIED_AGAIN_FOR: Final = 30.0
 LOOKS_EVERY: Final = 1.0
 #: Actions that are kept in memory where no database has a record of them.
 KEPT_IN_MEMORY: Final = 200
+#: What the log says of actions that no database has a record of.
+NOT_RECORDED: Final = "not recorded: no database here keeps actions"
 #: Seconds that a job takes to give back what it holds.
 GIVES_BACK_FOR: Final = 5.0
 
@@ -181,7 +183,7 @@ async def keep_action(
         done=int(done),
         failed=int(not done),
     )
-    log_action(record, result)
+    log_action(record, result if log is not None else f"{result}; {NOT_RECORDED}")
     if log is not None:
         try:
             await log.record(record)
@@ -237,7 +239,8 @@ class SetJob:
         except BaseException as error:
             await self._leave(error)
             raise
-        log_action(self.record, f"{self.record.state.value}: {self.record.numbers}")
+        outcome = f"{self.record.state.value}: {self.record.numbers}"
+        log_action(self.record, outcome if self._log.is_kept else f"{outcome}; {NOT_RECORDED}")
         return self.record
 
     async def _steps(self) -> None:
