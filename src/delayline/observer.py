@@ -263,14 +263,18 @@ class SupportsTraces(Protocol):
         """
         ...
 
-    def headers(self, destination: str, delay: timedelta | None) -> Mapping[str, str]:
+    def headers(
+        self, destination: str, message_id: str, due: datetime | None, delay: timedelta | None
+    ) -> Mapping[str, str]:
         """Return the headers by which the receiver of a message continues the trace.
 
         Inside of `sending` they name that span, in a handler a new span.
 
         Args:
             destination: Where the message is sent to.
-            delay: How long it waits; None if it is sent at once.
+            message_id: Its id.
+            due: Its due time; None if it is sent at once.
+            delay: How long it waits; None likewise.
         """
         ...
 

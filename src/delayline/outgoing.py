@@ -357,7 +357,8 @@ class Composer:
             check_name("correlation_id", correlation_id, MAXIMUM_ID_LENGTH)
             headers = {**(headers or {}), Headers.CORRELATION_ID: correlation_id}
         if self.traces is not None:
-            headers = {**self.traces.headers(destination, None if due is None else due - now), **(headers or {})}
+            delay = None if due is None else due - now
+            headers = {**self.traces.headers(destination, message_id, due, delay), **(headers or {})}
         values = sent_values(message_id, content_type, now, due)
         template = self._sent_now if due is None else self._sent_delayed
         if headers or related_to is not None or '"' in message_id or "\\" in message_id:

@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.eventually import eventually_async
 
 from delayline import (
@@ -23,6 +24,7 @@ from delayline import (
     TransactionMode,
 )
 from delayline.delayed.pauses import PAUSES_READ_EVERY
+from delayline.telemetry.prometheus import PrometheusMetrics
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -170,3 +172,47 @@ async def test_a_resumed_backlog_leaves_at_the_asked_rate(url: str, operator: En
                 return await arrived(url, "billing") == 300
 
             await eventually_async(all_have_left, "the backlog")
+
+
+async def test_metrics_count_what_is_paused_apart_from_what_is_overdue(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Given overdue messages for two destinations, when one is paused, then it is a gauge, and no alarm."""
+    async with endpoint_at(url, polling=False) as setting_up:
+        await setting_up.transport.setup_infrastructure(["billing", "shipping"])
+        store: Any = setting_up.store
+        for number in range(3):
+            await store.store(DelayedMessage(Message(f"b{number}", {}, b""), "billing", PAST))
+        later = datetime.now(UTC) + timedelta(hours=2)
+        await store.store(DelayedMessage(Message("later", {}, b""), "shipping", later))
+        await setting_up.delayed.pause("billing")
+    monkeypatch.setattr("delayline.telemetry.remembered.USABLE_FOR", 0.1)
+    endpoint = endpoint_at(url, polling=True)
+    metrics = PrometheusMetrics()
+    metrics.watch(endpoint)
+
+    async def scraped() -> dict[str, float]:
+        text, _ = await asyncio.to_thread(metrics.text)
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        labels = ("delayline_due", "messaging_destination_name")
+        return {
+            " ".join([sample.name, *(sample.labels[label] for label in labels if label in sample.labels)]): sample.value
+            for sample in samples
+        }
+
+    async def counted(name: str, value: float) -> bool:
+        return (await scraped()).get(name) == value
+
+    # When a process polls beside the pause
+    async with endpoint:
+        await eventually_async(lambda: counted("delayline_messages_pending paused", 3), "they are counted")
+        await eventually_async(lambda: counted("delayline_messages_oldest_overdue_seconds", 0), "none is late")
+        found = await scraped()
+        assert found["delayline_messages_pending overdue"] == 0
+        assert found["delayline_messages_pending 1d"] == 1
+        assert found["delayline_dispatch_paused billing"] == 1
+        assert found["delayline_dispatch_paused (all)"] == 0
+        # When it is resumed
+        await endpoint.delayed.resume("billing")
+        await eventually_async(lambda: counted("delayline_messages_pending paused", 0), "they have gone")
+        assert (await scraped()).get("delayline_dispatch_paused billing", 0) == 0

@@ -210,6 +210,24 @@ async def test_errors_are_on_the_spans(shop: Traced) -> None:
     assert [event.name for event in process.events] == ["exception"]
 
 
+async def test_spans_of_sends_name_the_message_and_its_due_time(shop: Traced) -> None:
+    """Given sends of the application and of a handler, when they are exported, then each is found by its id."""
+    async with shop.endpoint:
+        sent = await shop.endpoint.send("sales", "again")
+        await shop.handled()
+        due = shop.clock.now() + timedelta(seconds=5)
+        scheduled = await shop.endpoint.send("error", "x", delay=timedelta(seconds=5))
+        await shop.endpoint.send_many([Send("sales", "x", delay=timedelta(hours=1))] * 2)
+    spans = [(span.name, span.attributes or {}) for span in shop.exported.get_finished_spans()]
+    named = {
+        attributes.get("messaging.message.id"): attributes.get("delayline.due_time")
+        for name, attributes in spans
+        if name.startswith(("send", "schedule"))
+    }
+    of_handler = next(iter(set(named) - {sent, scheduled, None}))
+    assert named == {sent: None, scheduled: due.isoformat(), of_handler: due.isoformat(), None: None}
+
+
 async def test_send_many_has_one_span(shop: Traced) -> None:
     async with shop.endpoint:
         await shop.endpoint.send_many([Send("sales", "x"), Send("error", "x")])
@@ -231,6 +249,7 @@ async def test_every_metric_is_exported(shop: Traced) -> None:
     without = {  # of this store and endpoint
         *("delayline.messages.pending", "delayline.messages.pending.estimated", "delayline.messages.pending.age"),
         *("delayline.messages.oldest_overdue", "delayline.lease.held", "delayline.two_phase.in_doubt"),
+        "delayline.dispatch.paused",
         *("delayline.queue.messages", "delayline.queue.paused", "delayline.queue.received", "delayline.queue.age"),
     }
     for metric in (*MESSAGING, *OWN):

@@ -138,6 +138,7 @@ async def test_pending_messages_are_counted_by_due_bucket() -> None:
         await scraped(metrics)
     assert found["delayline_messages_pending"] == {
         of("overdue"): 1,
+        of("paused"): 0,
         of("1m"): 2,
         of("1h"): 3,
         of("1d"): 4,

@@ -34,6 +34,8 @@ OPERATION_TYPE: Final = "messaging.operation.type"
 DESTINATION: Final = "messaging.destination.name"
 ERROR_TYPE: Final = "error.type"
 DUE_METRIC: Final = "delayline.due"
+#: The destination that stands for a pause of the whole endpoint.
+ALL_DESTINATIONS: Final = "(all)"
 RETRY: Final = "delayline.retry"
 BREAKER: Final = "delayline.breaker"
 ROLE: Final = "delayline.queue.role"
@@ -166,6 +168,14 @@ def _pending(reading: Reading) -> Values:
     return [] if reading.pending is None else [((due,), reading.pending[0].numbers[due]) for due in BUCKETS]
 
 
+def _paused(reading: Reading) -> Values:
+    if reading.pending is None:
+        return []
+    paused = {name or ALL_DESTINATIONS: 1.0 for name in reading.pending[0].paused}
+    known = dict.fromkeys([*reading.snapshot.names, ALL_DESTINATIONS], 0.0)
+    return [((destination,), value) for destination, value in (known | paused).items()]
+
+
 def _estimated(reading: Reading) -> Values:
     pending = reading.pending
     return [] if pending is None else [((due,), float(due in pending[0].estimated)) for due in BUCKETS]
@@ -257,7 +267,7 @@ OWN: Final = (
         "delayline.delivery.lateness",
         HISTOGRAM,
         "s",
-        "Time from a message's due time to its dispatch.",
+        "Time from a message's due time to its dispatch, with the time for which it was paused.",
         (DESTINATION,),
         _lateness,
     ),
@@ -274,9 +284,18 @@ OWN: Final = (
         "delayline.messages.pending",
         GAUGE,
         MESSAGES,
-        "Pending messages by the time until they are due: `overdue`, within `1m`, `1h`, `1d`, or `later`.",
+        "Pending messages by the time until they are due: `overdue`, within `1m`, `1h`, `1d`, or `later`; `paused` are "
+        "overdue and wait until somebody resumes dispatching to their destination, which is no alarm.",
         (DUE_METRIC,),
         _pending,
+    ),
+    Metric(
+        "delayline.dispatch.paused",
+        GAUGE,
+        "1",
+        "1 while dispatching to a destination is paused, as `(all)` that of the whole endpoint, else 0.",
+        (DESTINATION,),
+        _paused,
     ),
     Metric(
         "delayline.messages.pending.estimated",
@@ -298,7 +317,7 @@ OWN: Final = (
         "delayline.messages.oldest_overdue",
         GAUGE,
         "s",
-        "Time since the due time of the earliest pending message; 0 if none is overdue.",
+        "Time since the due time of the earliest pending message that is not paused; 0 if none is overdue.",
         (),
         lambda reading: [] if reading.pending is None else [((), reading.pending[0].oldest_overdue)],
     ),

@@ -64,8 +64,9 @@ START_NEW_TRACE: Final = Headers.START_NEW_TRACE
 MESSAGE_ID_ATTRIBUTE: Final = "messaging.message.id"
 CONVERSATION_ID: Final = "messaging.message.conversation_id"
 BATCH_SIZE: Final = "messaging.batch.message_count"
-#: Whether the current span is around a send of this endpoint, whose headers then name it.
-IN_SEND: Final[ContextVar[bool]] = ContextVar("delayline_in_send", default=False)
+DUE_TIME: Final = "delayline.due_time"
+#: How many messages are sent inside of the current span, which their headers then name; 0 if it is not around a send.
+IN_SEND: Final[ContextVar[int]] = ContextVar("delayline_in_send", default=0)
 
 
 class OpenTelemetry:
@@ -272,19 +273,24 @@ class _Traces(_Silent):
             attributes[DESTINATION] = destination
         batch = {BATCH_SIZE: len(destinations)} if len(destinations) > 1 else {}
         with self._span(f"{operation} {destination}".strip(), SpanKind.PRODUCER, attributes | batch):
-            token = IN_SEND.set(True)
+            token = IN_SEND.set(len(destinations))
             try:
                 yield
             finally:
                 IN_SEND.reset(token)
 
-    def headers(self, destination: str, delay: timedelta | None) -> Mapping[str, str]:
+    def headers(
+        self, destination: str, message_id: str, due: datetime | None, delay: timedelta | None
+    ) -> Mapping[str, str]:
         carrier: dict[str, str] = {}
-        if IN_SEND.get():
+        attributes = {MESSAGE_ID_ATTRIBUTE: message_id} | ({} if due is None else {DUE_TIME: due.isoformat()})
+        if sent := IN_SEND.get():
+            if sent == 1:  # what differs between the messages of a batch is left out
+                trace.get_current_span().set_attributes(attributes)
             propagate.inject(carrier)
         else:
-            operation = "send" if delay is None else "schedule"
-            attributes = {OPERATION: operation, OPERATION_TYPE: "send", DESTINATION: destination}
+            operation = "send" if due is None else "schedule"
+            attributes |= {OPERATION: operation, OPERATION_TYPE: "send", DESTINATION: destination}
             with self._span(f"{operation} {destination}", SpanKind.PRODUCER, attributes):
                 propagate.inject(carrier)
         if TRACEPARENT in carrier:
@@ -306,7 +312,7 @@ class _Traces(_Silent):
         attributes[MESSAGE_ID_ATTRIBUTE] = headers.get(Headers.MESSAGE_ID) or message.id
         if conversation := headers.get(Headers.CONVERSATION_ID):
             attributes[CONVERSATION_ID] = conversation
-        token = IN_SEND.set(False)
+        token = IN_SEND.set(0)
         try:
             with self._span(f"process {queue}", SpanKind.CONSUMER, attributes, within=sender, links=links):
                 yield
