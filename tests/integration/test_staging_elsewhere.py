@@ -126,7 +126,9 @@ async def test_nothing_is_taken_before_it_is_due(url: str) -> None:
     taking = StreamClaims(url, TABLE, None, "invoices")
     await taking.open()
     assert await taking.take(0, None, PAST - timedelta(days=1)) == 0
+    assert await taking.behind() == 1
     assert await taking.take(0, None) == 1
+    assert await taking.behind() == 1
     assert await store.next_due() == soon
     for one in (taking, store):
         await one.close()

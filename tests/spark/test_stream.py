@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -121,6 +122,25 @@ def test_a_stream_goes_on_where_it_was(spark: SparkSession, store: StoreAt, tmp_
     keep(read(spark, store), sink, checkpoint)  # nothing new
     assert kept(spark, sink) == ["a", "b", "c"]
     assert taken(store) == []  # the last batch too: Spark has requested the one after it
+
+
+def test_the_progress_of_a_stream_shows_what_is_left(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    # Given more messages than a batch takes
+    store.put(*(f"d{number:02}" for number in range(25)), due=PAST)
+    source = read(spark, store, maxMessagesPerTrigger="10").writeStream.format("noop")
+    query = source.option("checkpointLocation", str(tmp_path / "checkpoint")).trigger(availableNow=True).start()
+    try:
+        assert query.awaitTermination(100)
+        # When the progress of its batches is asked for
+        offsets = [
+            (json.loads(one["endOffset"]), json.loads(one["latestOffset"]))
+            for each in query.recentProgress
+            for one in each["sources"]
+        ]
+    finally:
+        query.stop()
+    # Then the latest offset is as far ahead as messages waited
+    assert [latest["claim"] - end["claim"] for end, latest in offsets][:3] == [15, 5, 0]
 
 
 @pytest.mark.slow

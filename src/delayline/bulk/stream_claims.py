@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 KEY_LENGTH: Final = 64
 CLAIMS_AT_ONCE: Final = 1000
 BYTES_AT_ONCE: Final = 64 * 1024 * 1024
+#: Due messages that are counted at most.
+MOST_COUNTED: Final = 1_000_000
 CLAIM_COLUMNS: Final = ("reader", "claim", *BULK_NAMES)
 
 
@@ -68,6 +70,7 @@ class StreamClaims:
     def __init__(self, url: str, table_name: str, schema: str | None, app: str) -> None:
         self._database = database_at(url)
         self._store = SqlDelayedMessageStore(url, table_name=table_name, schema=schema)
+        self._table = self._database.dialect.catalog.store_table(table_name, schema)
         self._readers, self._claimed = stream_tables(self._database.dialect.catalog.schema_of(schema))
         self._app = app
         self._reader = hashlib.sha256(f"{table_name}\0{app}".encode()).hexdigest()[:KEY_LENGTH]
@@ -90,6 +93,11 @@ class StreamClaims:
     async def first(self) -> int:
         """Return the number before the first that is not done with."""
         return await self._database.read(self._first)
+
+    @job_work
+    async def behind(self) -> int:
+        """Return the last number given, plus how many messages are due by now, counted up to a million."""
+        return await self._database.read(self._behind)
 
     @job_work
     async def take(self, done: int, limit: int | None, until: datetime | None = None) -> int:
@@ -152,6 +160,12 @@ class StreamClaims:
     def _mine(self) -> Any:  # noqa: ANN401 - a select of two columns
         readers = self._readers.c
         return select(readers.owner, readers.last).where(readers.reader == self._reader)
+
+    def _behind(self, connection: Connection) -> int:
+        until = self._database.dialect.values.to_until(self._store.clock().now())
+        due = select(self._table.c.id).where(self._table.c.due <= until).limit(MOST_COUNTED).subquery()
+        waiting = connection.execute(select(func.count()).select_from(due)).scalar_one()
+        return int(connection.execute(self._mine()).one().last) + int(waiting)
 
     def _begin(self, connection: Connection, done: int) -> int:
         owner, last = connection.execute(self._mine().with_for_update()).one()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import pyarrow as pa
@@ -193,6 +194,9 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:  # noqa: N802 - Spark's
         """Take due messages, and delete finished messages: Spark calls this once all messages up to `start` are done.
 
+        It does not call `commit` after the last batch of a query with the trigger availableNow, whose messages would be
+        read again if the checkpoint was lost.
+
         Raises ConfigurationError if the checkpoint belongs to another stream.
         """
         done = self._number(start)
@@ -201,10 +205,14 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         last = driver.run(driver.taking.take(done, most, self._until))
         return self._offset(max(done, last))
 
+    def reportLatestOffset(self) -> dict[str, Any]:  # noqa: N802 - Spark's
+        """Return the offset that the stream would reach if it took all that is due: its progress shows the backlog."""
+        return self._offset(self._opened.run(self._opened.taking.behind()))
+
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> Sequence[ClaimPartition]:
         """Divide the numbers evenly."""
         first, last = self._number(start), self._number(end)
-        step = -(-(last - first) // self._partitions)
+        step = -(-(last - first) // min(self._partitions, self._most))
         return [ClaimPartition(at, min(at + step, last)) for at in range(first, last, max(step, 1))]
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
@@ -222,6 +230,10 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
 
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"_open": None}
+
+    @cached_property
+    def _most(self) -> int:
+        return self._store.connections
 
     @property
     def _opened(self) -> _OpenStore:
