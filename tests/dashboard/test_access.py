@@ -72,7 +72,7 @@ def test_every_answer_has_the_security_headers(path: str) -> None:
 
 def test_pages_have_no_inline_script_style_or_handler() -> None:
     with client_of(endpoint()) as client:
-        for path in ("/", "/forecast", "/lateness", "/waiting", "/errors", "/life", "/jobs", "/doctor"):
+        for path in ("/", "/forecast", "/lateness", "/find", "/waiting", "/errors", "/life", "/jobs", "/doctor"):
             text = client.get(path).text
             assert not re.search(r"<style|\sstyle=|\son\w+=|<script(?! src=)|javascript:", text), path
 

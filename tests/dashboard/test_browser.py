@@ -23,7 +23,10 @@ if TYPE_CHECKING:
 
     from delayline.delayed.recurrence import Recurrence
 
-PAGES = ("/", "/forecast", "/lateness", "/waiting", "/schedules", "/errors", "/queues", "/life", "/jobs", "/doctor")
+PAGES = (
+    *("/", "/forecast", "/lateness", "/find?where=id-prefix%3Dorder", "/waiting", "/schedules"),
+    *("/errors", "/queues", "/life", "/jobs", "/doctor"),
+)
 
 
 @pytest.fixture(scope="module")

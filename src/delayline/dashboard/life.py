@@ -2,42 +2,62 @@
 
 from __future__ import annotations
 
-import contextlib
 from functools import partial
 from typing import TYPE_CHECKING
 
 from delayline.dashboard.back_ends import PageQueries, within_limit
 from delayline.dashboard.errors import error_row
-from delayline.dashboard.model import ErrorRow, LifeEvent, MessageLife, PendingRow
+from delayline.dashboard.model import LifeEvent, MessageLife, UnsearchedPlace
 from delayline.dashboard.search import row_of
-from delayline.errors import ConfigurationError
+from delayline.errors import ConfigurationError, DelaylineError
 
 if TYPE_CHECKING:
     from delayline.dashboard.errors import FailedMessages
+    from delayline.dashboard.finding import MessageFinder
     from delayline.dashboard.search import PendingSearch
+    from delayline.delayed.store import FoundMessage
+    from delayline.message import Message
 
 
 class MessageLives(PageQueries):
     """Follows messages from their journal to the places where they are now."""
 
-    def __init__(self, search: PendingSearch, failed: FailedMessages) -> None:
+    def __init__(self, search: PendingSearch, failed: FailedMessages, finder: MessageFinder) -> None:
         super().__init__(search.back_ends)
         self._search = search
         self._failed = failed
+        self._finder = finder
 
     @within_limit
     async def of(self, message_id: str) -> MessageLife:
-        """Return a message's journal, and where it is now."""
-        events, no_journal = await self._journal(message_id)
-        pending: PendingRow | None = None
-        failed: ErrorRow | None = None
-        with contextlib.suppress(ConfigurationError):
+        """Return a message's journal, and where it is now; where that is unknown, why."""
+        unsearched: list[UnsearchedPlace] = []
+        events: list[LifeEvent] = []
+        no_journal: str | None = None
+        waiting: FoundMessage | None = None
+        failed: Message | None = None
+        try:
+            events, no_journal = await self._journal(message_id)
+        except DelaylineError as error:
+            unsearched.append(UnsearchedPlace("journal", str(error)))
+        try:
             waiting = await self._search.find(message_id)
-            pending = None if waiting is None else row_of(waiting)
-        with contextlib.suppress(ConfigurationError):
-            message = await self._failed.find(message_id)
-            failed = None if message is None else error_row(message)
-        return MessageLife(message_id, events, pending, failed, no_journal)
+        except DelaylineError as error:
+            unsearched.append(UnsearchedPlace(f"pending messages of {self.back_ends.name}", str(error)))
+        queued, unknown = await self._finder.in_queues(message_id)
+        try:
+            failed = await self._failed.find(message_id)
+        except DelaylineError as error:
+            unsearched.append(UnsearchedPlace(f"error queue {self.back_ends.error_queue}", str(error)))
+        return MessageLife(
+            message_id,
+            events,
+            None if waiting is None else row_of(waiting),
+            None if failed is None else error_row(failed),
+            queued,
+            [*unsearched, *unknown],
+            no_journal,
+        )
 
     async def _journal(self, message_id: str) -> tuple[list[LifeEvent], str | None]:
         """Return the events of a message in the journal, and why there are none where no journal is kept."""

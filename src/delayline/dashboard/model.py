@@ -16,6 +16,7 @@ from delayline.delayed.store import DueBucket
 
 if TYPE_CHECKING:
     from delayline.backends import DueBy, DueWithin
+    from delayline.places import MessageMatch
     from delayline.telemetry.history import MinuteRow
     from delayline.transport import QueueLimits
 
@@ -411,6 +412,35 @@ class LifeEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class UnsearchedPlace:
+    """A place in which no message was looked for."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FoundPage:
+    """What a search has found in a moment."""
+
+    matches: Sequence[MessageMatch]
+    looked_at: int
+    """About how many messages were looked through."""
+    share: float
+    """About how far through all places the search is, from 0 to 1."""
+    position: str | None
+    """Where it goes on; None when it is through."""
+    searched: Sequence[str]
+    """The places that were searched to their end."""
+    left_out: Sequence[UnsearchedPlace]
+    """Places in which no message can match."""
+    unsearched: Sequence[UnsearchedPlace]
+    """Places that could not be searched."""
+    is_cut: bool
+    """Whether the time was used up."""
+
+
+@dataclass(frozen=True, slots=True)
 class MessageLife:
     """The recorded events of a message, earliest first."""
 
@@ -420,6 +450,10 @@ class MessageLife:
     """The message, while it waits."""
     failed: ErrorRow | None
     """The message, while it is in the error queue."""
+    queued: Sequence[MessageMatch]
+    """Where it is in queues."""
+    unsearched: Sequence[UnsearchedPlace]
+    """Where it may be besides: places that could not be searched."""
     journal: str | None
     """Why there is no journal; None if there is one."""
 

@@ -17,6 +17,7 @@ from delayline.actions import OperatorAction
 from delayline.dashboard import charts
 from delayline.dashboard.back_ends import unavailable
 from delayline.dashboard.error_pages import ErrorPages
+from delayline.dashboard.find_pages import FindPages
 from delayline.dashboard.forms import change_of, filter_of, whole
 from delayline.dashboard.frame import (
     LONGEST_FIELD,
@@ -106,6 +107,7 @@ class Pages(Frame):
             "/waiting/message": self.waiting_message,
             "/waiting/all": self.waiting_all,
             "/schedules": self.schedules,
+            **FindPages(self._common).shown,
             "/life": self.life,
             "/jobs": self.jobs,
             "/live/jobs": self.live_jobs,

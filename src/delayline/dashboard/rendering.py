@@ -33,6 +33,7 @@ PAGES: Final = (
     ("/", "Now"),
     ("/forecast", "Forecast"),
     ("/lateness", "Lateness"),
+    ("/find", "Find messages"),
     ("/waiting", "Waiting messages"),
     ("/schedules", "Schedules"),
     ("/errors", "Errors"),

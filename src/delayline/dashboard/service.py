@@ -8,6 +8,7 @@ from delayline.clock import SystemClock
 from delayline.dashboard.actions import Actions
 from delayline.dashboard.back_ends import BackEnds
 from delayline.dashboard.errors import FailedMessages
+from delayline.dashboard.finding import MessageFinder
 from delayline.dashboard.jobs import PipelineJobs
 from delayline.dashboard.levels import DelayLevels
 from delayline.dashboard.life import MessageLives
@@ -63,7 +64,8 @@ class EndpointService:
         self.search: PendingSearch = PendingSearch(back_ends, search_time)
         self.pending: PendingMessages = PendingMessages(self.search, self.actions)
         self.errors: FailedMessages = FailedMessages(back_ends, self.actions, search_time)
-        self.life: MessageLives = MessageLives(self.search, self.errors)
+        self.find: MessageFinder = MessageFinder(back_ends)
+        self.life: MessageLives = MessageLives(self.search, self.errors, self.find)
         self.schedules: RecurringMessages = RecurringMessages(back_ends, self.actions)
         self.pauses: PausedDispatching = PausedDispatching(back_ends, self.actions)
         self.queues: LimitedQueues = LimitedQueues(back_ends, self.actions)
