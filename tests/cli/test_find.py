@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.cli.conftest import URL
+from tests.integration.cold_rows import hold
+
+from delayline import TransactionMode
+from delayline.bulk import TwoTierStore
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -106,3 +114,44 @@ def test_ids_with_signs_of_filters_are_found(shop: Callable[..., Result]) -> Non
     for message_id in ("a,b", "a*b", r"a\b", "type=x", "🙂"):
         assert shop("send", "billing", "x", "--id", message_id).code == 0
         assert [match["id"] for match in shop("find", message_id, "--json").document["found"]] == [message_id]
+
+
+def test_the_life_of_a_message_is_told_event_by_event(run: Callable[..., Result]) -> None:
+    # Given an endpoint with a journal, and a message that was moved to another time and cancelled
+    (Path.cwd() / "delayline.toml").write_text("journal = true\n")
+    assert run("setup", "--queue", "billing").code == 0
+    assert run("send", "billing", "x", "--delay", "2d", "--id", "moved").code == 0
+    assert run("reschedule", "moved", "--delay", "3d").code == 0
+    assert run("cancel", "moved").code == 0
+    # Then the search has its last event, and its life all of them
+    assert [match["state"] for match in run("find", "moved", "--json").document["found"]] == ["cancelled"]
+    ran = run("find", "moved", "--life", "--json")
+    assert [entry["event"] for entry in ran.document["life"]] == ["scheduled", "rescheduled", "cancelled"]
+    shown = run("find", "moved", "--life").out
+    assert shown.index("scheduled") < shown.index("rescheduled")
+    # And a message without a journal has no life, but is found
+    assert run("send", "billing", "x", "--id", "queued").code == 0
+    ran = run("find", "queued", "--life", "--json")
+    assert (ran.code, ran.document["life"], ran.document["found"][0]["place"]) == (0, [], "queue billing")
+    assert run("find", "--life", "--where", "id=moved").code == 2
+
+
+def test_the_cold_tier_is_searched_by_id_and_else_said_to_be_unsearched(
+    shop: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a message in a file of the cold tier
+    async def far() -> None:
+        store = TwoTierStore(URL, cold_tier="cold")
+        await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+        await hold(store, ("far", datetime.now(UTC) + timedelta(days=2)))
+        await store.close()
+
+    asyncio.run(far())
+    monkeypatch.setenv("DELAYLINE_COLD_TIER", "cold")
+    # Then its id is found, and another search says that it has not looked there
+    [match] = shop("find", "far", "--json").document["found"]
+    assert (match["place"], match["state"]) == ("pending messages of sales in the cold tier", "pending")
+    ran = shop("find", "--where", "body=nothing like it", "--json")
+    assert ran.code == 3
+    assert "pending messages of sales in the cold tier" in [note["place"] for note in ran.document["not_searched"]]
+    assert shop("find", "nowhere").code == 1

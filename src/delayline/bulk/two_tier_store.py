@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 from delayline.bulk.cold_catalog import MICROS_A_HOUR, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
@@ -27,7 +27,9 @@ from delayline.delayed.store import (
     spans_of,
 )
 from delayline.errors import ConfigurationError
+from delayline.filters import pattern_of
 from delayline.message import in_utc
+from delayline.places import MessagePlace, PlaceKind, PlacePage, pending_match
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
 from delayline.sql.store import SqlDelayedMessageStore
@@ -41,11 +43,15 @@ if TYPE_CHECKING:
 
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.delayed.columns import StoredRow
+    from delayline.filters import MessageFilter
     from delayline.message import DelayedMessage
+    from delayline.places import Key, MessageMatch, SearchablePlace
     from delayline.transaction import Transaction
 
 
 Result = TypeVar("Result")
+
+WHOLE_BODY: Final = 1 << 40
 
 
 class CatalogSnapshot(NamedTuple):
@@ -54,6 +60,33 @@ class CatalogSnapshot(NamedTuple):
     files: list[ColdFile]
     dead: dict[str, list[str]]
     """The ids of cancelled messages, by file."""
+
+
+class SearchedColdTier:
+    """The messages in the files, for searches by id: for anything else all files would have to be read.
+
+    Args:
+        endpoint: The endpoint.
+        find: Finds a message in the files.
+    """
+
+    def __init__(self, endpoint: str, find: Callable[..., Awaitable[FoundMessage | None]]) -> None:
+        self.place = MessagePlace(PlaceKind.PENDING, f"{endpoint} in the cold tier")
+        self._find = find
+
+    async def page(self, wanted: MessageFilter, after: Key | None, most: int) -> PlacePage:
+        """Look for the message that the filter names. Raises ConfigurationError for a filter that names none."""
+        del after, most
+        message_id = None if wanted.message_id is None else pattern_of(wanted.message_id).exact
+        if message_id is None:
+            raise ConfigurationError("files of the cold tier are searched by id only: id=...")
+        found = await self._find(message_id, body_limit=WHOLE_BODY)
+        matches: list[MessageMatch] = []
+        if found is not None:
+            delayed = found.message
+            if wanted.matches(delayed.message, delayed.destination, delayed.due):
+                matches.append(pending_match(self.place, delayed, len(delayed.message.body)))
+        return PlacePage(matches, None, 1, 1.0)
 
 
 class TwoTierStore(SqlDelayedMessageStore):
@@ -78,6 +111,11 @@ class TwoTierStore(SqlDelayedMessageStore):
     ) -> None:
         super().__init__(url, table_name=table_name, schema=schema, journal=journal)
         self._folder = ColdFolder(cold_tier)
+        of_tables = self.searched_places
+        self.searched_places: Callable[[str], Sequence[SearchablePlace]] = lambda endpoint: [
+            *of_tables(endpoint),
+            SearchedColdTier(endpoint, self.find_cold),
+        ]
 
     async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a waiting message, in the files by looking through all their ids."""
@@ -117,8 +155,15 @@ class TwoTierStore(SqlDelayedMessageStore):
         """Return the pending message with that id, or None; in the files by looking through all their ids."""
         snapshot = await self._snapshot()  # before the store, as in `pending`
         hot = await super().find(message_id, body_limit=body_limit)
-        if hot is not None or not snapshot.files:
-            return hot
+        return await self._find_in(snapshot, message_id, body_limit) if hot is None else hot
+
+    async def find_cold(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
+        """Return the message with that id in the files, or None."""
+        return await self._find_in(await self._snapshot(), message_id, body_limit)
+
+    async def _find_in(self, snapshot: CatalogSnapshot, message_id: str, body_limit: int) -> FoundMessage | None:
+        if not snapshot.files:
+            return None
         rows = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
         row = next((row for name, row in rows.items() if message_id not in snapshot.dead.get(name, ())), None)
         return None if row is None else found_of(message_of(row, in_utc), body_limit)

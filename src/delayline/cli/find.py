@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shlex
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import click
@@ -14,6 +15,7 @@ import click
 from delayline.cli.options import EXIT_FAILED, EXIT_NOT_CHECKED, PLACE_SETTINGS, examples, json_option, settings_options
 from delayline.cli.sets import WHERE
 from delayline.filters import MessageFilter, literal
+from delayline.opening import open_store
 from delayline.places import PlaceKind
 from delayline.readable import local, relative, size
 from delayline.searching import Search, SearchPosition, open_places, queue_of
@@ -24,12 +26,14 @@ if TYPE_CHECKING:
     from delayline.searching import PlaceNote
     from delayline.settings import Settings
 
+    JournalEntry = tuple[datetime, str, str, datetime, int]
+
 MOST: Final = 2**31 - 1
 
 
 @click.command(
     epilog=examples(
-        "delayline find order-17",
+        "delayline find order-17 --life",
         "delayline find --where 'body=please pay' --limit 5",
         "delayline find --where 'destination=*mail*,type=Reminder' --in pending",
         "delayline find --where correlation=order-17 --in queues --in errors --json",
@@ -45,6 +49,7 @@ MOST: Final = 2**31 - 1
     help="Look there only; repeatable. By default everywhere.",
 )
 @click.option("--limit", type=click.IntRange(1, MOST), default=50, show_default=True, help="How many to find at most.")
+@click.option("--life", is_flag=True, help="With ID: what the journal has recorded of it, event by event, too.")
 @click.option("--from", "position", metavar="POSITION", help="Go on with a search from where it says it has ended.")
 @settings_options(*PLACE_SETTINGS, "timeouts_url")
 @json_option
@@ -56,6 +61,8 @@ def find(
     kinds: tuple[str, ...],
     limit: int,
     position: str | None,
+    *,
+    life: bool,
 ) -> None:
     """Find messages: pending, in queues, failed, or in the journal of what became of them.
 
@@ -65,6 +72,8 @@ def find(
     """
     if (position is None) == (message_id is None and not where):
         raise click.UsageError("Give an ID, --where with a filter, or --from with a position, which has the filter.")
+    if life and message_id is None:
+        raise click.UsageError("--life is of a message: give its ID.")
     if position is not None and kinds:
         raise click.UsageError("--from has the places of --in already: leave it out.")
     start = None if position is None else SearchPosition.parse(position)
@@ -72,7 +81,8 @@ def find(
     wanted = MessageFilter.parse(written, datetime.now(UTC)) if start is None else start.filter
     chosen = tuple(map(PlaceKind, kinds)) or tuple(PlaceKind) if start is None else start.kinds
     matches, search = asyncio.run(_searched(settings, screen, wanted, chosen, start, limit))
-    _show(screen, matches, search)
+    events = asyncio.run(_events(settings, matches)) if life else None
+    _show(screen, matches, search, events)
     if not matches:
         click.get_current_context().exit(EXIT_NOT_CHECKED if search.unsearched else EXIT_FAILED)
 
@@ -107,12 +117,37 @@ async def _searched(
     return matches, search
 
 
-def _show(screen: Screen, matches: list[MessageMatch], search: Search) -> None:
+async def _events(settings: Settings, matches: list[MessageMatch]) -> list[tuple[str, JournalEntry]]:
+    """Return what the journal has of the messages that it knows, by endpoint, earliest first."""
+    events: list[tuple[str, JournalEntry]] = []
+    for known in matches:
+        if known.place.kind is PlaceKind.JOURNAL and (name := known.endpoint) is not None:
+            from delayline.sql.journal import events_of
+            from delayline.sql.store import SqlDelayedMessageStore
+
+            is_named = name == settings.endpoint
+            of_endpoint = settings if is_named else replace(settings, endpoint=name, table_name=None)
+            async with open_store(of_endpoint) as store:
+                if isinstance(store, SqlDelayedMessageStore):
+                    look = partial(events_of, store=store.table_of(name).name, message_id=known.id)
+                    events += [(name, entry) for entry in await store.read_tables(look) or ()]
+    return events
+
+
+def _show(
+    screen: Screen,
+    matches: list[MessageMatch],
+    search: Search,
+    events: list[tuple[str, JournalEntry]] | None = None,
+) -> None:
     now = datetime.now(UTC)
     if matches:
         columns = ("id", "where", "state", "destination", "due", "", "size")
         screen.table(columns, [_row(match, now) for match in matches])
     searched = ", ".join(map(str, search.searched))
+    if events:
+        cells = [(local(at), event, name, queue, local(due), tries) for name, (at, event, queue, due, tries) in events]
+        screen.table(("at", "event", "endpoint", "destination", "due", "retries"), cells)
     screen.echo(f"{len(matches)} found" if matches else f"no message found in {searched or 'any place'}")
     for match in matches[:1] if len(matches) == 1 else ():
         if (command := further(match)) is not None:
@@ -131,7 +166,14 @@ def _show(screen: Screen, matches: list[MessageMatch], search: Search) -> None:
             "not_searched": list(map(_note, search.unsearched)),
             "position": None if search.position is None else str(search.position),
         }
+        | ({} if events is None else {"life": [_event(name, entry) for name, entry in events]})
     )
+
+
+def _event(name: str, entry: JournalEntry) -> dict[str, object]:
+    at, event, destination, due, retries = entry
+    known = {"at": at.isoformat(), "event": event, "endpoint": name, "destination": destination}
+    return {**known, "due": due.isoformat(), "retries": retries}
 
 
 def further(match: MessageMatch) -> str | None:

@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from delayline.delayed.store import DueForecast
     from delayline.external import ExternalTransaction
     from delayline.message import DelayedMessage
+    from delayline.places import SearchablePlace
     from delayline.sql.databases import SqlDatabase
     from delayline.sql.dialect import Dialect
     from delayline.sql.row_claims import RowClaims
-    from delayline.sql.searched_tables import SearchedTable
     from delayline.sql.statements import StoreStatements
     from delayline.sql.transactions import EnlistedTransaction
     from delayline.sql.two_phase import TwoPhaseCommit
@@ -157,7 +157,7 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             self._database, self._statements, self._locking, self._kept_journal, self.action_log(endpoint), self._notify
         )
         """Returns an endpoint's messages as sets that actions change; None for a table without numbers."""
-        self.searched_places: Callable[[str], Sequence[SearchedTable]] = lambda endpoint: [
+        self.searched_places: Callable[[str], Sequence[SearchablePlace]] = lambda endpoint: [
             SearchedStore(self._database, endpoint, lambda: self._statements.table),
             SearchedJournal(self._database, self._schema),
         ]
