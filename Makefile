@@ -43,7 +43,8 @@ CORE := tests/unit tests/conformance/test_memory.py tests/conformance/test_custo
 	tests/integration/test_callers.py tests/integration/test_handler_transactions.py tests/integration/test_send_many.py tests/cli/test_config.py tests/cli/test_doctor.py \
 	tests/cli/test_errors.py tests/cli/test_pending.py tests/cli/test_queues.py tests/integration/test_given_up_transactions.py \
 	tests/integration/test_handler_outages.py tests/integration/test_queue_limits.py tests/integration/test_event_loops.py \
-	tests/cli/test_actions.py tests/cli/test_schedules.py tests/integration/test_dispatch_pauses.py tests/integration/test_failure_index.py tests/integration/test_requests.py tests/integration/test_sets.py \
+	tests/cli/test_actions.py tests/cli/test_schedules.py tests/integration/test_dispatch_pauses.py tests/integration/test_failure_index.py tests/cli/test_find.py tests/integration/test_find.py \
+	tests/integration/test_sets_in_trouble.py tests/integration/test_requests.py tests/integration/test_sets.py \
 	tests/cli/test_send.py tests/integration/test_callers_elsewhere.py tests/integration/test_forks.py tests/integration/test_outbox.py
 
 test: export DELAYLINE_TEST_SAMPLE := $(shell git rev-parse --short HEAD 2>/dev/null || echo 0)
