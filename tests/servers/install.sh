@@ -10,6 +10,8 @@ command -v mariadbd >/dev/null || missing="$missing mariadb-server"
 [ -e /usr/lib/rabbitmq/bin/rabbitmq-server ] || missing="$missing rabbitmq-server"
 [ -x /usr/sbin/pgbouncer ] || missing="$missing pgbouncer"
 command -v prometheus >/dev/null && command -v promtool >/dev/null || missing="$missing prometheus"
+# What gives a process a clock that is off.
+[ -n "$(ls /usr/lib/*/faketime/libfaketime.so.1 /usr/lib/faketime/libfaketime.so.1 2>/dev/null)" ] || missing="$missing faketime"
 # The browser that looks at the dashboard's pages.
 [ -x /usr/bin/chromedriver ] || missing="$missing chromium chromium-driver"
 [ -e /usr/share/java/postgresql.jar ] || missing="$missing libpostgresql-jdbc-java"
