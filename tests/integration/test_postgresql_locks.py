@@ -157,14 +157,15 @@ async def test_a_deadlock(postgresql_url: str) -> None:
 
 async def test_work_that_a_deadlock_has_rolled_back_is_repeated(postgresql_url: str) -> None:
     # Given another program that has an id, and lets others notice a deadlock first
-    store = SqlDelayedMessageStore(f"{postgresql_url}?options=-c%20deadlock_timeout%3D50ms")
+    # A wait is looked at once, after this time: the other program has to wait by then.
+    store = SqlDelayedMessageStore(f"{postgresql_url}?options=-c%20deadlock_timeout%3D5s")
     await store.setup_infrastructure("sales")
     await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
     insert = """INSERT INTO "sales.timeouts" (id, destination, due, headers, body, retry_count)
         VALUES (%s, 'billing', now(), '', '', 0)"""
     try:
         async with await psycopg.AsyncConnection.connect(postgresql_url) as other:
-            await other.execute("SET deadlock_timeout = '10s'")
+            await other.execute("SET deadlock_timeout = '100s'")
             await other.execute(insert, ["b"])
             # When messages are stored that have to wait for it, and it then wants one of them
             storing = asyncio.create_task(store.store_many([delayed("a"), delayed("b")]))
