@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from delayline.delayed.store import OnConflict
     from delayline.sql.dialect import Dialect
 
-#: Jobs that nobody has named are forgotten so long after their last piece.
+#: Jobs that nobody has named are forgotten so long after they began.
 UNNAMED_KEPT: Final = timedelta(days=7)
 #: Of the numbers of jobs and of attempts.
 NUMBER_BITS: Final = 62

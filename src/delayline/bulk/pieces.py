@@ -14,16 +14,13 @@ import pyarrow as pa
 
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.jobs import NUMBER_BITS, Job, JobName, JobPieces, PieceCounts, PieceParameters
-from delayline.bulk.writer import blocking, breaks_a_key, earliest_due
+from delayline.bulk.writer import blocking, breaks_a_key, check_store, earliest_due, register_table
 from delayline.delayed.arrow import completed
 from delayline.errors import BackendUnavailable, ConfigurationError
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
-from delayline.sql.row_claims import row_claims
-from delayline.sql.schema import QUEUES, queue_tables
-from delayline.sql.setup import RequiredTables
-from delayline.sql.statements import StoreStatements, store_channel
+from delayline.sql.statements import store_channel
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
@@ -90,9 +87,7 @@ class PieceWriter:
     def open(self, name: JobName, parameters: PieceParameters) -> Job:
         """Begin the job, or go on with it. Raises BackendUnusable if the store is not set up."""
         self._database.dialect.connections.must_exist()
-        self._run(self._database.read, self._check)
-        self._run(self._database.write, self._ledger.create)
-        job: Job = self._run(self._database.write, partial(self._ledger.open, name=name, parameters=parameters))
+        job: Job = self._run(self._open, name, parameters)
         return job
 
     def jobs(self, limit: int) -> list[Job]:
@@ -130,9 +125,10 @@ class PieceWriter:
         counts: PieceCounts = self._patiently(self._store, job, rows, on_conflict)
         return counts
 
-    def _check(self, connection: Connection) -> None:
-        table = self._table
-        RequiredTables(self._database.dialect, table.schema, QUEUES, others=[table]).check(connection)
+    async def _open(self, name: JobName, parameters: PieceParameters) -> Job:
+        await check_store(self._database, self._table)
+        await self._database.write(self._ledger.create)
+        return await self._database.write(partial(self._ledger.open, name=name, parameters=parameters))
 
     def _patiently(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
         until, pause = time.monotonic() + PATIENCE, 0.1
@@ -162,8 +158,7 @@ class PieceWriter:
         work = partial(self._store_in, job=job, attempt=attempt, rows=rows, on_conflict=on_conflict)
         stored, counts = await self._database.write(work)
         if counts.stored:
-            statements = StoreStatements(self._table, self._database.dialect)
-            row_claims(self._database, statements, queue_tables(self._table.schema))  # registers the table
+            register_table(self._database, self._table)
             await self._database.notify_on_commit({store_channel(self._table): earliest_due(stored)})
         return counts
 

@@ -211,7 +211,7 @@ class BulkWriter:
         database = self._database
         await database.open()
         stack.push_async_callback(database.close)
-        self._register_table()
+        register_table(self._database, self.table)
         return database
 
     @job_work
@@ -278,12 +278,8 @@ class BulkWriter:
                 await self._database.write(self._stage.named(name).drop)
 
     async def _create_ledger(self) -> None:
-        await self._database.read(self._check)
+        await check_store(self._database, self.table)
         await self._database.write(self._runs.create)
-
-    def _check(self, connection: Connection) -> None:
-        table = self.table
-        RequiredTables(self._database.dialect, table.schema, QUEUES, others=[table]).check(connection)
 
     def _create_stage(self, connection: Connection) -> None:
         dialect = self._database.dialect
@@ -292,10 +288,6 @@ class BulkWriter:
 
     def _left_over(self, connection: Connection) -> list[str]:
         return [name for name in self._stage.found(connection) if _is_old(name)]
-
-    def _register_table(self) -> None:
-        statements = StoreStatements(self.table, self._database.dialect)
-        row_claims(self._database, statements, queue_tables(self.table.schema))  # registers the table for notifications
 
     def _store_batch(self, connection: Connection, name: str, attempt: int, batch: pa.RecordBatch) -> int:
         from delayline.delayed.arrow import completed
@@ -324,7 +316,7 @@ class BulkWriter:
         self._runs.add(connection, dict.fromkeys(names, CLOSED))
 
     async def _move_and_notify(self, move: Callable[[Connection], Committed], attempts: Sequence[Attempt]) -> Committed:
-        self._register_table()
+        register_table(self._database, self.table)
         committed = await self._database.write(move)
         earliest = [attempt.earliest for attempt in attempts if attempt.earliest is not None]
         if committed.stored and earliest and not committed.repeated:
@@ -403,6 +395,16 @@ class BulkWriter:
             raise DuplicateMessage(doubled) from error
         dialect.transactions.release_savepoint(connection)
         return stored
+
+
+async def check_store(database: Database, table: Table) -> None:
+    """Raise BackendUnusable if the store's table or the queues' are missing or have another shape."""
+    await database.read(RequiredTables(database.dialect, table.schema, QUEUES, others=[table]).check)
+
+
+def register_table(database: Database, table: Table) -> None:
+    """Let notifications of new messages in the table reach its pollers."""
+    row_claims(database, StoreStatements(table, database.dialect), queue_tables(table.schema))
 
 
 def earliest_due(batch: pa.RecordBatch) -> int:

@@ -24,12 +24,13 @@ from delayline.bulk.ledger import check_input
 from delayline.bulk.pieces import PieceRows
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnavailable, DifferentInput
-from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, Validator
+from delayline.spark.headers import SendHeaders, Validator
 from delayline.spark.options import SOURCE_COLUMNS, StoreOptions
 from delayline.spark.sources import OWN_COLUMNS, content_type, prepared
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+    from datetime import datetime
 
     from pyspark.sql import DataFrame
 
@@ -75,14 +76,19 @@ class PieceJob:
         self._on_conflict: OnConflict = on_conflict
         self._store = StoreOptions.of(target.options)
 
-    def run(self, rows: DataFrame) -> tuple[Job, bool]:
+    def run(self, rows: DataFrame, now: datetime, validator: Validator) -> tuple[Job, bool]:
         """Store the pieces that are missing, and return the job; whether it had ended before.
+
+        Args:
+            rows: The source.
+            now: The server's time, for a job that is new.
+            validator: Says which rows cannot be messages.
 
         Raises:
             DifferentInput: A job of that name has stored pieces of other rows. Nothing was stored now.
         """
-        writer, staging = self._store.pieces(), self._store.staging()
-        parameters = PieceParameters(to_microseconds(staging.now()), PIECES, self._on_conflict, named=self._is_named)
+        writer = self._store.pieces()
+        parameters = PieceParameters(to_microseconds(now), PIECES, self._on_conflict, named=self._is_named)
         job = writer.open(self._name, parameters)
         if job.state is JobState.DONE:
             self._check_again(rows, job)
@@ -94,7 +100,6 @@ class PieceJob:
         ordered = _ordered(
             messages.unionByName(ends_of(messages, PIECE, job.parameters.pieces)), self._store.connections
         )
-        validator = Validator(staging.largest_message - HEADER_ALLOWANCE)
         sent = from_microseconds(job.parameters.now)
         headers = SendHeaders(self._target.sender, content_type(rows, self._columns), sent)
         task = _PieceTask(self._store, job.number, self._on_conflict, validator, headers)

@@ -256,11 +256,12 @@ class _Job:
         if self._named and self._recorded(Sink.STORE) is not None:
             return self.place(rows)
         pieces = PieceJob(settings.target, settings.columns, settings.on_conflict, self._name, named=self._named)
-        job, repeated = pieces.run(rows)
-        counts, now = job.committed, job.parameters.now
+        now = to_microseconds(self._now)
         validator = self._validator(JobParameters(now, now, {}))
+        job, repeated = pieces.run(rows, self._now, validator)
+        counts = job.committed
         numbers = (counts.stored, 0, 0, counts.duplicates, counts.rejected)
-        return Placed(self._run, *numbers, repeated, from_microseconds(now), validator)
+        return Placed(self._run, *numbers, repeated, from_microseconds(job.parameters.now), validator)
 
     def place(self, rows: DataFrame) -> Placed:
         """Run the tasks and commit their results, unless an earlier attempt has committed."""
