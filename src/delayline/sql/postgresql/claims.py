@@ -205,6 +205,9 @@ class AdvisoryLockClaims(SessionClaims):
         except asyncio.CancelledError:
             self.release(row for _, claimed in outcomes for row in claimed)
             raise
+        except GeneratorExit:  # of an event loop that has ended, where nothing can be awaited
+            self._database.spawn(self._unlock_others)
+            raise
         except BaseException:  # locks outlast the transaction that has taken them
             with contextlib.suppress(DelaylineError):  # the locks of a lost connection end with it
                 await self._database.run(self._unlock_others)
