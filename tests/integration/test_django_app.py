@@ -115,6 +115,13 @@ class Project:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
+    def reminded(self, number: int, times: int) -> None:
+        """Wait until an order was reminded of so often; what the worker has logged says why not."""
+        try:
+            eventually(lambda: self.reminders(number) == times, patience=90)
+        except AssertionError as error:
+            raise AssertionError(f"{error}; the worker: {(self.folder / 'worker.log').read_text()}") from error
+
     def worker(self, *words: str) -> subprocess.Popen[str]:
         """Start `manage.py delayline run`."""
         with (self.folder / "worker.log").open("w") as log:
@@ -177,8 +184,8 @@ def test_orders_are_reminded_of_in_djangos_transactions(project: Project) -> Non
     # When a worker runs
     worker = project.worker()
     try:
-        eventually(lambda: project.reminders(17) == 1, patience=90)
-        eventually(lambda: project.reminders(100) == 1, patience=90)
+        project.reminded(17, 1)
+        project.reminded(100, 1)
     finally:
         printed = ended(worker)
     # Then each committed order is reminded of, and no other
@@ -216,11 +223,11 @@ def test_a_worker_goes_on_after_the_database_was_away(tmp_path: Path, postgresql
     worker = project.worker()
     try:
         project.run(remind)
-        eventually(lambda: project.reminders(17) == 1, patience=90)
+        project.reminded(17, 1)
         with postgresql.administrator() as connection:
             connection.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
         project.run(remind)
-        eventually(lambda: project.reminders(17) == 2, patience=90)
+        project.reminded(17, 2)
     finally:
         ended(worker)
 
@@ -242,7 +249,7 @@ def test_messages_go_to_rabbitmq_through_an_outbox_beside_the_rows(
     )
     worker = project.worker()
     try:
-        eventually(lambda: project.reminders(17) == 1, patience=90)
+        project.reminded(17, 1)
     finally:
         ended(worker)
     assert project.reminders(18) is None
