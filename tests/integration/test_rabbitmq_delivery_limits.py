@@ -22,6 +22,7 @@ from delayline.dashboard.service import EndpointService
 from delayline.errors import BackendUnusable
 from delayline.filters import MessageFilter
 from delayline.rabbitmq import DelayLevelDelivery, RabbitMQTransport
+from delayline.rabbitmq import receiver as receiver_module
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin import limits
 from delayline.rabbitmq.admin.management_api import ManagementApi
@@ -35,11 +36,12 @@ from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.transport_fixtures import ids, received
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Mapping, Sequence
 
     from tests.servers.rabbitmq import RabbitmqServer
 
     from delayline.actions import ActionRecord
+    from delayline.rabbitmq.amqp.properties import Delivery
 
 DEFAULT: Final = 20
 MORE_THAN_THAT: Final = DEFAULT + 4
@@ -698,6 +700,45 @@ class TestReceived:
         await transport.stop()
         # Then they are there
         await eventually_counted(rabbitmq4, rabbitmq4_url, "old", 3)
+
+    @pytest.mark.parametrize("is_cancelled", [False, True])
+    async def test_and_stays_when_its_receiver_stops_while_it_is_moved(
+        self,
+        rabbitmq4: RabbitmqServer,
+        rabbitmq4_url: str,
+        limited: RabbitMQTransport,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        is_cancelled: bool,
+    ) -> None:
+        monkeypatch.setattr(receiver_module, "STOP_PATIENCE", PATIENCE)
+        # Given a message that the broker would drop at the next return, and a broker that is slow to refuse its move
+        set_policy(rabbitmq4, rabbitmq4_url, "theirs", "^old$", definition={"delivery-limit": 2})
+        await sent(limited, "old", "m1")
+        await returned(limited, "old", 2)
+        transport = RabbitMQTransport(with_api(rabbitmq4, rabbitmq4_url) + "&topology=direct", error_queue="gone")
+        await transport.start()
+        receiver = await transport.receiver("old")
+        move, began, goes_on = receiver._move_aside, asyncio.Event(), asyncio.Event()
+
+        async def move_slowly(delivered: Delivery, marks: Mapping[str, str]) -> None:
+            began.set()
+            await goes_on.wait()
+            await move(delivered, marks)
+
+        receiver._move_aside = move_slowly
+        receiving = asyncio.create_task(receiver.receive(5))
+        await asyncio.wait_for(began.wait(), PATIENCE)
+        # When the receiver stops meanwhile
+        if is_cancelled:
+            receiving.cancel()
+        stopping = asyncio.create_task(receiver.stop())
+        await asyncio.wait([stopping], timeout=0.5)
+        goes_on.set()
+        await asyncio.gather(stopping, receiving, return_exceptions=True)
+        await transport.stop()
+        # Then the message is there
+        await eventually_counted(rabbitmq4, rabbitmq4_url, "old", 1)
 
 
 class TestDryRun:

@@ -165,6 +165,7 @@ class RabbitMQReceiver:
         self._copies = OverlappingCopies(bindings, queue, drop=self._drop_copy, keep=self._keep_copy)
         self._changed = asyncio.Event()
         self._opening = asyncio.Lock()
+        self._setting_aside = asyncio.Lock()
         self._lost: Exception | None = None
         self._stopped = False
 
@@ -263,7 +264,8 @@ class RabbitMQReceiver:
         self._changed.set()
         self._end_retries()
         with contextlib.suppress(TimeoutError):  # a broker that does not answer gives all of it to others by itself
-            async with asyncio.timeout(STOP_PATIENCE), self._opening:
+            async with asyncio.timeout(STOP_PATIENCE), self._setting_aside, self._opening:
+                self._end_retries()
                 if self._channel is not None:
                     with contextlib.suppress(BackendUnavailable):
                         await self._stop_consuming(self._channel)
@@ -401,19 +403,17 @@ class RabbitMQReceiver:
         if isinstance(error, ReturnedTooOften):
             marks = error.marks(self._queue)
             self._last[delivered.tag] = delivered
-        try:
-            await self._move_aside(delivered, marks)
-        except Exception:
-            first = not self._retries
-            self._unmoved.add(delivered.tag)
-            self._set_aside_soon(delivered, marks, FIRST_PAUSE)
-            if first:
-                raise
-        except BaseException:
-            self._give_back(delivered.tag)
-            raise
-        else:
-            self._done(delivered.tag)
+        async with self._setting_aside:
+            try:
+                await self._move_aside(delivered, marks)
+            except BaseException as failure:  # its return may be its last: another try, or `stop`, sees to it
+                first = not self._retries
+                self._unmoved.add(delivered.tag)
+                self._set_aside_soon(delivered, marks, FIRST_PAUSE)
+                if first or not isinstance(failure, Exception):
+                    raise
+            else:
+                self._done(delivered.tag)
 
     def _set_aside_soon(self, delivered: Delivery, marks: Mapping[str, str], after: float = 0.0) -> None:
         moving = asyncio.create_task(self._set_aside_later(delivered, marks, after))
