@@ -7,13 +7,22 @@ import signal
 import threading
 from dataclasses import asdict, fields, replace
 from functools import wraps
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from delayline.cli.due import delay_given
-from delayline.cli.options import EXIT_FAILED, PLACE_SETTINGS, Commands, examples, json_option, settings_options
+from delayline.cli.options import (
+    EXIT_FAILED,
+    PLACE_SETTINGS,
+    Commands,
+    examples,
+    json_option,
+    settings_options,
+    with_options,
+)
 from delayline.cli.screen import ROWS_SHOWN
 from delayline.masking import masked
 from delayline.readable import DELAYS, local
@@ -67,15 +76,43 @@ def session_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )(with_master)
 
 
-def target_of(settings: Settings) -> JobTarget:
-    """Return the store of the settings as bulk jobs take it."""
-    from delayline.spark import JobTarget
+def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command, in place of `settings`, `target`: their store as jobs take it, with bounds on its connections."""
 
-    return JobTarget(
-        settings.resolved_store_url,
-        endpoint=settings.named_endpoint,
-        table=settings.table_name,
-        cold_tier=settings.cold_tier,
+    @wraps(command)
+    def with_target(
+        *args: object,
+        settings: Settings,
+        max_connections: int | None,
+        connect_timeout: timedelta,
+        **arguments: Any,  # noqa: ANN401 - click's
+    ) -> Any:  # noqa: ANN401 - click's
+        from delayline.spark import JobTarget
+
+        target = JobTarget(
+            settings.resolved_store_url,
+            endpoint=settings.named_endpoint,
+            table=settings.table_name,
+            cold_tier=settings.cold_tier,
+            max_connections=max_connections,
+            connect_timeout=max(ceil(connect_timeout.total_seconds()), 1),
+        )
+        return command(*args, target=target, **arguments)
+
+    return with_options(
+        with_target,
+        click.option(
+            "--max-connections",
+            type=click.IntRange(1),
+            help="The most connections of the tasks at a time; a quarter of what the server has left, at most 32.",
+        ),
+        click.option(
+            "--connect-timeout",
+            callback=delay_given,
+            default="2m",
+            show_default=True,
+            help=f"How long a task waits for a server that has no connection left: {DELAYS}.",
+        ),
     )
 
 
@@ -196,10 +233,11 @@ def spark() -> None:
     help=f"With a cold tier: messages due later wait there: {DELAYS}.",
 )
 @settings_options(*STORES, "cold_tier")
+@target_options
 @session_options
 @json_option
 def schedule(
-    settings: Settings,
+    target: JobTarget,
     sessions: Sessions,
     screen: Screen,
     path: str,
@@ -224,7 +262,7 @@ def schedule(
     if unknown:
         raise click.UsageError(f"--column {unknown.pop()}=... is not a column of a message.")
     named = Columns(**names)
-    target, options = replace(target_of(settings), delay_levels=delay_levels), dict(pair(option) for option in reading)
+    target, options = replace(target, delay_levels=delay_levels), dict(pair(option) for option in reading)
     with sessions(screen) as session:
         done = run_schedule(path, target, columns=named, options=options, spark=session, **job)
         if done.rejected and rejected is not None:
@@ -361,9 +399,10 @@ def _show_shards(screen: Screen, shards: Sequence[dict[str, Any]]) -> None:
 @click.argument("path")
 @click.option("--partitions", type=click.IntRange(1), default=2, show_default=True, help="Tasks that read.")
 @settings_options(*STORES)
+@target_options
 @session_options
 @json_option
-def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, partitions: int) -> None:
+def export(target: JobTarget, sessions: Sessions, screen: Screen, path: str, partitions: int) -> None:
     """Move the entries of the store's journal to Parquet under PATH, each exactly once. Safe to kill and to repeat.
 
     A journal is kept after `delayline setup --journal true`.
@@ -371,7 +410,7 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
     from delayline.spark import export as run_export
 
     with sessions(screen) as session:
-        done = run_export(target_of(settings), path, partitions=partitions, spark=session)
+        done = run_export(target, path, partitions=partitions, spark=session)
     screen.echo(f"{done.entries:,} entries in {done.batches} batch{'' if done.batches == 1 else 'es'} under {path}")
     screen.document({"entries": done.entries, "batches": done.batches, "path": path})
 
@@ -400,10 +439,11 @@ def export(settings: Settings, sessions: Sessions, screen: Screen, path: str, pa
     help="How many messages may still be in the store for longer.",
 )
 @settings_options(*STORES, "cold_tier")
+@target_options
 @session_options
 @json_option
 def audit(
-    settings: Settings,
+    target: JobTarget,
     sessions: Sessions,
     screen: Screen,
     path: str,
@@ -421,14 +461,13 @@ def audit(
     from delayline.spark import export as run_export
     from delayline.spark import read_journal, waiting_ids, write_report
 
-    target = target_of(settings)
     with sessions(screen) as session:
         waiting = waiting_ids(target, session).cache()
         waiting.count()  # later dispatches are in the journal
         run_export(target, path, spark=session)
         journal = read_journal(target, path, spark=session)
         arrived = None if delivered is None else session.read.parquet(delivered)
-        store = settings.table_name or f"{settings.named_endpoint}.timeouts"
+        store = target.table or f"{target.endpoint}.timeouts"
         with run_audit(
             journal,
             store=store,
@@ -488,11 +527,10 @@ def _figure(value: object) -> str:
     help="Again and again, until stopped; at most half of --horizon.",
 )
 @settings_options(*STORES, "cold_tier")
+@target_options
 @session_options
 @json_option
-def promote(
-    settings: Settings, sessions: Sessions, screen: Screen, horizon: timedelta, every: timedelta | None
-) -> None:
+def promote(target: JobTarget, sessions: Sessions, screen: Screen, horizon: timedelta, every: timedelta | None) -> None:
     """Move messages that are due soon from the cold tier into the store, exactly once. Safe to repeat anywhere.
 
     With --every, SIGINT and SIGTERM stop it after the current round.
@@ -500,7 +538,7 @@ def promote(
     from delayline.spark import promote as run_promote
     from delayline.spark import promote_every
 
-    target, done = target_of(settings), []
+    done = list[Promoted]()
 
     def moved(so_far: Promoted) -> None:
         done.append(so_far)
@@ -511,7 +549,7 @@ def promote(
             moved(run_promote(target, horizon=horizon, spark=session))
         else:
             stopped = threading.Event()
-            screen.echo(f"promoting from {settings.cold_tier} again and again. Ctrl+C stops it")
+            screen.echo(f"promoting from {target.cold_tier} again and again. Ctrl+C stops it")
             with stopped_by_signal(stopped.set):
                 in_thread(
                     lambda: promote_every(target, every, until=stopped, horizon=horizon, spark=session, progress=moved)
@@ -521,14 +559,15 @@ def promote(
 
 @spark.command(epilog=examples("delayline spark compact --endpoint sales --cold-tier s3://bucket/reminders"))
 @settings_options(*STORES, "cold_tier")
+@target_options
 @session_options
 @json_option
-def compact(settings: Settings, sessions: Sessions, screen: Screen) -> None:
+def compact(target: JobTarget, sessions: Sessions, screen: Screen) -> None:
     """Merge the small files of each hour of the cold tier, and delete files that have been obsolete for a day."""
     from delayline.spark import compact as run_compact
 
     with sessions(screen) as session:
-        done = run_compact(target_of(settings), spark=session)
+        done = run_compact(target, spark=session)
     screen.echo(f"{done.before:,} files merged into {done.after:,}, {done.deleted:,} deleted")
     screen.document(asdict(done))
 

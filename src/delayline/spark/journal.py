@@ -79,7 +79,7 @@ def export(
     Args:
         target: The store.
         path: Folder or URI of the export; a relative path belongs to this process's working directory.
-        partitions: Tasks that read; 1 or more.
+        partitions: Tasks that read, 1 or more; no more than the target's `max_connections`.
         entries_at_once: The most entries of a batch; 1 or more.
         spark: The session; `spark_session()` if None.
         progress: Called after each batch with the number of entries so far.
@@ -96,13 +96,13 @@ def export(
     whole_number("partitions", partitions, at_least=1)
     whole_number("entries_at_once", entries_at_once, at_least=1)
     store = StoreOptions.of(target.options)
-    journal = JournalExport(store.address, schema=store.schema)
+    journal, tasks = JournalExport(store.address, schema=store.schema), min(partitions, store.connections)
     entries = batches = 0
     # Only the present entries: a busy store can write faster than this exports.
     left = sum(run.entries for run in journal.runs(1 << 31))
     while left > 0 and (runs := journal.runs(min(left, entries_at_once))):
         with translated_errors():
-            _export(store, journal, path, runs, partitions, spark or spark_session())
+            _export(store, journal, path, runs, tasks, spark or spark_session())
         number = sum(run.entries for run in runs)
         entries, batches, left = entries + number, batches + 1, left - number
         progress(entries)

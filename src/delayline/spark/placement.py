@@ -358,21 +358,26 @@ class _Job:
         """
         messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
         if self._broker is None and self._tier is None:
-            return messages
+            return self._bounded(messages)
         known = None
         if self._store is not None:
             known = waiting_messages(rows.sparkSession, self._store.options, self._tier)
         messages = _with_duplicates_marked(messages, known)
         if self._broker is None:
             messages = messages.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {MICROS_A_HOUR}"))
-            return messages.hint("rebalance", DUE_HOUR).sortWithinPartitions("due").drop(DUE_HOUR)
+            return self._bounded(messages.hint("rebalance", DUE_HOUR)).sortWithinPartitions("due").drop(DUE_HOUR)
         far = F.expr(f"unix_micros(due) >= {parameters.far_from}")
         partition = F.when(far, F.expr(f"-1 - unix_micros(due) div {MICROS_A_HOUR}")).otherwise(
             F.pmod(F.xxhash64("id"), F.lit(HASH_PARTITIONS))
         )
         messages = messages.withColumn(PARTITION, partition.cast("long")).withColumn(END, F.lit(False))
         ended = messages.unionByName(ends_of(messages, PARTITION, HASH_PARTITIONS))
-        return ended.repartition(PARTITION).sortWithinPartitions(PARTITION, END, "due")
+        return self._bounded(ended.repartition(PARTITION)).sortWithinPartitions(PARTITION, END, "due")
+
+    def _bounded(self, messages: DataFrame) -> DataFrame:
+        """Return the rows for no more tasks than may have a connection."""
+        most = self._settings.target.max_connections if self._store is None else self._store.connections
+        return messages if most is None else messages.coalesce(most)
 
     def _commit(self, results: list[_TaskResult], parameters: JobParameters) -> Placed:
         """Commit the results of the tasks in a transaction of the store, if there is a store."""

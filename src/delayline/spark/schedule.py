@@ -12,6 +12,7 @@ import pyarrow as pa
 from pyspark import TaskContext
 
 from delayline.backends import BulkRoute, backend_of, schemes_with
+from delayline.bulk.connections import CONNECT_TIMEOUT
 from delayline.bulk.jobs import JobName
 from delayline.bulk.ledger import check_run
 from delayline.checks import time_span, whole_number
@@ -35,6 +36,14 @@ if TYPE_CHECKING:
 
 #: Fields of JobTarget that are not options of the data source.
 NO_OPTIONS: Final = ("cold_tier", "delay_levels")
+#: The options whose fields have another name.
+OPTION_NAMES: Final = {
+    "store_url": "url",
+    "password_env": "passwordEnv",
+    "password_file": "passwordFile",
+    "max_connections": "maxConnections",
+    "connect_timeout": "connectTimeout",
+}
 
 
 @dataclass(frozen=True)
@@ -77,6 +86,10 @@ class JobTarget:
         password_file: File that holds the password, on the driver and on every executor.
         cold_tier: Folder or URI of the Parquet files for messages that are due later than the hot horizon.
         delay_levels: URL of a broker whose delay levels get the messages that are due earlier.
+        max_connections: The most connections of a job's tasks at a time, 1 or more, and so the most tasks that write:
+            to the store, of which a quarter of what its server has left is the default, at most 32; without a store to
+            the broker, by default one for each slot of Spark.
+        connect_timeout: Seconds that a connection of a job waits while the server of the store has none left.
 
     Example:
         ```python
@@ -92,6 +105,13 @@ class JobTarget:
     password_file: str | None = None
     cold_tier: str | None = None
     delay_levels: str | None = field(default=None, repr=False)
+    max_connections: int | None = None
+    connect_timeout: int = CONNECT_TIMEOUT
+
+    def __post_init__(self) -> None:
+        if self.max_connections is not None:
+            whole_number("max_connections", self.max_connections, at_least=1)
+        whole_number("connect_timeout", self.connect_timeout, at_least=1)
 
     @property
     def broker(self) -> str | None:
@@ -120,13 +140,12 @@ class JobTarget:
             raise ConfigurationError(
                 f"{backend.scheme}: is not a store that jobs can write to. Use one of {', '.join(able)}"
             )
-        names = {"store_url": "url", "password_env": "passwordEnv", "password_file": "passwordFile"}
         given = {
-            names.get(option.name, option.name): getattr(self, option.name)
+            OPTION_NAMES.get(option.name, option.name): getattr(self, option.name)
             for option in fields(self)
             if option.name not in NO_OPTIONS
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: str(value) for name, value in given.items() if value is not None}
 
     @property
     def sender(self) -> str:
