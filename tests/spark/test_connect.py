@@ -22,7 +22,7 @@ JOBS: Final = """
 import json, sys, threading, time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from pyspark.sql import SparkSession
+from pyspark.sql import Observation, SparkSession
 from delayline import ConfigurationError, DuplicateMessage
 from delayline.settings import Settings
 from delayline.spark import (
@@ -55,7 +55,9 @@ def refusal(kind, work):
 (folder / "some.csv").write_text("id,destination,due\\nc,billing,2090-01-01T00:00:00Z\\nd,billing,soon\\n")
 done = schedule(folder / "some.csv", hot)
 found["file"] = [done.stored, done.rejected, [row["line"] for row in done.rejected_rows.toArrow().to_pylist()]]
-found["frame"] = schedule(frame(spark, "a", "", "b"), hot).stored
+observation = Observation("counts")
+found["frame"] = schedule(frame(spark, "a", "", "b"), hot, observation=observation).stored
+found["metrics"] = {name: observation.get[name] for name in ("rows", "stored", "rejected")}
 found["doubled"] = refusal(DuplicateMessage, lambda: schedule(frame(spark, "a"), hot, on_conflict="raise"))
 broken = many(spark, 10).selectExpr("raise_error('on purpose') AS id", "destination", "due", "headers", "body")
 found["broken"] = refusal(ConfigurationError, lambda: schedule(broken, hot))

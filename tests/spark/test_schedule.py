@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyspark
 import pytest
-from pyspark.sql import DataFrame
+from pyspark.sql import DataFrame, Observation
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from tests.spark.stores import DUE, frame, many
 
@@ -277,3 +277,77 @@ def test_other_sources_and_stores_are_refused(spark: SparkSession, store: StoreA
         schedule(frame(spark, "a"), JobTarget("mssql://host/db", endpoint="sales"), spark=spark)
     with pytest.raises(ConfigurationError, match=r"use schedule\(\)"):
         schedule_stream(frame(spark, "a"), target(store), checkpoint=tmp_path / "checkpoint")
+
+
+def test_fields_of_structs_are_columns_and_names_follow_the_case_setting(spark: SparkSession, store: StoreAt) -> None:
+    # Given orders as structs, one of whose columns has a dot in its name
+    orders = frame(spark, "a", "b").selectExpr(
+        "named_struct('Key', id, 'remind', named_struct('at', due), 'text', 'hello') AS order",
+        "destination AS `to.queue`",
+    )
+    columns = Columns(id="Order.key", due="order.remind.at", destination="TO.queue", body="order")
+    # When their fields are scheduled, in another case
+    done = schedule(orders, target(store), columns=columns, spark=spark)
+    # Then each is a message with the whole order as its body
+    assert (done.stored, done.rejected) == (2, 0)
+    assert {(message.id, message.due, message.destination) for message in store.messages()} == {
+        ("a", DUE, "billing"),
+        ("b", DUE, "billing"),
+    }
+    assert all(b'"text":"hello"' in message.message.body for message in store.messages())
+    # And in a session that tells cases apart they are refused
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        with pytest.raises(ConfigurationError, match=r"no column 'Order\.key', only order, to\.queue"):
+            schedule(orders, target(store), columns=columns, spark=spark)
+        exact = Columns(id="order.Key", due="order.remind.at", destination="to.queue")
+        assert schedule(orders, target(store), columns=exact, spark=spark).duplicates == 2
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+
+
+def test_fields_of_objects_are_columns_of_json_lines(spark: SparkSession, store: StoreAt, tmp_path: Path) -> None:
+    file = tmp_path / "orders.jsonl"
+    file.write_text(
+        '{"order": {"id": "a", "at": {"due": "2030-01-02T03:04:05Z"}}}\n'
+        '{"order": {"at": {"due": "2030-01-02T03:04:05Z"}}, "order.id": "b"}\n'
+        '{"order": {"id": "c"}}\n'
+    )
+    columns = Columns(id="order.id", due="order.at.due", to="billing", body="order")
+    done = schedule(file, target(store), columns=columns, spark=spark)
+    assert (done.stored, done.rejected, store.ids()) == (2, 1, ["a", "b"])
+    assert [row["line"] for row in done.rejected_rows.toArrow().to_pylist()] == [3]
+    assert store.messages()[0].message.body.startswith(b'{"id":"a"')
+
+
+def test_a_folder_whose_name_has_no_ending_is_asked_for_its_format(
+    spark: SparkSession, store: StoreAt, tmp_path: Path
+) -> None:
+    many(spark, 3).write.parquet(str(tmp_path / "orders"))
+    with pytest.raises(ConfigurationError, match=r"/orders' does not end in a format.*form='parquet'.*--format"):
+        schedule(tmp_path / "orders", target(store), spark=spark)
+    assert schedule(tmp_path / "orders", target(store), form="parquet", spark=spark).stored == 3
+
+
+def test_jobs_say_on_spark_s_pages_and_in_metrics_what_they_do(spark: SparkSession, store: StoreAt) -> None:
+    # Given five rows, one of which waits already, one twice, and one cannot be a message
+    store.put("a")
+    rows, seen = frame(spark, "a", "b", "b", "c", ""), [Observation(f"{number}") for number in range(3)]
+    # When they are scheduled, again as another job with all at once, and that again
+    schedule(rows, target(store), observation=seen[0], spark=spark)
+    for observation in seen[1:]:
+        schedule(rows, target(store), atomic="job", run="whole", observation=observation, spark=spark)
+    # Then each has its counts as metrics
+    first, *others = [observation.get for observation in seen]
+    assert first.pop("bytes") > 0
+    assert first == {"rows": 5, "stored": 2, "duplicates": 2, "rejected": 1}
+    assert others == [{"rows": 5, "stored": 0, "duplicates": 4, "rejected": 1, "bytes": None}] * 2
+    # And its Spark jobs a description and a tag, which are gone with it
+    found = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
+    jobs = [found.apply(number) for number in range(found.size())]
+    described = [job.description().get() for job in jobs if job.description().isDefined()]
+    assert (
+        "schedule: delayed messages of sales" in described and "schedule whole: delayed messages of sales" in described
+    )
+    assert spark.getTags() == set()
+    assert spark.sparkContext.getLocalProperty("spark.job.description") is None

@@ -24,7 +24,7 @@ from delayline.spark.cold_tier import (
 )
 from delayline.spark.errors import translated_errors
 from delayline.spark.promote import delete_retired
-from delayline.spark.session import spark_session
+from delayline.spark.session import session_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -84,7 +84,7 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
         merged: list[_Merge] = []
         if groups:
             began = monotonic()
-            merges = _merged(spark or spark_session(), tier, groups, dead)
+            merges = _merged(session_for(spark), tier, groups, dead)
             merged = tier.write(partial(_register, tier=tier, merges=merges, dead=dead, began=began))
         after = sum(1 for merge in merged if merge.into is not None)
         return Compacted(

@@ -24,7 +24,7 @@ from delayline.composition import endpoint_from
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DelaylineError
 from delayline.events import LOGGER_NAME, Event, emit
 from delayline.spark.errors import translated_errors
-from delayline.spark.session import spark_session
+from delayline.spark.session import session_for
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -161,7 +161,7 @@ class Dispatcher:
         return writer.queryName(f"dispatcher {self.name}").trigger(processingTime="1 second").start()
 
     def _prepared(self) -> SparkSession:
-        spark = self._spark or spark_session()
+        spark = session_for(self._spark)
         if str(spark.conf.get(SPECULATION, "false")).strip().lower() == "true":  # as Spark reads it
             raise ConfigurationError(f"{SPECULATION} is on: Spark would run resident tasks twice. Set it to false")
         self._stopping.clear()

@@ -21,7 +21,7 @@ from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.errors import translated_errors
 from delayline.spark.options import StoreOptions, fields_of
 from delayline.spark.reader import arrow_batch
-from delayline.spark.session import activated, spark_session
+from delayline.spark.session import activated, described, session_for
 from delayline.sql.journal import LONGEST_PATH
 
 if TYPE_CHECKING:
@@ -98,11 +98,12 @@ def export(
     store = StoreOptions.of(target.options)
     journal, tasks = JournalExport(store.address, schema=store.schema), min(partitions, store.connections)
     entries = batches = 0
+    session = session_for(spark)
     # Only the present entries: a busy store can write faster than this exports.
     left = sum(run.entries for run in journal.runs(1 << 31))
     while left > 0 and (runs := journal.runs(min(left, entries_at_once))):
-        with translated_errors():
-            _export(store, journal, path, runs, tasks, spark or spark_session())
+        with translated_errors(), described(session, f"export of the journal of {store.table}"):
+            _export(store, journal, path, runs, tasks, session)
         number = sum(run.entries for run in runs)
         entries, batches, left = entries + number, batches + 1, left - number
         progress(entries)
@@ -125,7 +126,7 @@ def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | N
     # An older delayline has recorded a relative path as it was given, from wherever.
     relative = [] if before == folder else [name for name in journal.directories(before) if Path(folder, name).is_dir()]
     directories = relative + journal.directories(folder)
-    spark = spark or spark_session()
+    spark = session_for(spark)
     with translated_errors():
         places = [f"{folder}/{directory}" for directory in directories]
         return spark.read.schema(ENTRIES).parquet(*places) if places else spark.createDataFrame([], ENTRIES)

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
 from delayline.bulk.fingerprint import MODULUS, Fingerprint
-from delayline.bulk.jobs import Job, JobName, JobState, PieceParameters
+from delayline.bulk.jobs import Job, JobName, JobState, PieceCounts, PieceParameters
 from delayline.bulk.ledger import check_input
 from delayline.bulk.pieces import PieceRows
 from delayline.clock import from_microseconds, to_microseconds
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import datetime
 
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, Observation
 
     from delayline.delayed.store import OnConflict
     from delayline.spark.schedule import JobTarget
@@ -50,7 +50,11 @@ ID_HASH: Final = "_delayline_id_hash"
 ROW_HASH: Final = "_delayline_row_hash"
 #: What the hash of an id begins with in a fingerprint: another number than that by which pieces are cut.
 SEED: Final = 7
-NOTHING: Final = "piece INT"
+#: What tasks tell of their transactions, and its sums for `observe`.
+COUNTS: Final = ", ".join(f"{name} LONG" for name in PieceCounts._fields)
+METRICS: Final = {"rows": "stored + duplicates + rejected", **{name: name for name in PieceCounts._fields}}
+#: The name of these sums for listeners of Spark.
+METRICS_NAME: Final = "delayline"
 UNENDED: Final = "the rows of a task ended in the middle of a piece: a task before this one has failed"
 ROW_COLUMNS: Final = (*SOURCE_COLUMNS.names, PIECE, END, ID_HASH, ROW_HASH)
 
@@ -76,13 +80,16 @@ class PieceJob:
         self._on_conflict: OnConflict = on_conflict
         self._store = StoreOptions.of(target.options)
 
-    def run(self, rows: DataFrame, now: datetime, validator: Validator) -> tuple[Job, bool]:
+    def run(
+        self, rows: DataFrame, now: datetime, validator: Validator, observation: Observation | None = None
+    ) -> tuple[Job, bool]:
         """Store the pieces that are missing, and return the job; whether it had ended before.
 
         Args:
             rows: The source.
             now: The server's time, for a job that is new.
             validator: Says which rows cannot be messages.
+            observation: Gets the sums of what the tasks do, unless the job had ended before.
 
         Raises:
             DifferentInput: A job of that name has stored pieces of other rows. Nothing was stored now.
@@ -103,7 +110,7 @@ class PieceJob:
         sent = from_microseconds(job.parameters.now)
         headers = SendHeaders(self._target.sender, content_type(rows, self._columns), sent)
         task = _PieceTask(self._store, job.number, self._on_conflict, validator, headers)
-        ordered.mapInArrow(task.run, NOTHING).toArrow()
+        observed(ordered.mapInArrow(task.run, COUNTS), observation).toArrow()
         return writer.finish(job.number), False
 
     def _cut(self, rows: DataFrame, job: Job) -> DataFrame:
@@ -140,6 +147,17 @@ class PieceJob:
                 "that it has stored have other rows now. Nothing was stored now. Run it with the rows that it began "
                 "with, or give this input a name of its own"
             )
+
+
+def counts_batch(counts: PieceCounts) -> pa.RecordBatch:
+    """Return counts as a row of COUNTS."""
+    return pa.RecordBatch.from_pydict({name: pa.array([count], pa.int64()) for name, count in counts._asdict().items()})
+
+
+def observed(counts: DataFrame, observation: Observation | None) -> DataFrame:
+    """Return the rows of COUNTS; their sums are metrics of the query that reads them."""
+    sums = (F.sum(F.expr(what)).alias(name) for name, what in METRICS.items())
+    return counts.observe(METRICS_NAME if observation is None else observation, *sums)
 
 
 def _inputs(messages: DataFrame) -> dict[int, Fingerprint]:
@@ -187,13 +205,13 @@ class _PieceTask:
     headers: SendHeaders
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Store the pieces; yields nothing."""
+        """Store the pieces; yields what was done, once for each transaction."""
+        yield counts_batch(PieceCounts(0, 0, 0, 0))  # a sum of no rows is unknown
         writer = self.store.pieces()
         for whole in whole_pieces(batches):
             rows = self._checked(whole)
             if rows.inputs:
-                writer.store(self.job, rows, self.on_conflict)
-        yield from ()
+                yield counts_batch(writer.store(self.job, rows, self.on_conflict))
 
     def _checked(self, batch: pa.RecordBatch) -> PieceRows:
         """Return the rows of whole pieces, with the headers of a send; rejected rows and duplicates apart."""

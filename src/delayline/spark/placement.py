@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from datetime import timedelta
 
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, Observation
     from sqlalchemy import Connection, Table
 
     from delayline.backends import MessageSink, MessageWriter
@@ -198,13 +198,16 @@ class Placement:
                 "'raise'"
             )
 
-    def run(self, rows: DataFrame, run: JobName | None, *, batch: int | None = None) -> Placed:
+    def run(
+        self, rows: DataFrame, run: JobName | None, *, batch: int | None = None, observation: Observation | None = None
+    ) -> Placed:
         """Place the rows as a batch of a run. Blocks.
 
         Args:
             rows: the messages, with the columns of `spark.schema`.
             run: the name and version of the job: resumes an earlier attempt, or returns the counts of a committed one.
             batch: the number of a stream's micro-batch; None for a job that is none.
+            observation: gets the sums of what the tasks do, if they commit.
 
         Raises:
             DifferentInput: A job of that name had other rows, or a stream has stored a later batch.
@@ -212,7 +215,7 @@ class Placement:
         """
         self.check()
         job = _Job(self, run, batch)
-        return job.place_pieces(rows) if batch is None and self.in_pieces else job.place(rows)
+        return job.place_pieces(rows, observation) if batch is None and self.in_pieces else job.place(rows)
 
 
 class _Job:
@@ -250,7 +253,7 @@ class _Job:
         """Whether the input may differ when it comes again; Spark repeats a batch of a stream with the same rows."""
         return self._named and self._staging is not None and self._kind is RunKind.JOB
 
-    def place_pieces(self, rows: DataFrame) -> Placed:
+    def place_pieces(self, rows: DataFrame, observation: Observation | None) -> Placed:
         """Let tasks commit the rows in pieces, unless the job has committed before there were pieces."""
         settings = self._settings
         if self._named and self._recorded(Sink.STORE) is not None:
@@ -258,7 +261,7 @@ class _Job:
         pieces = PieceJob(settings.target, settings.columns, settings.on_conflict, self._name, named=self._named)
         now = to_microseconds(self._now)
         validator = self._validator(JobParameters(now, now, {}))
-        job, repeated = pieces.run(rows, self._now, validator)
+        job, repeated = pieces.run(rows, self._now, validator, observation)
         counts = job.committed
         numbers = (counts.stored, 0, 0, counts.duplicates, counts.rejected)
         return Placed(self._run, *numbers, repeated, from_microseconds(job.parameters.now), validator)

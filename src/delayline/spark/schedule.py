@@ -13,7 +13,7 @@ from pyspark import TaskContext
 
 from delayline.backends import BulkRoute, backend_of, schemes_with
 from delayline.bulk.connections import CONNECT_TIMEOUT
-from delayline.bulk.jobs import JobName
+from delayline.bulk.jobs import JobName, PieceCounts
 from delayline.bulk.ledger import check_run
 from delayline.checks import time_span, whole_number
 from delayline.clock import ONE_DAY
@@ -21,14 +21,15 @@ from delayline.errors import ConfigurationError
 from delayline.spark.errors import translated_errors
 from delayline.spark.headers import SendHeaders
 from delayline.spark.options import FORMAT, StoreOptions
-from delayline.spark.placement import Atomic, Placement
-from delayline.spark.session import activated, spark_session
+from delayline.spark.pieces import COUNTS, observed
+from delayline.spark.placement import Atomic, Placed, Placement
+from delayline.spark.session import activated, described, session_for
 from delayline.spark.sources import JDBC, OWN_COLUMNS, Columns, content_type, prepared, read_path, read_table, rejected
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame, Observation, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
 
@@ -173,6 +174,7 @@ def schedule(  # noqa: PLR0913 - the options of a job
     options: Mapping[str, str] | None = None,
     hot_horizon: timedelta = ONE_DAY,
     atomic: Atomic = "piece",
+    observation: Observation | None = None,
     spark: SparkSession | None = None,
 ) -> Scheduled:
     """Schedule every valid row as a delayed message, each once. Blocks.
@@ -208,6 +210,9 @@ def schedule(  # noqa: PLR0913 - the options of a job
         hot_horizon: Messages due later go to the cold tier, if there is any, and never to a broker.
         atomic: `piece`, or `job` for all rows at one instant: for some million rows, as one transaction on one
             connection stores them all, and at most an hour long.
+        observation: Gets the metrics rows, stored, duplicates, rejected and bytes: of a job in pieces as its query's
+            own, which listeners of Spark see too, named `delayline` without an observation. Of other jobs, and of
+            one that is repeated, they are those of the result, without bytes.
         spark: The session for a path; `spark_session()` if None.
 
     Returns:
@@ -233,13 +238,21 @@ def schedule(  # noqa: PLR0913 - the options of a job
         rows = partial(_rows, source, form, options or {}, columns, spark)
         job = Placement(target, columns, on_conflict, hot_horizon, atomic)
         read = rows(numbered=False)
-        activated(read.sparkSession)
-        done = job.run(
-            read, None if run is None else JobName(check_run(run), whole_number("version", version, at_least=0))
-        )
+        session = activated(read.sparkSession)
+        name = None if run is None else JobName(check_run(run), whole_number("version", version, at_least=0))
+        with described(session, f"schedule{'' if name is None else f' {name}'}: delayed messages of {target.sender}"):
+            done = job.run(read, name, observation=observation)
+            if observation is not None and (done.repeated or not job.in_pieces):
+                _observe(session, done, observation)
         bad = rejected(rows(numbered=True), columns, done.now, done.validator)
         counts = (done.stored, done.cold, done.sent, done.duplicates, done.rejected)
         return Scheduled(done.run, *counts, done.repeated, bad)
+
+
+def _observe(spark: SparkSession, done: Placed, observation: Observation) -> None:
+    counts = PieceCounts(done.stored + done.cold + done.sent, done.duplicates, done.rejected, 0)._asdict()
+    result = spark.createDataFrame([tuple({**counts, "bytes": None}.values())], COUNTS)
+    observed(result, observation).toArrow()
 
 
 def schedule_stream(
@@ -333,9 +346,9 @@ def _rows(
     numbered: bool,
 ) -> DataFrame:
     if isinstance(source, str | Path) and form == JDBC:
-        return read_table(spark or spark_session(), str(source), options)
+        return read_table(session_for(spark), str(source), options)
     if isinstance(source, str | Path):
-        return read_path(spark or spark_session(), str(source), form, columns.names, numbered=numbered)
+        return read_path(session_for(spark), str(source), form, columns.names, numbered=numbered)
     if source.isStreaming:
         raise ConfigurationError("the DataFrame is a stream: use schedule_stream()")
     return source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import re
 import shlex
@@ -25,7 +26,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 
 #: The environment variable that names a Spark Connect server, and the scheme of its URL.
@@ -35,6 +36,9 @@ CONNECT: Final = "sc://"
 FOUND_ALREADY: Final = "DATA_SOURCE_ALREADY_EXISTS"
 #: Sessions in which the data source is registered.
 _with_data_source: WeakSet[SparkSession] = WeakSet()
+#: The tag of all operations of jobs, and Spark's name for what a job does.
+TAG: Final = "delayline"
+DESCRIPTION: Final = "spark.job.description"
 #: More than any cluster has slots.
 MANY_ROWS: Final = 1_000_000
 LOOPBACK_ADDRESS: Final = "127.0.0.1"
@@ -127,6 +131,11 @@ def activated(spark: SparkSession) -> SparkSession:
     return registered(spark)
 
 
+def session_for(spark: SparkSession | None) -> SparkSession:
+    """Return the session that a user has given, with the data source, or `spark_session()`."""
+    return spark_session() if spark is None else activated(spark)
+
+
 def registered(spark: SparkSession) -> SparkSession:
     """Register the data source in the session, and return it.
 
@@ -145,6 +154,28 @@ def registered(spark: SparkSession) -> SparkSession:
                 raise
         _with_data_source.add(spark)
     return spark
+
+
+@contextlib.contextmanager
+def described(spark: SparkSession, description: str) -> Iterator[None]:
+    """Describe this thread's Spark jobs on Spark's pages, unless they are, and tag them for `interruptTag`.
+
+    Spark Connect has tags only.
+    """
+    context = None if is_remote() else spark.sparkContext
+    describes = context is not None and context.getLocalProperty(DESCRIPTION) is None
+    tags = TAG not in spark.getTags()
+    if context is not None and describes:
+        context.setLocalProperty(DESCRIPTION, description)
+    if tags:
+        spark.addTag(TAG)
+    try:
+        yield
+    finally:
+        if tags:
+            spark.removeTag(TAG)
+        if context is not None and describes:
+            context.setLocalProperty(DESCRIPTION, None)  # type: ignore[arg-type]
 
 
 def _ship_wheel(spark: SparkSession) -> None:

@@ -10,7 +10,7 @@ import os
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import pyarrow as pa
@@ -38,7 +38,7 @@ from delayline.message import encode_body
 from delayline.spark.options import SOURCE_COLUMNS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from datetime import datetime
 
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -87,7 +87,10 @@ def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[
     """
     form = form or next((kind for ending, kind in ENDINGS.items() if path.rstrip("/").endswith(ending)), None)
     if form not in FILE_FORMATS:
-        raise ConfigurationError(f"the format of {path!r} is unknown: give form='parquet', 'csv' or 'jsonl'")
+        raise ConfigurationError(
+            f"the name of {path!r} does not end in a format ({', '.join(ENDINGS)}): give form='parquet', 'csv' or "
+            "'jsonl' (--format at the command line)"
+        )
     if form == "parquet":
         data = spark.read.parquet(path)
         return data.withColumn(FILE, F.col("_metadata.file_path"))
@@ -100,7 +103,8 @@ def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[
         lines = lines.withColumn(LINE, F.row_number().over(in_file))
     lines = lines.drop(BLOCK) if header is None else lines.drop(BLOCK).where(F.col("value") != header)
     hidden = [name for name in lines.columns if name in OWN_COLUMNS]
-    return lines.where("trim(value) <> ''").select(parsed.alias("row"), *hidden).select("row.*", *hidden)
+    rows = lines.where("trim(value) <> ''").select(parsed.alias("row"), *hidden).select("row.*", *hidden)
+    return rows if header is not None else _with_fields(rows, names)
 
 
 def read_table(spark: SparkSession, table: str, options: Mapping[str, str]) -> DataFrame:
@@ -175,8 +179,25 @@ def _header(lines: DataFrame, path: str) -> str:
 
 
 def _from_json(names: Sequence[str]) -> Column:
-    fields = ", ".join(f"`{name.replace('`', '``')}` STRING" for name in [*names, CORRUPT])
+    wanted = dict.fromkeys([*names, *filter(None, map(_outer, names)), CORRUPT])
+    fields = ", ".join(f"{_quoted(name)} STRING" for name in wanted)
     return F.from_json("value", fields, {"columnNameOfCorruptRecord": CORRUPT})
+
+
+def _outer(name: str) -> str:
+    """Return the key of the object that a name with a dot is a field of; empty without a dot."""
+    outer, dot, _ = name.partition(".")
+    return outer if dot else ""
+
+
+def _with_fields(rows: DataFrame, names: Sequence[str]) -> DataFrame:
+    """Return the rows of JSON with the fields of objects that are named, unless there is a key of the whole name."""
+    for name in names:
+        if outer := _outer(name):
+            steps = "".join(f"['{step}']" for step in name.split(".")[1:])
+            field = F.get_json_object(F.col(_quoted(outer)), f"${steps}")
+            rows = rows.withColumn(name, F.coalesce(F.col(_quoted(name)), field))
+    return rows.drop(*{_outer(name) for name in names}.difference(names, [""]))
 
 
 #: Microseconds in a unit of numbers since 1970.
@@ -262,7 +283,8 @@ def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
 
 def content_type(rows: DataFrame, columns: Columns) -> str:
     """Return the content type that `Endpoint.send` gives to bodies of this type."""
-    kind = next((field.dataType for field in rows.schema if field.name == columns.body), BinaryType())
+    found = _found(rows, columns.body)
+    kind = BinaryType() if found is None else found.kind
     if isinstance(kind, BinaryType):
         return encode_body(b"")[1]
     return encode_body({} if isinstance(kind, MapType | StructType | ArrayType) else "")[1]
@@ -273,7 +295,7 @@ def rejected(rows: DataFrame, columns: Columns, now: datetime, validator: Valida
     raw = [name for name in rows.columns if name not in OWN_COLUMNS]
     visible = F.coalesce(F.col(CORRUPT), _json(raw)) if CORRUPT in rows.columns else _json(raw)
     time = columns.due if columns.delay is None else columns.delay
-    unreadable = F.concat(F.lit(f"{time} cannot be read: "), F.substring(F.col(_quoted(time)).cast("string"), 1, 80))
+    unreadable = F.concat(F.lit(f"{time} cannot be read: "), F.substring(_text(rows, time), 1, 80))
     if CORRUPT in rows.columns:
         unreadable = F.when(F.col(CORRUPT).isNotNull(), F.lit("the line cannot be read")).otherwise(unreadable)
     kept = rows.withColumn(KEPT_COLUMN, visible).withColumn(UNREADABLE_COLUMN, unreadable)
@@ -301,35 +323,72 @@ def _with_reasons(batches: Iterator[pa.RecordBatch], *, validator: Validator) ->
 
 
 def _made(rows: DataFrame, columns: Columns, now: datetime) -> dict[str, Column]:
-    kinds = {field.name: field.dataType for field in rows.schema}
     made = {
-        "id": _text(columns.id, kinds),
-        "destination": F.lit(columns.to) if columns.to else _text(columns.destination, kinds),
-        "due": _due(columns, kinds, now),
-        "headers": _headers(columns.headers, kinds),
-        "body": _body(columns.body, kinds),
+        "id": _text(rows, columns.id),
+        "destination": F.lit(columns.to) if columns.to else _text(rows, columns.destination),
+        "due": _due(rows, columns, now),
+        "headers": _headers(rows, columns.headers),
+        "body": _body(rows, columns.body),
     }
     made |= {field.name: F.lit(None).cast(field.dataType) for field in SOURCE_COLUMNS if field.name not in made}
-    if CORRUPT in kinds:  # no field of a corrupt line can be trusted
+    if CORRUPT in rows.columns:  # no field of a corrupt line can be trusted
         made["id"] = F.when(F.col(CORRUPT).isNull(), made["id"])
         made["due"] = F.when(F.col(CORRUPT).isNull(), made["due"])
     return made
 
 
-def _text(name: str, kinds: dict[str, DataType]) -> Column:
-    if name not in kinds:
+class _Found(NamedTuple):
+    """A column of the source, or a field of one of its structs."""
+
+    path: str
+    """As Spark takes it."""
+    kind: DataType
+
+    @property
+    def values(self) -> Column:
+        return F.col(self.path)
+
+
+def _found(rows: DataFrame, name: str) -> _Found | None:
+    """Return the column or field of that name, in any case unless Spark tells cases apart; None if there is none."""
+    exactly = rows.sparkSession.conf.get("spark.sql.caseSensitive") == "true"
+    found = _in_struct(rows.schema, name)
+    return found if found is not None or exactly else _in_struct(rows.schema, name, str.lower)
+
+
+def _in_struct(schema: StructType, name: str, spelling: Callable[[str], str] = str) -> _Found | None:
+    wanted = spelling(name)
+    for field in schema:
+        path, here = _quoted(field.name), spelling(field.name)
+        if here == wanted:
+            return _Found(path, field.dataType)
+        if isinstance(field.dataType, StructType) and wanted.startswith(f"{here}."):
+            inner = _in_struct(field.dataType, name[len(field.name) + 1 :], spelling)
+            if inner is not None:
+                return _Found(f"{path}.{inner.path}", inner.kind)
+    return None
+
+
+def _needed(rows: DataFrame, name: str) -> _Found:
+    found = _found(rows, name)
+    if found is None:
+        others = ", ".join(column for column in rows.columns if column not in OWN_COLUMNS)
         raise ConfigurationError(
-            f"the source has no column {name!r}, only {', '.join(key for key in kinds if key not in OWN_COLUMNS)}: "
-            "name the right column in Columns(...), or add it"
+            f"the source has no column {name!r}, only {others}: "
+            "name the right column in Columns(...), or add it; order.id is the field id of a struct order"
         )
-    return F.col(_quoted(name)).cast("string")
+    return found
 
 
-def _due(columns: Columns, kinds: dict[str, DataType], now: datetime) -> Column:
+def _text(rows: DataFrame, name: str) -> Column:
+    return _needed(rows, name).values.cast("string")
+
+
+def _due(rows: DataFrame, columns: Columns, now: datetime) -> Column:
     if columns.delay is not None:
-        return _after(columns.delay, kinds, now)
-    _text(columns.due, kinds)
-    kind, due = kinds[columns.due], F.col(_quoted(columns.due))
+        return _after(rows, columns.delay, now)
+    found = _needed(rows, columns.due)
+    kind, due = found.kind, found.values
     if columns.epoch is not None and isinstance(kind, NumericType | StringType):
         return _since_epoch(due, EPOCHS[columns.epoch])
     if columns.time_zone is not None and isinstance(kind, TimestampNTZType | DateType | StringType):
@@ -370,10 +429,10 @@ def _since_epoch(due: Column, factor: int) -> Column:
     return F.timestamp_micros(micros)
 
 
-def _after(name: str, kinds: dict[str, DataType], now: datetime) -> Column:
+def _after(rows: DataFrame, name: str, now: datetime) -> Column:
     """Return the due time of a delay that starts at `now`; null for a negative delay."""
-    _text(name, kinds)
-    kind, delay = kinds[name], F.col(_quoted(name))
+    found = _needed(rows, name)
+    kind, delay = found.kind, found.values
     if isinstance(kind, DayTimeIntervalType):
         return F.when(delay >= F.expr("INTERVAL '0' SECOND"), F.lit(now) + delay)
     if isinstance(kind, NumericType | StringType):
@@ -385,26 +444,28 @@ def _after(name: str, kinds: dict[str, DataType], now: datetime) -> Column:
     )
 
 
-def _headers(name: str, kinds: dict[str, DataType]) -> Column:
-    kind = kinds.get(name)
-    if kind is None:
+def _headers(rows: DataFrame, name: str) -> Column:
+    found = _found(rows, name)
+    if found is None:
         return F.lit(None).cast("string")
-    if isinstance(kind, StringType):
-        return F.col(_quoted(name))
-    if isinstance(kind, MapType | StructType):
-        return F.to_json(_quoted(name))
-    raise ConfigurationError(f"column {name!r} is {kind.simpleString()}: headers are JSON text, a MAP or a STRUCT")
+    if isinstance(found.kind, StringType):
+        return found.values
+    if isinstance(found.kind, MapType | StructType):
+        return F.to_json(found.values)
+    raise ConfigurationError(
+        f"column {name!r} is {found.kind.simpleString()}: headers are JSON text, a MAP or a STRUCT"
+    )
 
 
-def _body(name: str, kinds: dict[str, DataType]) -> Column:
-    kind = kinds.get(name)
-    if kind is None:
+def _body(rows: DataFrame, name: str) -> Column:
+    found = _found(rows, name)
+    if found is None:
         return F.lit(None).cast("binary")
-    if isinstance(kind, BinaryType):
-        return F.col(_quoted(name))
-    if isinstance(kind, MapType | StructType | ArrayType):
-        return F.to_json(_quoted(name)).cast("binary")
-    return F.col(_quoted(name)).cast("string").cast("binary")
+    if isinstance(found.kind, BinaryType):
+        return found.values
+    if isinstance(found.kind, MapType | StructType | ArrayType):
+        return F.to_json(found.values).cast("binary")
+    return found.values.cast("string").cast("binary")
 
 
 def _json(names: list[str]) -> Column:
