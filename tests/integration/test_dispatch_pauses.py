@@ -23,7 +23,10 @@ from delayline import (
     StoredDelivery,
     TransactionMode,
 )
+from delayline.dashboard.model import DueCounts
+from delayline.dashboard.service import EndpointService
 from delayline.delayed.pauses import PAUSES_READ_EVERY
+from delayline.settings import Settings
 from delayline.telemetry.prometheus import PrometheusMetrics
 
 if TYPE_CHECKING:
@@ -216,3 +219,36 @@ async def test_metrics_count_what_is_paused_apart_from_what_is_overdue(
         await endpoint.delayed.resume("billing")
         await eventually_async(lambda: counted("delayline_messages_pending paused", 0), "they have gone")
         assert (await scraped()).get("delayline_dispatch_paused billing", 0) == 0
+
+
+async def test_the_dashboard_counts_what_is_paused_apart_from_what_is_overdue(url: str, operator: Endpoint) -> None:
+    """Given overdue messages of which those for a destination are paused, then the others alone are overdue."""
+    an_hour_ago = datetime.now(UTC) - timedelta(hours=1)
+    await hold(url, 3, "billing")
+    await hold(url, 2, "shipping", an_hour_ago)
+    async with (
+        operator,
+        EndpointService(Settings(endpoint="sales", url=url)) as apart,
+        EndpointService(operator) as own,
+    ):
+
+        async def counted(service: EndpointService) -> tuple[int, int, datetime | None]:
+            now = await service.overview.now()
+            assert isinstance(now.due, DueCounts)
+            return now.due.overdue.count, now.due.paused.count, now.due.earliest
+
+        async def eventually_counted(*counts: object) -> None:
+            async def is_so() -> bool:
+                return await counted(apart) == counts
+
+            await eventually_async(is_so, f"{counts}")
+
+        assert await counted(apart) == (5, 0, PAST)
+        await operator.delayed.pause("billing")
+        await eventually_counted(2, 3, an_hour_ago)
+        assert await counted(own) == (2, 3, an_hour_ago)
+        await operator.delayed.pause()
+        await eventually_counted(0, 5, None)
+        await operator.delayed.resume()
+        await operator.delayed.resume("billing")
+        await eventually_counted(5, 0, PAST)

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 from delayline.dashboard.model import DueCounts, Now, ProcessState, Unavailable
 from delayline.dashboard.overview import _bar, _throughput, highest_drain, rates_of
 from delayline.dashboard.summary import lines
+from delayline.delayed.pauses import DispatchPause
 from delayline.delayed.store import DueBucket
 from delayline.telemetry.history import MinuteRow
 from delayline.telemetry.measurements import LATENESS_BOUNDS
@@ -62,9 +63,15 @@ def test_rates_add_the_processes_up_and_leave_minutes_without_a_row_unknown() ->
     assert found.failed == [0, None, 0, None]
 
 
-def state(*, overdue: int = 0, errors: int = 0, alive: bool = True) -> Now:
+def state(*, overdue: int = 0, paused: int = 0, errors: int = 0, alive: bool = True) -> Now:
     nothing = DueBucket(NOW, None, 0)
-    due = DueCounts(replace(nothing, count=overdue), nothing, nothing, nothing, nothing, NOW - timedelta(hours=1))
+    due = DueCounts(
+        replace(nothing, count=overdue),
+        replace(nothing, count=paused),
+        *(nothing, nothing, nothing, nothing),
+        earliest=NOW - timedelta(hours=1) if overdue else None,
+        pauses=[DispatchPause("billing", NOW)] if paused else [],
+    )
     processes = [ProcessState(row(-2, 5, IN_TIME), alive)]
     unknown = Unavailable("unknown")
     return Now(NOW, due, unknown, unknown, processes, unknown, errors, None)
@@ -77,6 +84,7 @@ def test_the_worst_endpoint_comes_first_and_says_why() -> None:
             ("errors", state(errors=400)),
             ("dead", state(alive=False)),
             ("late", state(overdue=7)),
+            ("held", state(paused=3)),
             ("gone", Unavailable("no answer")),
         ]
     )
@@ -85,8 +93,10 @@ def test_the_worst_endpoint_comes_first_and_says_why() -> None:
         ("dead", "bad"),
         ("gone", "bad"),
         ("errors", "warn"),
+        ("held", "warn"),
         ("well", "good"),
     ]
     assert found[0].state.startswith("overdue for 1 h")
+    assert found[4].state == "paused: dispatching to billing (3 overdue)"
     assert found[1].state.startswith("silent since ")
     assert found[3].state == "400 in the error queue"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import time
 from datetime import UTC, datetime, timedelta
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from wsgiref.util import setup_testing_defaults
 
@@ -13,6 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from delayline import Endpoint, MemoryDelayedMessageStore, MemoryTransport, StoredDelivery
+from delayline.delayed.store import DueBucket, DueForecast
 from delayline.message import Message
 from delayline.observer import Action
 from delayline.telemetry import Measurements, catalog, remembered
@@ -45,8 +45,8 @@ class ForecastStore(MemoryDelayedMessageStore):
         if self.error is not None:
             raise self.error
         assert len(edges) == 4
-        buckets = [SimpleNamespace(count=number, exact=number < 4) for number in range(1, 6)]
-        return SimpleNamespace(buckets=buckets, earliest=self.overdue_since)
+        buckets = [DueBucket(None, None, number, exact=number < 4) for number in range(1, 6)]
+        return DueForecast(buckets, self.overdue_since)
 
 
 def samples(text: str) -> dict[str, dict[frozenset[str], float]]:

@@ -16,6 +16,7 @@ from delayline.delayed.store import DueBucket
 
 if TYPE_CHECKING:
     from delayline.backends import DueBy, DueWithin
+    from delayline.delayed.pauses import DispatchPause
     from delayline.places import MessageMatch
     from delayline.telemetry.history import MinuteRow
     from delayline.transport import QueueLimits
@@ -45,6 +46,9 @@ class DueCounts:
     """How many messages are due when."""
 
     overdue: DueBucket
+    """Those that are not paused."""
+    paused: DueBucket
+    """Overdue, and held back by a pause of dispatching."""
     next_minute: DueBucket
     next_hour: DueBucket
     """From a minute from now to an hour from now."""
@@ -52,7 +56,8 @@ class DueCounts:
     """From an hour from now to a day from now."""
     later: DueBucket
     earliest: datetime | None
-    """The earliest due time; past while a message is overdue."""
+    """The earliest due time of what is not paused; past while a message is overdue."""
+    pauses: Sequence[DispatchPause] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,6 +414,8 @@ class LifeEvent:
     destination: str
     due: datetime | None
     retries: int
+    endpoint: str
+    """The endpoint that it waited in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -450,8 +457,8 @@ class MessageLife:
     """The message, while it waits."""
     failed: ErrorRow | None
     """The message, while it is in the error queue."""
-    queued: Sequence[MessageMatch]
-    """Where it is in queues."""
+    elsewhere: Sequence[MessageMatch]
+    """Where it is in queues, and pending in other endpoints."""
     unsearched: Sequence[UnsearchedPlace]
     """Where it may be besides: places that could not be searched."""
     journal: str | None

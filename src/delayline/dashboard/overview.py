@@ -29,6 +29,7 @@ from delayline.doctor import check_urls, examine_endpoint
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.readable import local
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
+from delayline.telemetry.pending import BUCKETS, due_apart
 from delayline.transport import QueueLimits, SupportsQueueLimits, SupportsQueueLookup
 
 if TYPE_CHECKING:
@@ -191,9 +192,9 @@ class Overview(PageQueries):
     @within_limit
     async def _due_counts(self) -> DueCounts:
         store, now = await forecasting(self.back_ends), await self.back_ends.time()
-        due = await store.due_forecast([now, now + ONE_MINUTE, now + ONE_HOUR, now + ONE_DAY])
-        overdue, minute, hour, day, later = due.buckets
-        return DueCounts(overdue, minute, hour, day, later, due.earliest)
+        due = await due_apart(store, now)
+        overdue, paused, minute, hour, day, later = (due.buckets[name] for name in BUCKETS)
+        return DueCounts(overdue, paused, minute, hour, day, later, due.earliest, due.pauses)
 
     async def _minutes(self, start: datetime, end: datetime, *, scale: int = 1) -> list[MinuteRow]:
         from delayline.telemetry.history import read_minutes

@@ -7,16 +7,20 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
 from delayline.dashboard.model import Now, Unavailable
+from delayline.dashboard.rendering import number
 from delayline.readable import duration, local
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from datetime import datetime
 
+    from delayline.dashboard.model import DueCounts
     from delayline.delayed.store import DueBucket
 
 #: A message that is overdue for longer means that no poller dispatches it.
 LATE: Final = timedelta(seconds=10)
+#: Pauses that a line names.
+PAUSES_NAMED: Final = 3
 #: The kinds of a state, the worst first.
 KINDS: Final = ("bad", "warn", "", "good")
 
@@ -83,6 +87,8 @@ def _reasons(now: Now) -> Iterator[tuple[str, str]]:
         and now.at - now.due.earliest > LATE
     ):
         yield "bad", f"overdue for {duration(now.at - now.due.earliest)}"
+    if not isinstance(now.due, Unavailable) and now.due.pauses:
+        yield "warn", _paused(now.due)
     if isinstance(now.errors, Unavailable):
         yield "bad" if now.errors.temporary else "", "errors are not known"
     elif now.errors:
@@ -91,6 +97,14 @@ def _reasons(now: Now) -> Iterator[tuple[str, str]]:
         paused = [queue.name for queue in now.queues if queue.limits.paused]
         if paused:
             yield "warn", f"paused: {', '.join(paused)}"
+
+
+def _paused(due: DueCounts) -> str:
+    """Return what is not dispatched, and how much of it waits."""
+    named, others = due.pauses[:PAUSES_NAMED], len(due.pauses) - PAUSES_NAMED
+    what = ", ".join(pause.text for pause in named) + (f" and {others:,} more" if others > 0 else "")
+    waiting = number(due.paused.count, about=not due.paused.exact)
+    return f"paused: {what}" + (f" ({waiting} overdue)" if due.paused.count else "")
 
 
 def _of_processes(now: Now) -> Iterator[tuple[str, str]]:

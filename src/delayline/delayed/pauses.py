@@ -75,6 +75,10 @@ class DispatchPauses(Protocol):
         """
         ...
 
+    async def earliest(self) -> datetime | None:
+        """Return the earliest due time of what is not paused now; None if all is, or nothing waits."""
+        ...
+
     async def look(self) -> bool:
         """Read the pauses if it is time for that, and return whether they have changed; for the poller."""
         ...

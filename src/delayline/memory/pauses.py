@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from delayline.delayed.pauses import DispatchPause, Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from datetime import datetime
 
     from delayline.message import DelayedMessage
@@ -21,6 +21,7 @@ class MemoryDispatchPauses:
             paused.
         moved: Gives messages a new due time.
         resumed: Called when messages may leave that were paused.
+        next_due: Returns the earliest due time of what is not paused by destination.
     """
 
     def __init__(
@@ -28,10 +29,12 @@ class MemoryDispatchPauses:
         overdue: Callable[[datetime, str | None], Sequence[DelayedMessage]],
         moved: Callable[[Sequence[DelayedMessage], datetime], None],
         resumed: Callable[[], None],
+        next_due: Callable[[], Awaitable[datetime | None]],
     ) -> None:
         self._overdue = overdue
         self._moved = moved
         self._resumed = resumed
+        self._next_due = next_due
         self._since: dict[str | None, datetime] = {}
         self._seen: frozenset[str | None] = frozenset()
 
@@ -58,6 +61,10 @@ class MemoryDispatchPauses:
         del self._since[destination]
         self._resumed()
         return True
+
+    async def earliest(self) -> datetime | None:
+        """Return the earliest due time of what is not paused."""
+        return None if self.is_whole else await self._next_due()
 
     async def look(self) -> bool:
         """Return whether the pauses have changed since the last look."""

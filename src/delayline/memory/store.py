@@ -53,7 +53,7 @@ class MemoryDelayedMessageStore(InMemory, SingleMessageVerbs):
         #: The order of each group's messages, where groups are served in turn; the group served last is at the end.
         self._groups: dict[str, list[Key]] = {}
         self._schedules = MemoryScheduleRows()
-        self._pauses = MemoryDispatchPauses(self._overdue, self._move, self._wake)
+        self._pauses = MemoryDispatchPauses(self._overdue, self._move, self._wake, self.next_due)
 
     def be_fair(self, fair_by: FairBy) -> None:
         """Serve groups of due messages in turn."""

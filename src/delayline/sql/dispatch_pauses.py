@@ -132,6 +132,15 @@ class SqlDispatchPauses:
         await self._resumed()
         return True
 
+    async def earliest(self) -> datetime | None:
+        """Return the earliest due time of what is not paused now, whatever a poller has seen."""
+        pauses = await self.all()
+        if any(pause.destination is None for pause in pauses):
+            return None
+        statements = self._passing if pauses else self._statements()
+        due = await self._database.read(statements.next_due.one)
+        return None if due is None else self._database.dialect.values.from_due(due)
+
     async def look(self) -> bool:
         """Read the pauses if it is time for that, and return whether they have changed."""
         if time.monotonic() - self._read_at < PAUSES_READ_EVERY:
@@ -143,13 +152,16 @@ class SqlDispatchPauses:
         if paused == self._paused:
             return False
         self._paused = paused
-        claims, statements = self._rows(), self._statements()
-        if paused:
-            table, dialect = statements.table, self._database.dialect
-            statements = StoreStatements(table, dialect, not_paused(table, dialect))
-        claims.use(statements)
+        claims = self._rows()
+        claims.use(self._passing if paused else self._statements())
         claims.stored(EPOCH)  # look from the beginning
         return True
+
+    @cached_property
+    def _passing(self) -> StoreStatements:
+        """The statements that pass over what is paused."""
+        table, dialect = self._statements().table, self._database.dialect
+        return StoreStatements(table, dialect, not_paused(table, dialect))
 
     @cached_property
     def _read(self) -> Prepared:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
 from delayline.delayed.pauses import SupportsDispatchPauses
 from delayline.delayed.store import SupportsDueForecast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
+    from datetime import datetime
 
     from delayline.clock import Clock
-    from delayline.delayed.store import DelayedMessageStore
+    from delayline.delayed.pauses import DispatchPause
+    from delayline.delayed.store import DueBucket
     from delayline.observer import ObservedEndpoint
     from delayline.telemetry.remembered import Question
 
@@ -45,23 +47,42 @@ def pending_question(endpoint: ObservedEndpoint) -> Question[Pending] | None:
     return partial(_count, store, endpoint.clock) if isinstance(store, SupportsDueForecast) else None
 
 
-async def _count(store: SupportsDueForecast, clock: Clock) -> Pending:
-    now = clock.now()
-    pauses = await store.dispatch_pauses.all() if isinstance(store, SupportsDispatchPauses) else ()
+@dataclass(frozen=True, slots=True)
+class DueApart:
+    """Pending messages by the time until they are due, what is paused apart."""
+
+    buckets: Mapping[str, DueBucket]
+    """By the names of `BUCKETS`."""
+    earliest: datetime | None
+    """The earliest due time of what is not paused; None if there is none."""
+    pauses: Sequence[DispatchPause]
+
+
+async def due_apart(store: SupportsDueForecast, now: datetime) -> DueApart:
+    """Count the pending messages of a store."""
+    held_back = store.dispatch_pauses if isinstance(store, SupportsDispatchPauses) else None
+    pauses = () if held_back is None else await held_back.all()
     edges = [now, *(now + end for end in ENDS.values())]
     forecast = await (store.due_forecast(edges, by_destination=True) if pauses else store.due_forecast(edges))
     named = dict(zip(BY_TIME, forecast.buckets, strict=True))
-    numbers = {name: bucket.count for name, bucket in named.items()} | {"paused": 0}
-    estimated = {name for name, bucket in named.items() if not bucket.exact}
-    paused, earliest = frozenset(pause.destination for pause in pauses), forecast.earliest
-    if None in paused:
-        numbers |= {"overdue": 0, "paused": numbers["overdue"]}
-        earliest = None
-    elif paused:
-        held = sum(number for name, number in named["overdue"].destinations.items() if name in paused)
-        numbers |= {"overdue": numbers["overdue"] - held, "paused": held}
-        earliest = await cast("DelayedMessageStore", store).next_due()  # passes over what is paused
-    if paused and "overdue" in estimated:
-        estimated.add("paused")
-    overdue = 0.0 if earliest is None else (now - earliest).total_seconds()
-    return Pending(numbers, frozenset(estimated), max(0.0, overdue), paused)
+    paused, earliest, overdue = {pause.destination for pause in pauses}, forecast.earliest, named["overdue"]
+    held = 0
+    if held_back is not None and paused:
+        earliest = await held_back.earliest()
+        of_paused = (number for name, number in overdue.destinations.items() if name in paused)
+        held = overdue.count if None in paused else sum(of_paused)
+    named["paused"] = replace(overdue, count=held, exact=overdue.exact or not paused)
+    named["overdue"] = replace(overdue, count=overdue.count - held)
+    return DueApart(named, earliest, pauses)
+
+
+async def _count(store: SupportsDueForecast, clock: Clock) -> Pending:
+    now = clock.now()
+    due = await due_apart(store, now)
+    overdue = 0.0 if due.earliest is None else (now - due.earliest).total_seconds()
+    return Pending(
+        {name: bucket.count for name, bucket in due.buckets.items()},
+        frozenset(name for name, bucket in due.buckets.items() if not bucket.exact),
+        max(0.0, overdue),
+        frozenset(pause.destination for pause in due.pauses),
+    )

@@ -1233,8 +1233,10 @@ class StorePauses(StoreFixtures):
             [delayed("b", LATER, destination=f"{name[:-1]}~"), delayed("c", LATER, destination="c")]
         )
         pauses = pausable.dispatch_pauses
+        assert await pauses.earliest() == AT
         assert await pauses.pause(name, AT)
         assert not await pauses.pause(name, LATER)
+        assert await pauses.earliest() == LATER
         assert await pauses.look()
         assert (pauses.is_any, pauses.is_whole) == (True, False)
         assert await pauses.all() == [DispatchPause(name, AT)]
@@ -1257,6 +1259,7 @@ class StorePauses(StoreFixtures):
         pauses = pausable.dispatch_pauses
         await pauses.pause("billing", LATER)
         await pauses.pause(None, AT)
+        assert await pauses.earliest() is None
         assert await pauses.look()
         assert (pauses.is_any, pauses.is_whole) == (True, True)
         assert await pauses.all() == [DispatchPause(None, AT), DispatchPause("billing", LATER)]
