@@ -126,6 +126,15 @@ class SupportsSearch(Protocol):
         ...
 
 
+@runtime_checkable
+class SupportsNeighbourSearch(Protocol):
+    """Capability of stores: look through the messages of the other endpoints that are kept beside theirs."""
+
+    async def neighbour_places(self) -> Sequence[SearchablePlace]:
+        """Return the places, as far as they can be listed."""
+        ...
+
+
 def cannot_have(kind: PlaceKind, wanted: MessageFilter) -> str | None:
     """Return why no message in a place of the kind can fulfil the filter, whichever are there; None if some may."""
     if kind is PlaceKind.JOURNAL and (wanted.checks_headers or wanted.body is not None):

@@ -465,10 +465,7 @@ async def _open_waiting(stack: contextlib.AsyncExitStack, settings: Settings) ->
         places += waiting_places(await stack.enter_async_context(open_pending(settings)), name)
     except DelaylineError as error:
         places.append(ClosedPlace(MessagePlace(PlaceKind.PENDING, name), error))
-    if (url := delays_url(settings)) is not None and url != settings.resolved_store_url:
-        backend = backend_of(url)
-        place = MessagePlace(PlaceKind.PENDING, f"{name} in {backend.native_delays}")
-        places.append(ClosedPlace(place, BackendUnusable(backend.unlisted or "its messages cannot be listed")))
+    places += unlisted_places(settings)
     if settings.timeouts_url is not None and not settings.disable_timeout_manager:
         old = f"{name} in the old timeout manager"
         try:
@@ -493,6 +490,16 @@ async def _open_queues(
             *(ClosedPlace(MessagePlace(PlaceKind.QUEUES, queue), error) for queue in queues or [""]),
             ClosedPlace(MessagePlace(PlaceKind.ERRORS, settings.error_queue), error),
         ]
+
+
+def unlisted_places(settings: Settings) -> list[SearchablePlace]:
+    """Return what a broker holds of the endpoint's delayed messages beside its store, where none can be listed."""
+    url = delays_url(settings)
+    if url is None or url == settings.resolved_store_url:
+        return []
+    backend = backend_of(url)
+    place = MessagePlace(PlaceKind.PENDING, f"{settings.named_endpoint} in {backend.native_delays}")
+    return [ClosedPlace(place, BackendUnusable(backend.unlisted or "its messages cannot be listed"))]
 
 
 def waiting_places(store: object, endpoint: str) -> list[SearchablePlace]:

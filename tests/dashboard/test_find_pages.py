@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
+from datetime import timedelta
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 from urllib.request import urlopen
@@ -11,10 +13,13 @@ import pytest
 from tests.dashboard.browser import Browser, serving
 from tests.dashboard.world import HOSTILE, HOSTILE_ID, fill
 
-from delayline import Message
-from delayline.composition import endpoint_from
+from delayline import Message, MessageFilter
+from delayline.cli.connection import table_groups
+from delayline.composition import endpoint_from, set_up_features
 from delayline.dashboard.finding import MessageFinder
-from delayline.dashboard.model import UnsearchedPlace
+from delayline.dashboard.model import FoundPage, MessageLife, UnsearchedPlace
+from delayline.dashboard.service import EndpointService
+from delayline.places import PlaceKind
 from delayline.spi import TransportOperation
 
 if TYPE_CHECKING:
@@ -69,6 +74,46 @@ def test_a_message_is_found_wherever_it_is(browser: Browser) -> None:
     # Then what was searched is said, where there is nothing
     assert browser.shows("No message matches")
     assert browser.shows("pending messages of sales, queues, error queue error, journal")
+
+
+async def wait_beside(shop: Settings) -> None:
+    """Let a message wait in another endpoint of the database, with a journal."""
+    beside = replace(shop, endpoint="beside")
+    await set_up_features(beside, list(table_groups().values()))
+    async with endpoint_from(beside, polling=False) as endpoint:
+        await endpoint.send("billing", b"the neighbour's", delay=timedelta(hours=1), message_id="of-a-neighbour")
+
+
+def test_a_message_of_another_endpoint_in_the_database_is_found(browser: Browser, shop: Settings) -> None:
+    # Given a message that waits in another endpoint of the same database
+    asyncio.run(wait_beside(shop))
+    # When it is looked for by a word of its body
+    browser.open("/find?where=body%3Dneighbour&in=pending")
+    # Then it is found, and where it waits is said
+    assert browser.shows("1 found")
+    assert browser.shows("pending messages of beside")
+    browser.picture("find-beside")
+    # And its life has its events, of that endpoint
+    browser.follow("of-a-neighbour")
+    assert browser.shows("in pending messages of beside")
+    assert browser.shows("of endpoint beside")
+    browser.picture("life-beside")
+
+
+async def test_an_endpoint_in_this_process_finds_messages_of_others_too(shop: Settings) -> None:
+    # Given an application that mounts the dashboard of its own endpoint
+    await wait_beside(shop)
+    wanted = MessageFilter(message_id="of-a-neighbour")
+    async with endpoint_from(shop, polling=False) as endpoint, EndpointService(endpoint) as service:
+        # When a message of another endpoint is looked for
+        page = await service.find.page(wanted, tuple(PlaceKind), None, 10)
+        life = await service.life.of("of-a-neighbour")
+    # Then it is found, and its life too
+    assert isinstance(page, FoundPage)
+    assert [match.endpoint for match in page.matches if match.place.kind is PlaceKind.PENDING] == ["beside"]
+    assert isinstance(life, MessageLife)
+    assert [str(match.place) for match in life.elsewhere] == ["pending messages of beside"]
+    assert {event.endpoint for event in life.events} == {"beside"}
 
 
 def test_a_wrong_filter_is_said(browser: Browser) -> None:
@@ -131,7 +176,7 @@ def test_a_life_says_all_that_is_known(browser: Browser, monkeypatch: pytest.Mon
     async def unsearched(finder: MessageFinder, message_id: str) -> object:
         return [], [UnsearchedPlace("queues", "gone")]
 
-    monkeypatch.setattr(MessageFinder, "in_queues", unsearched)
+    monkeypatch.setattr(MessageFinder, "elsewhere", unsearched)
     browser.open("/life?id=nowhere")
     assert browser.shows("queues: gone")
     assert "Nothing is known" not in browser.text

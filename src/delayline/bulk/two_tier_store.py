@@ -32,6 +32,7 @@ from delayline.message import in_utc
 from delayline.places import MessagePlace, PlaceKind, PlacePage, pending_match
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
+from delayline.sql.schema import STORE_SUFFIX
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transactions import EnlistedTransaction
 
@@ -116,6 +117,14 @@ class TwoTierStore(SqlDelayedMessageStore):
             *of_tables(endpoint),
             SearchedColdTier(endpoint, self.find_cold),
         ]
+        of_neighbours = self.neighbour_places
+
+        async def with_cold_tiers() -> Sequence[SearchablePlace]:
+            places = await of_neighbours()
+            names = [each.place.name for each in places]
+            return [*places, *(SearchedColdTier(name, partial(self.find_cold, endpoint=name)) for name in names)]
+
+        self.neighbour_places: Callable[[], Awaitable[Sequence[SearchablePlace]]] = with_cold_tiers
 
     async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
         """Delete a waiting message, in the files by looking through all their ids."""
@@ -157,9 +166,9 @@ class TwoTierStore(SqlDelayedMessageStore):
         hot = await super().find(message_id, body_limit=body_limit)
         return await self._find_in(snapshot, message_id, body_limit) if hot is None else hot
 
-    async def find_cold(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
-        """Return the message with that id in the files, or None."""
-        return await self._find_in(await self._snapshot(), message_id, body_limit)
+    async def find_cold(self, message_id: str, *, body_limit: int, endpoint: str | None = None) -> FoundMessage | None:
+        """Return the message with that id in the files, or None; in those of another endpoint if one is given."""
+        return await self._find_in(await self._snapshot(endpoint), message_id, body_limit)
 
     async def _find_in(self, snapshot: CatalogSnapshot, message_id: str, body_limit: int) -> FoundMessage | None:
         if not snapshot.files:
@@ -321,8 +330,11 @@ class TwoTierStore(SqlDelayedMessageStore):
         rows = self._folder.rows(snapshot.files, snapshot.dead, destination)
         return [message_of(row, in_utc) for row in islice(rows, number)]
 
-    async def _snapshot(self) -> CatalogSnapshot:
+    async def _snapshot(self, endpoint: str | None = None) -> CatalogSnapshot:
         catalog = self._catalog
+        if endpoint is not None:
+            table = self._database.dialect.catalog.store_table(f"{endpoint}{STORE_SUFFIX}", self._schema)
+            catalog = ColdFiles(self._database.dialect, table)
 
         def read(connection: Connection) -> CatalogSnapshot:
             if not catalog.exist(connection):

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
     from delayline.places import MessageMatch
     from delayline.searching import PlaceNote
     from delayline.settings import Settings
-
-    JournalEntry = tuple[datetime, str, str, datetime, int]
+    from delayline.sql.journal import MessageEvent
 
 MOST: Final = 2**31 - 1
 
@@ -117,28 +116,26 @@ async def _searched(
     return matches, search
 
 
-async def _events(settings: Settings, matches: list[MessageMatch]) -> list[tuple[str, JournalEntry]]:
-    """Return what the journal has of the messages that it knows, by endpoint, earliest first."""
-    events: list[tuple[str, JournalEntry]] = []
-    for known in matches:
-        if known.place.kind is PlaceKind.JOURNAL and (name := known.endpoint) is not None:
-            from delayline.sql.journal import events_of
-            from delayline.sql.store import SqlDelayedMessageStore
+async def _events(settings: Settings, matches: list[MessageMatch]) -> list[MessageEvent]:
+    """Return what the journal has of the message, earliest first."""
+    name = next((known.endpoint for known in matches if known.place.kind is PlaceKind.JOURNAL), None)
+    if name is None:
+        return []
+    from delayline.sql.journal import events_of
+    from delayline.sql.store import SqlDelayedMessageStore
 
-            is_named = name == settings.endpoint
-            of_endpoint = settings if is_named else replace(settings, endpoint=name, table_name=None)
-            async with open_store(of_endpoint) as store:
-                if isinstance(store, SqlDelayedMessageStore):
-                    look = partial(events_of, store=store.table_of(name).name, message_id=known.id)
-                    events += [(name, entry) for entry in await store.read_tables(look) or ()]
-    return events
+    of_endpoint = settings if name == settings.endpoint else replace(settings, endpoint=name, table_name=None)
+    async with open_store(of_endpoint) as store:
+        if not isinstance(store, SqlDelayedMessageStore):
+            return []
+        return await store.read_tables(partial(events_of, message_id=matches[0].id)) or []
 
 
 def _show(
     screen: Screen,
     matches: list[MessageMatch],
     search: Search,
-    events: list[tuple[str, JournalEntry]] | None = None,
+    events: list[MessageEvent] | None = None,
 ) -> None:
     now = datetime.now(UTC)
     if matches:
@@ -146,7 +143,7 @@ def _show(
         screen.table(columns, [_row(match, now) for match in matches])
     searched = ", ".join(map(str, search.searched))
     if events:
-        cells = [(local(at), event, name, queue, local(due), tries) for name, (at, event, queue, due, tries) in events]
+        cells = [(local(at), event, name, queue, local(due), tries) for at, event, queue, due, tries, name in events]
         screen.table(("at", "event", "endpoint", "destination", "due", "retries"), cells)
     screen.echo(f"{len(matches)} found" if matches else f"no message found in {searched or 'any place'}")
     for match in matches[:1] if len(matches) == 1 else ():
@@ -166,14 +163,12 @@ def _show(
             "not_searched": list(map(_note, search.unsearched)),
             "position": None if search.position is None else str(search.position),
         }
-        | ({} if events is None else {"life": [_event(name, entry) for name, entry in events]})
+        | ({} if events is None else {"life": list(map(_event, events))})
     )
 
 
-def _event(name: str, entry: JournalEntry) -> dict[str, object]:
-    at, event, destination, due, retries = entry
-    known = {"at": at.isoformat(), "event": event, "endpoint": name, "destination": destination}
-    return {**known, "due": due.isoformat(), "retries": retries}
+def _event(entry: MessageEvent) -> dict[str, object]:
+    return entry._asdict() | {"at": entry.at.isoformat(), "due": entry.due.isoformat()}
 
 
 def further(match: MessageMatch) -> str | None:

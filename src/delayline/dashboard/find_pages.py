@@ -44,7 +44,15 @@ class FindPages(Frame):
     async def more(self, request: Request) -> Response:
         """Send what a search finds as it goes on."""
         context = await self._found(request)
-        return HTMLResponse(self._fragment(request, "find_more.html", endpoint=self._service(request).name, **context))
+        return HTMLResponse(
+            self._fragment(
+                request,
+                "find_more.html",
+                endpoint=self._service(request).name,
+                endpoints=list(self._services),
+                **context,
+            )
+        )
 
     async def _found(self, request: Request) -> dict[str, Any]:
         """Return what the templates need of a search."""

@@ -44,7 +44,7 @@ class MessageLives(PageQueries):
             waiting = await self._search.find(message_id)
         except DelaylineError as error:
             unsearched.append(UnsearchedPlace(f"pending messages of {self.back_ends.name}", str(error)))
-        queued, unknown = await self._finder.in_queues(message_id)
+        elsewhere, unknown = await self._finder.elsewhere(message_id)
         try:
             failed = await self._failed.find(message_id)
         except DelaylineError as error:
@@ -54,7 +54,7 @@ class MessageLives(PageQueries):
             events,
             None if waiting is None else row_of(waiting),
             None if failed is None else error_row(failed),
-            queued,
+            elsewhere,
             [*unsearched, *unknown],
             no_journal,
         )
@@ -67,8 +67,7 @@ class MessageLives(PageQueries):
             return [], str(error)
         from delayline.sql.journal import events_of
 
-        name = store.table_of(self.back_ends.name).name
-        entries = await store.read_tables(partial(events_of, store=name, message_id=message_id))
+        entries = await store.read_tables(partial(events_of, message_id=message_id))
         if entries is None:
             return [], "no journal is kept: set journal = true and run delayline setup"
         return [LifeEvent(*entry) for entry in entries], None

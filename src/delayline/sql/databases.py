@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 from weakref import WeakValueDictionary
 
-from sqlalchemy import create_engine, event, inspect
+from sqlalchemy import create_engine, event
 from sqlalchemy.engine import URL, Engine
 from sqlalchemy.exc import DisconnectionError, InvalidatePoolError, InvalidRequestError
 
@@ -21,7 +21,7 @@ from delayline.errors import ConfigurationError, DelaylineError, MissingExtra
 from delayline.sql import transaction_names
 from delayline.sql.deadlines import checked_timeout
 from delayline.sql.engine_limits import EngineLimits
-from delayline.sql.schema import STORE_SUFFIX
+from delayline.sql.schema import endpoint_names
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.sessions import PING_AFTER
 from delayline.sql.setup import RequiredTables, version_findings
@@ -122,8 +122,7 @@ async def endpoints(url: str, *, schema: str | None = None) -> Sequence[str]:
     await database.open()
     try:
         name = database.dialect.catalog.schema_of(schema)
-        tables = await database.read(lambda connection: inspect(connection).get_table_names(schema=name))
-        return sorted(table.removesuffix(STORE_SUFFIX) for table in tables if table.endswith(STORE_SUFFIX))
+        return await database.read(lambda connection: endpoint_names(connection, name))
     finally:
         await database.close()
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from enum import StrEnum
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import (
     BigInteger,
@@ -38,6 +38,7 @@ from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.sql import schema
 from delayline.sql.prepared import Prepared
+from delayline.sql.schema import STORE_SUFFIX
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -295,10 +296,21 @@ class StoreJournal:
 MOST_EVENTS: Final = 500
 
 
+class MessageEvent(NamedTuple):
+    """An entry of a message."""
+
+    at: datetime
+    event: str
+    destination: str
+    due: datetime
+    retries: int
+    endpoint: str
+
+
 def events_of(
-    connection: Connection, dialect: Dialect, schema: str | None, store: str, message_id: str
-) -> list[tuple[datetime, str, str, datetime, int]] | None:
-    """Return the entries of a message, earliest first: time, event, destination, due time, retries.
+    connection: Connection, dialect: Dialect, schema: str | None, message_id: str
+) -> list[MessageEvent] | None:
+    """Return the entries of a message in all endpoints of the schema, earliest first.
 
     None if no store of the schema has ever kept a journal. Without an index by id, all entries are read.
     """
@@ -306,10 +318,11 @@ def events_of(
     if not inspect(connection).has_table(entries.name, schema=entries.schema):
         return None
     columns = entries.c
-    query = select(columns.at, columns.event, columns.destination, columns.due, columns.retries)
-    query = query.where(columns.id == message_id, columns.store == store).order_by(columns.seq).limit(MOST_EVENTS)
+    query = select(columns.at, columns.event, columns.destination, columns.due, columns.retries, columns.store)
+    query = query.where(columns.id == message_id).order_by(columns.seq).limit(MOST_EVENTS)
     time = dialect.values.from_due
     rows = connection.execute(query)
     return [
-        (time(at), event, destination, time(due), max(0, int(retries))) for at, event, destination, due, retries in rows
+        MessageEvent(time(at), event, queue, time(due), max(0, int(retries)), store.removesuffix(STORE_SUFFIX))
+        for at, event, queue, due, retries, store in rows
     ]

@@ -22,6 +22,7 @@ from sqlalchemy import (
     String,
     Table,
     Text,
+    inspect,
 )
 from sqlalchemy.dialects import mssql, mysql, postgresql
 
@@ -33,7 +34,7 @@ from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from sqlalchemy import Executable
+    from sqlalchemy import Connection, Executable
     from sqlalchemy.types import TypeEngine
 
     from delayline.delayed.columns import StoredColumn
@@ -85,6 +86,17 @@ def text(length: int) -> TypeEngine[str]:
 OWN_PREFIX: Final = "delayline_"
 #: How the default table name of a delayed message store ends, after the endpoint's name; a timeout manager's likewise.
 STORE_SUFFIX: Final = ".timeouts"
+
+
+def endpoint_names(connection: Connection, schema: str | None) -> list[str]:
+    """Return the endpoints whose tables of delayed messages have their usual names.
+
+    Args:
+        connection: A connection.
+        schema: The schema as the product has it; None for the connection's own.
+    """
+    tables = inspect(connection).get_table_names(schema=schema)
+    return sorted(table.removesuffix(STORE_SUFFIX) for table in tables if table.endswith(STORE_SUFFIX))
 
 
 class ProductTables(Protocol):

@@ -29,7 +29,7 @@ from delayline.places import (
     queued_match,
 )
 from delayline.sql.journal import journal_tables
-from delayline.sql.schema import STORE_SUFFIX
+from delayline.sql.schema import STORE_SUFFIX, endpoint_names
 from delayline.sql.set_pages import content_conditions, fitting, waiting_conditions
 from delayline.sql.statements import DIRTY
 
@@ -282,6 +282,24 @@ class SearchedStore(SearchedTable):
             match = pending_match(self.place, DelayedMessage(message, destination or "", due), int(size or 0))
             matches.append((tuple(row[:keys]), match))
         return matches
+
+
+async def neighbours_of(database: Database, schema: str | None, own: Table) -> list[SearchedStore]:
+    """Return the pending messages of the other endpoints in a schema, as far as their tables have their usual names.
+
+    Args:
+        database: The database.
+        schema: The schema of the tables, as the user has given it.
+        own: The table that is left out.
+    """
+    catalog = database.dialect.catalog
+    names = await database.read(lambda connection: endpoint_names(connection, catalog.schema_of(schema)))
+    tables = {name: catalog.store_table(f"{name}{STORE_SUFFIX}", schema) for name in names}
+    return [
+        SearchedStore(database, name, lambda table=table: table)  # type: ignore[misc]
+        for name, table in tables.items()
+        if table.name != own.name
+    ]
 
 
 class SearchedQueues(SearchedTable):

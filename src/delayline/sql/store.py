@@ -35,13 +35,13 @@ from delayline.sql.prepared import Prepared
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schedules import SCHEDULES, SqlScheduleRows
 from delayline.sql.schema import EVERY_RIGHT, OWN_PREFIX, QUEUES, STORE_SUFFIX, TO_WRITE, in_order
-from delayline.sql.searched_tables import SearchedJournal, SearchedStore
+from delayline.sql.searched_tables import SearchedJournal, SearchedStore, neighbours_of
 from delayline.sql.setup import RequiredTables
 from delayline.sql.statements import check_size, queue_channel, store_channel, store_statements
 from delayline.sql.transport import SqlTransport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Awaitable, Callable, Sequence
     from datetime import datetime
 
     from sqlalchemy import Connection, Engine, Executable, Table
@@ -162,6 +162,10 @@ class SqlDelayedMessageStore(StoreOnDatabase, SingleMessageVerbs):
             SearchedJournal(self._database, self._schema),
         ]
         """Returns an endpoint's messages, and the journal, to be looked through."""
+        self.neighbour_places: Callable[[], Awaitable[Sequence[SearchablePlace]]] = lambda: neighbours_of(
+            self._database, self._schema, self._statements.table
+        )
+        """Returns the messages of the other endpoints in the schema, to be looked through."""
         self.dispatch_pauses: SqlDispatchPauses = SqlDispatchPauses(
             self._database,
             self._schema,
