@@ -13,7 +13,7 @@ from tests.eventually import eventually_async
 
 import delayline.telemetry.history
 from delayline import DelayedMessage, Endpoint, Message, StoredDelivery
-from delayline.composition import endpoint_from
+from delayline.composition import endpoint_from, set_up_features
 from delayline.dashboard.model import Unavailable
 from delayline.dashboard.service import EndpointService
 from delayline.doctor import Finding, State, Thresholds, examine_endpoint
@@ -22,7 +22,8 @@ from delayline.memory import MemoryDelayedMessageStore, MemoryTransport
 from delayline.settings import Settings
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.databases import database_at
-from delayline.telemetry.history import MinuteHistory, MinuteRow, decoded, encoded, minutes_table, read_minutes
+from delayline.telemetry.history import MINUTES, MinuteHistory, MinuteRow, decoded, encoded, minutes_table, read_minutes
+from delayline.telemetry.measurements import LATENESS_BOUNDS
 from delayline.testing import ManualClock
 
 if TYPE_CHECKING:
@@ -235,6 +236,42 @@ async def test_the_dashboard_shows_rates_lateness_and_processes(tmp_path: Path) 
     assert forecast.drain_rate == 10.0
     assert [bar.capacity for bar in forecast.bars][1] == 18_000
     assert not any(bar.exceeds for bar in forecast.bars)
+
+
+async def test_rows_of_a_hundred_processes_are_all_in_the_pictures(tmp_path: Path) -> None:
+    # Given a hundred processes that have dispatched 10 messages each, 3 of them late, in each minute of four hours
+    settings = Settings(endpoint="sales", url=f"sqlite:///{tmp_path / 'delayline.db'}")
+    await set_up_features(settings, [MINUTES])
+    async with endpoint_from(settings, polling=False):
+        pass
+    start = datetime.now(UTC).replace(second=0, microsecond=0) - 4 * HOUR
+    late = [7, *([0] * (len(LATENESS_BOUNDS) - 1)), 3]
+    minute = MinuteRow("", start, 1, start, dispatched=10, handled=9, failed=1, lateness={"billing": late})
+    content, first = encoded(minute), int(start.timestamp()) // 60
+    rows = [
+        {"endpoint": "sales", "scale": 1, "minute": first + passed, "process": f"p{process}", "content": content}
+        for passed in range(240)
+        for process in range(100)
+    ]
+
+    def put(connection: Connection) -> None:
+        connection.execute(minutes_table().insert(), rows)
+
+    database = database_at(settings.url)
+    await database.open()
+    await database.write(put)
+    await database.close()
+    # When the pictures are asked for, twice
+    async with EndpointService(settings, time_limit=600) as service:
+        for _ in range(2):
+            rates, lateness = await service.overview.rates(), await service.overview.lateness("6 hours")
+            # Then each minute has the work of all processes
+            assert not isinstance(rates, Unavailable)
+            assert [number for number in rates.dispatched if number is not None] == [1000] * 240
+            assert [number for number in rates.failed if number is not None] == [100] * 240
+            assert not isinstance(lateness, Unavailable)
+            assert sum(map(sum, lateness.counts)) == 240_000
+            assert sum(column[-1] for column in lateness.counts) == 72_000
 
 
 async def written(url: str, now: datetime, minutes: int) -> bool:

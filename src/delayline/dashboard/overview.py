@@ -12,6 +12,7 @@ from delayline import error_queue
 from delayline.clock import EPOCH, ONE_DAY, ONE_HOUR, ONE_MINUTE
 from delayline.dashboard.back_ends import PageQueries, refuse_memory, unavailable, within_limit
 from delayline.dashboard.live import Shared
+from delayline.dashboard.minutes import MINUTE_ROWS, NO_HISTORY, MinuteSums, rows_of
 from delayline.dashboard.model import (
     DueCounts,
     Forecast,
@@ -74,10 +75,6 @@ LATENESS_SPANS: Final[Mapping[str, tuple[timedelta, timedelta]]] = {
     "week": (timedelta(days=7), timedelta(hours=3)),
     "month": (timedelta(days=30), timedelta(hours=12)),
 }
-NO_HISTORY: Final = (
-    "no process of this endpoint has written minute rows: set history = true, or add MinuteHistory to its observers"
-)
-MINUTE_ROWS: Final = "this is made of minute rows, which are"
 NO_BACKLOG: Final = "no backlog was dispatched in the last day, so what the endpoint can dispatch is not known"
 #: A backlog was dispatched in a minute with so many messages at least, if most of them were late by more than this.
 BACKLOG_A_MINUTE: Final = 500
@@ -92,6 +89,7 @@ class Overview(PageQueries):
     def __init__(self, back_ends: BackEnds, levels: DelayLevels) -> None:
         super().__init__(back_ends)
         self._levels = levels
+        self._sums = MinuteSums(back_ends)
         self._day = Shared(self._rows_of_day, DAY_KEPT, back_ends.clock)
 
     async def now(self) -> Now:
@@ -150,9 +148,9 @@ class Overview(PageQueries):
         end = EPOCH + -(-(now - EPOCH) // step) * step
         start = end - -(-length // step) * step
         hour = EPOCH + (now - EPOCH) // ONE_HOUR * ONE_HOUR
-        rows = await self._minutes(max(start, hour) if step >= ONE_HOUR else start, end)
+        rows = await self._sums.between(max(start, hour) if step >= ONE_HOUR else start, end)
         if step >= ONE_HOUR:
-            rows += await self._minutes(start, hour, scale=60)
+            rows += await self._sums.between(start, hour, scale=60)
         columns = (end - start) // step
         counts = [[0] * (len(LATENESS_BOUNDS) + 1) for _ in range(columns)]
         names: set[str] = set()
@@ -196,29 +194,18 @@ class Overview(PageQueries):
         overdue, paused, minute, hour, day, later = (due.buckets[name] for name in BUCKETS)
         return DueCounts(overdue, paused, minute, hour, day, later, due.earliest, due.pauses)
 
-    async def _minutes(self, start: datetime, end: datetime, *, scale: int = 1) -> list[MinuteRow]:
-        from delayline.telemetry.history import read_minutes
-
-        name = self.back_ends.name
-        rows = await self.back_ends.sql_store(MINUTE_ROWS).read_tables(
-            lambda connection, _, schema: read_minutes(connection, schema, name, start, end, scale=scale)
-        )
-        if rows is None:
-            raise ConfigurationError(NO_HISTORY)
-        return rows
-
     async def _rows_of_day(self) -> list[MinuteRow]:
         self.back_ends.sql_store(MINUTE_ROWS)
         now = await self.back_ends.time()
-        return await self._minutes(now - ONE_DAY, now + ONE_MINUTE)
+        return await self._sums.between(now - ONE_DAY, now + ONE_MINUTE)
 
     @within_limit
     async def _recent(self) -> tuple[datetime, list[MinuteRow]]:
         self.back_ends.sql_store(MINUTE_ROWS)  # says so where there can be no rows, before a store is opened
         now = await self.back_ends.time()
-        rows = await self._minutes(now - HALF_AN_HOUR, now + ONE_MINUTE)
+        rows = await rows_of(self.back_ends, now - HALF_AN_HOUR, now + ONE_MINUTE)
         for scale, span in zip((1, 60), SILENT_WITHIN, strict=True):
-            rows = rows or await self._minutes(now - span, now + ONE_MINUTE, scale=scale)
+            rows = rows or await rows_of(self.back_ends, now - span, now + ONE_MINUTE, scale=scale)
         return now, rows
 
     @within_limit

@@ -50,7 +50,7 @@ SCALES: Final = (1, 60)
 DELETED_AT_ONCE: Final = 240
 #: The most bytes of a row's content that are read.
 LARGEST_CONTENT: Final = 4_000_000
-#: Decoded rows that are kept: a day's of eight processes, for pages that read them again and again. About 40 MB.
+#: Decoded rows that are kept: two hours' of a hundred processes, for pages that read them again and again. About 40 MB.
 ROWS_KEPT: Final = 12_000
 
 
