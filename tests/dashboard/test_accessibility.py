@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Final
 
 import pytest
 from tests.dashboard.browser import serving
 
-from delayline import Headers, Message
+from delayline import Headers, Message, MessageFilter, SqlDelayedMessageStore
+from delayline.actions import OperatorAction, SetPreview, SetRequest
 from delayline.composition import endpoint_from
+from delayline.opening import open_pending
 from delayline.settings import Settings
 from delayline.spi import TransportOperation
 
@@ -80,6 +82,41 @@ def test_fifty_waiting_messages_are_a_few_stops_of_the_tab_key(browser: Browser)
     browser.driver.execute_script("document.querySelector('.rows-hint .skip').focus()")
     browser.driver.switch_to.active_element.send_keys(ENTER, TAB)
     assert browser.driver.switch_to.active_element.text == "Send now"
+
+
+async def interrupted(settings: Settings, number: int) -> None:
+    """Begin jobs whose processes have ended."""
+    async with open_pending(settings) as store:
+        assert isinstance(store, SqlDelayedMessageStore)
+        log = store.action_log("sales")
+        for each in range(number):
+            request = SetRequest(OperatorAction.CANCEL, MessageFilter(destination=f"queue-{each}"))
+            await log.begin(request, SetPreview(1, datetime.now(UTC), 1), actor="ana")
+
+
+def test_jobs_are_one_stop_of_the_tab_key_and_stay_so_while_the_page_lives(browser: Browser, tmp_path: Path) -> None:
+    # Given twenty jobs that can be resumed or stopped
+    asyncio.run(interrupted(Settings(endpoint="sales", url=f"sqlite:///{tmp_path / 'shop.db'}"), 20))
+    browser.open("/jobs")
+    assert browser.shows("queue-19")
+    buttons = browser.all("table[data-rows] button")
+    assert len(buttons) == 40
+    # When one goes to the third row
+    browser.driver.execute_script("arguments[0].focus()", buttons[0])
+    browser.driver.switch_to.active_element.send_keys(DOWN)
+    browser.driver.switch_to.active_element.send_keys(DOWN)
+    focused = "return [...document.querySelectorAll('table[data-rows] button')].indexOf(document.activeElement)"
+    assert browser.driver.execute_script(focused) == 4
+    # Then it is the stop, also after updates of the page
+    stops = "return [...document.querySelectorAll('table[data-rows] button')].map((each) => each.tabIndex).join('')"
+    expected = "".join("00" if row == 2 else "-1-1" for row in range(20))
+    assert browser.driver.execute_script(stops) == expected
+    browser.driver.execute_script(
+        "window.updates = 0; document.addEventListener('htmx:sse:after:message', () => { window.updates += 1; })"
+    )
+    browser.until(lambda: browser.driver.execute_script("return window.updates") >= 2)
+    assert browser.driver.execute_script(stops) == expected
+    assert browser.driver.execute_script(focused) == 4
 
 
 def test_placeholders_are_read_in_light_and_dark(browser: Browser) -> None:

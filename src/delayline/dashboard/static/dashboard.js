@@ -28,22 +28,34 @@ function remember() {
   }
 }
 
-// The rows of a list are one stop of the Tab key: arrow keys go from row to row.
-for (const table of document.querySelectorAll("table[data-rows]")) {
-  const rows = [...table.tBodies[0].rows].map((row) => [...row.querySelectorAll("a, input, button")]).filter((row) => row.length);
-  const reach = (row) => rows.forEach((controls) => controls.forEach((control) => { control.tabIndex = controls === row ? 0 : -1; }));
-  if (rows.length) reach(rows[0]);
-  table.addEventListener("focusin", (event) => {
-    const row = rows.find((controls) => controls.includes(event.target));
-    if (row) reach(row);
-  });
-  table.addEventListener("keydown", (event) => {
-    const at = rows.findIndex((controls) => controls.includes(event.target));
-    const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: rows.length - 1 }[event.key];
-    if (at < 0 || to === undefined || !rows[to]) return;
-    event.preventDefault();
-    rows[to][Math.min(rows[at].indexOf(event.target), rows[to].length - 1)].focus();
-  });
+// The rows of a list are one stop of the Tab key: arrow keys go from row to row. An update keeps the row.
+const reached = new WeakMap();
+function rowsOf(table) {
+  const controls = "a, button, summary, input:not([type=hidden])";
+  return [...table.tBodies[0].rows].map((row) => [...row.querySelectorAll(controls)]).filter((row) => row.length);
+}
+function reach(table, rows, place) {
+  const at = Math.min(Math.max(place, 0), rows.length - 1);
+  reached.set(table, at);
+  rows.forEach((controls, row) => controls.forEach((control) => { control.tabIndex = row === at ? 0 : -1; }));
+}
+function rove() {
+  for (const table of document.querySelectorAll("table[data-rows]")) {
+    const known = reached.has(table), rows = rowsOf(table);
+    reach(table, rows, reached.get(table) || 0);
+    if (known) continue;
+    table.addEventListener("focusin", (event) => {
+      const rows = rowsOf(table), at = rows.findIndex((controls) => controls.includes(event.target));
+      if (at >= 0) reach(table, rows, at);
+    });
+    table.addEventListener("keydown", (event) => {
+      const rows = rowsOf(table), at = rows.findIndex((controls) => controls.includes(event.target));
+      const to = { ArrowDown: at + 1, ArrowUp: at - 1, Home: 0, End: rows.length - 1 }[event.key];
+      if (at < 0 || to === undefined || !rows[to]) return;
+      event.preventDefault();
+      rows[to][Math.min(rows[at].indexOf(event.target), rows[to].length - 1)].focus();
+    });
+  }
 }
 
 // Live parts: a button pauses them; a lost connection shows.
@@ -111,9 +123,9 @@ function show(place, known) {
   if (place.hidden || !place.clientWidth) return;
   if (known.chart) known.chart.setData(known.points); else known.chart = chart(place, known.points);
 }
-remember();
-draw();
-document.addEventListener("htmx:sse:after:message", () => { remember(); draw(); });
+function renew() { remember(); rove(); draw(); }
+renew();
+document.addEventListener("htmx:sse:after:message", renew);
 addEventListener("resize", () => {
   for (const [id, one] of charts) if (one.chart) one.chart.setSize(size(document.getElementById(id)));
 });
