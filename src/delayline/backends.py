@@ -12,7 +12,7 @@ from datetime import timedelta
 from enum import StrEnum
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, ClassVar, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol, runtime_checkable
 
 from delayline.checks import full_scheme
 from delayline.clock import ONE_SECOND
@@ -90,6 +90,15 @@ class DueWithin:
 
     span: timedelta
     count: int
+
+
+@runtime_checkable
+class SupportsNativeCount(Protocol):
+    """Capability of a delayed delivery: count the messages that wait in the back end itself."""
+
+    async def count_pending(self) -> Sequence[DueWithin]:
+        """Return how many messages wait there, of all endpoints."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

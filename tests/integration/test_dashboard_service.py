@@ -158,7 +158,7 @@ async def test_delay_levels_are_counted_and_unsupported_features_have_a_reason(r
         )
         edited = await service.errors.edit("e0", headers={"Fixed": "yes"}, body=b"{}", actor="ann")
         [retried] = await service.errors.retry(["e1"], actor="ann")
-        late = await service.overview.now()
+        late, listed = await service.overview.now(), await service.schedules.all()
     # Then the levels are counted
     assert isinstance(now.levels, LevelForecast)
     assert isinstance(levels, LevelForecast)
@@ -177,6 +177,16 @@ async def test_delay_levels_are_counted_and_unsupported_features_have_a_reason(r
     assert [one.count for one in groups.groups] == [2]
     assert (edited.done, retried.done) == (True, True), (edited, retried)
     assert late.errors == 0
+    # And an application's own endpoint has the same levels, and says the same of schedules
+    async with endpoint_from(settings) as endpoint, EndpointService(endpoint, time_limit=20) as mounted:
+        own = (await mounted.overview.now()).levels
+        schedules = await mounted.schedules.all()
+    assert isinstance(own, LevelForecast)
+    assert own.total == 3
+    assert mounted.levels.alone
+    for reason in (schedules, listed):
+        assert isinstance(reason, Unavailable)
+        assert reason.reason.startswith("schedules are kept in a delayed message store, and this endpoint has none")
 
 
 async def test_missing_rights_make_their_own_part_unavailable(

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from datetime import datetime, timedelta
 
     from delayline.clock import Clock
+    from delayline.delayed.delivery import DelayedDelivery
     from delayline.endpoint import Endpoint
     from delayline.sql.store import SqlDelayedMessageStore
     from delayline.transport import SupportsQueueManagement, Transport
@@ -77,6 +78,11 @@ class BackEnds:
             await asyncio.wait(tasks, timeout=self._time_limit)
         self._store = self._transport = None
         await self._closing.aclose()
+
+    @property
+    def delivery(self) -> DelayedDelivery | None:
+        """The delayed delivery of an endpoint of this process; None for settings, and without any."""
+        return None if self._endpoint is None else self._endpoint.delayed_delivery
 
     @property
     def delayed_at(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from delayline.backends import backend_of, due_by
+from delayline.backends import SupportsNativeCount, backend_of, due_by
 from delayline.composition import delays_url
 from delayline.dashboard.back_ends import PageQueries, within_limit
 from delayline.dashboard.live import Shared
@@ -26,9 +26,12 @@ class DelayLevels(PageQueries):
 
     def __init__(self, back_ends: BackEnds) -> None:
         super().__init__(back_ends)
-        settings = back_ends.settings
+        settings, delivery = back_ends.settings, back_ends.delivery
         self._url = None if settings is None else delays_url(settings)
-        self.alone: bool = settings is not None and self._url == settings.resolved_store_url
+        counts: object = delivery
+        self._delivery = counts if isinstance(counts, SupportsNativeCount) else None
+        without_store = delivery is not None and delivery.store is None
+        self.alone: bool = without_store if settings is None else self._url == settings.resolved_store_url
         """Whether delayed messages wait in levels only."""
         self._counts = Shared(self._counted, COUNTS_KEPT, back_ends.clock)
 
@@ -45,4 +48,6 @@ class DelayLevels(PageQueries):
         return LevelForecast(sum(level.count for level in levels), levels, due_by(levels, spans))
 
     async def _counted(self) -> Sequence[DueWithin]:
+        if self._delivery is not None:
+            return await self._delivery.count_pending()
         return () if self._url is None else await backend_of(self._url).count_pending(self._url)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delayline.actions import OperatorAction
+from delayline.backends import backend_of
 from delayline.dashboard.back_ends import PageQueries, within_limit
 from delayline.dashboard.model import ActionOutcome
 from delayline.delayed.schedules import Schedules, scheduled
@@ -60,4 +61,17 @@ class RecurringMessages(PageQueries):
         return await self._actions.each(action, [name], actor, change)
 
     async def _schedules(self) -> Schedules:
+        if (place := self._without_store()) is not None:
+            raise ConfigurationError(
+                f"schedules are kept in a delayed message store, and this endpoint has none: its delayed messages wait "
+                f"in {place}. Give it a database as store_url, such as sqlite:///delayline.db"
+            )
         return Schedules(scheduled(await self.back_ends.store()), await self.back_ends.store_clock())
+
+    def _without_store(self) -> str | None:
+        """Return where delayed messages wait, in words, if in no store."""
+        settings, delivery = self.back_ends.settings, self.back_ends.delivery
+        if settings is None:
+            return type(delivery).__name__ if delivery is not None and delivery.store is None else None
+        backend = backend_of(settings.resolved_store_url)
+        return None if settings.timeout_manager else backend.native_delays

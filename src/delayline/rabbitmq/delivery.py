@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from datetime import datetime
 
+    from delayline.backends import DueWithin
     from delayline.clock import Clock
     from delayline.delayed.delivery import StoredDelivery
     from delayline.delayed.host import DeliveryHost
@@ -111,6 +112,13 @@ class DelayLevelDelivery:
     def levels(self) -> DelayInfrastructure:
         """The exchanges and queues that messages wait in."""
         return self._levels
+
+    async def count_pending(self) -> Sequence[DueWithin]:
+        """Return how many messages are in each level."""
+        from delayline.rabbitmq.admin.operations import due_within, pending
+
+        _, transport = self._parts()
+        return due_within(await pending(transport.address, self._levels))
 
     def bind(self, host: DeliveryHost) -> None:
         """Belong to that endpoint. Raises ConfigurationError when its transport is not RabbitMQTransport."""
