@@ -144,6 +144,7 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     ],
     "spark_audit": [("seconds", "<", 15)],
     "spark_promote": [("ratio", ">=", 0.70), ("an hour of ten times the tier, times slower", "<=", 1.2)],
+    "spark_cold_ids": [("times the CPU", "<=", 1.3)],
     "spark_cold_backlog": [("times slower", "<=", 1.05), ("later by ms", "<", 1)],
     "azure_spread": [("lateness p99 ms", "<", 1500), ("early", "<=", 0)],
     "azure_burst": [("ratio", ">=", 3)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import statistics
 import time
 from datetime import UTC, datetime, timedelta
@@ -15,6 +16,7 @@ import pyarrow.parquet as pq
 from benchmarks.bare import BODY, HEADERS
 from benchmarks.common import DESTINATION, NAME, ROUNDS, Figures, endpoint_on, lateness, scaled
 from benchmarks.on_server import BURST, drain_rate
+from benchmarks.processes import cpu_of
 from benchmarks.servers import postgresql
 from delayline import SqlDelayedMessageStore
 
@@ -58,6 +60,40 @@ async def spark_cold_backlog(folder: Path) -> Figures:
         "times slower": empty["dispatch /s"] / full["dispatch /s"],
         "later by ms": full["lateness p50 ms"] - empty["lateness p50 ms"],
     }
+
+
+async def spark_cold_ids(folder: Path) -> Figures:
+    """Ten rows of a job with a cold tier beside 1 000 000 in files and in PostgreSQL, against beside nothing."""
+    return await asyncio.to_thread(_few_ids, folder)
+
+
+def _few_ids(folder: Path) -> Figures:
+    from delayline.spark import JobTarget, schedule, spark_session
+
+    spark, rows = spark_session("local[2]"), scaled(ROWS)
+    _write(folder / "far.parquet", rows, hours=24 * 30)
+    _write(folder / "hot.parquet", rows, hours=24 * 30, begin=1)
+    with postgresql() as [url]:
+        asyncio.run(SqlDelayedMessageStore(url).setup_infrastructure(NAME))
+        target, turn = JobTarget(url, endpoint=NAME, cold_tier=str(folder / "cold")), 0
+
+        def few() -> float:
+            nonlocal turn
+            turn += 1
+            ids = [f"few {turn} {number}" for number in range(10)]
+            data = {"id": ids, "destination": [DESTINATION] * 10, "due": [FIRST] * 10}
+            began = cpu_of(os.getpid())
+            assert schedule(spark.createDataFrame(pa.table(data)), target, spark=spark).cold == 10
+            return cpu_of(os.getpid()) - began
+
+        few()  # warms up
+        alone = statistics.median(few() for _ in range(ROUNDS))
+        assert schedule(folder / "far.parquet", target, spark=spark).cold == rows
+        hot = JobTarget(url, endpoint=NAME)
+        assert schedule(folder / "hot.parquet", hot, spark=spark).stored == rows
+        beside = statistics.median(few() for _ in range(ROUNDS))
+    spark.stop()
+    return {"ten rows, CPU s": beside, "beside nothing, CPU s": alone, "times the CPU": beside / alone}
 
 
 async def _looks(url: str, prefix: str) -> Figures:

@@ -9,14 +9,19 @@ from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import pytest
 from sqlalchemy import update
+from tests.eventually import eventually
 from tests.spark.stores import DUE, frame
 from tests.spark.test_failures import in_java, in_python, once
 from tests.spark.tiers import FIRST, HOUR, spread
 
 from delayline import ConfigurationError, DelaylineError, DuplicateMessage
+from delayline.bulk.cold_folder import ColdFolder
 from delayline.bulk.writer import BulkWriter
 from delayline.errors import BackendUnusable
 from delayline.spark import JobTarget, Promoted, promote, promote_every, promote_stream
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
+    from sqlalchemy import Connection
     from tests.spark.tiers import Tiers
 
 NUMBER = 2000
@@ -328,3 +334,95 @@ def test_usage_errors_are_reported_in_one_line(spark: SparkSession, tiers: Tiers
     with pytest.raises(BackendUnusable, match="name the tier's folder"):
         promote(elsewhere, horizon=DUE + HOUR - datetime.now(UTC), spark=spark)
     assert tiers.promote(DUE + HOUR).stored == 1
+
+
+def spoiled(files: list[Path]) -> dict[Path, bytes]:
+    """Make files unreadable, and return what they had."""
+    before = {file: file.read_bytes() for file in files}
+    for file in files:
+        file.write_bytes(b"not Parquet")
+    return before
+
+
+def test_the_ids_of_a_job_cost_what_it_writes(spark: SparkSession, tiers: Tiers) -> None:
+    # Given messages in both tiers
+    tiers.schedule(spread(spark, 10_000, hours=3))
+    tiers.schedule(spread(spark, 5000, hours=3, prefix="hot"), hot_horizon=timedelta(days=100_000))
+    with psycopg.connect(tiers.url, autocommit=True) as admin:
+        admin.execute('ANALYZE "sales.timeouts"')
+        # When some more come, of which a few wait already, while no file can be read
+        before = spoiled(tiers.files())
+        read_before = rows_read(admin)
+        done = tiers.schedule(
+            frame(spark, *[f"new{number}" for number in range(10)], "m1", "m9999", "hot7", "m1"), run="more"
+        )
+        # Then it is known without the files, and few rows of the store were read
+        assert (done.cold, done.duplicates) == (10, 4)
+        eventually(lambda: rows_read(admin) - read_before >= 1)
+        assert rows_read(admin) - read_before < 1000
+    # And a message that is in one file is found while the others cannot be read
+    [place] = [path for path, content in before.items() if has_id(content, "m17")]
+    place.write_bytes(before[place])
+    assert tiers.cancel("m17") is Outcome.DONE
+    assert tiers.cancel("m17") is Outcome.NOT_PENDING
+    assert tiers.cancel("nobody") is Outcome.NOT_PENDING
+
+
+def rows_read(admin: psycopg.Connection[Any]) -> int:
+    """Return how many rows of the store have been read in its whole life."""
+    row = admin.execute(
+        "SELECT coalesce(sum(seq_tup_read + coalesce(idx_tup_fetch, 0)), 0) FROM pg_stat_user_tables "
+        "WHERE relname = 'sales.timeouts'"
+    ).fetchone()
+    return 0 if row is None else int(row[0])
+
+
+def has_id(content: bytes, message_id: str) -> bool:
+    return message_id in pq.read_table(pa.BufferReader(content), columns=["id"]).column(0).to_pylist()
+
+
+def test_compaction_merges_the_indexes_of_ids(spark: SparkSession, tiers: Tiers) -> None:
+    # Given the messages of two jobs, one cancelled, and files whose ids were never indexed, as an older delayline's are
+    tiers.schedule(spread(spark, 100, hours=3))
+    tiers.schedule(spread(spark, 100, hours=3, prefix="old"))
+    tiers.cancel("m1")
+    unindex(tiers, "old")
+    assert tiers.cancel("old1") is Outcome.DONE
+    tiers.promote(FIRST + HOUR)
+    # When they are merged
+    assert tiers.compact().before > 0
+    # Then there is a single index, which has all ids
+    snapshot = tiers.tier.read(tiers.tier.catalog.ids_snapshot)
+    assert (len(snapshot.indexes), snapshot.others) == (1, [])
+    assert snapshot.indexes[0].entries == len(set(tiers.ids()) - set(tiers.hot.ids()))
+    again = spread(spark, 100, hours=3).union(spread(spark, 100, hours=3, prefix="old"))
+    assert tiers.schedule(again).duplicates == 198
+    # And each can be cancelled, wherever it is, but for those that are
+    outcomes = {key: tiers.cancel(key) for key in ("m5", "old5", "m6", "old6")}
+    assert set(outcomes.values()) == {Outcome.DONE}
+    tiers.compact()
+    assert {tiers.cancel(key) for key in outcomes} == {Outcome.NOT_PENDING}
+
+
+def unindex(tiers: Tiers, prefix: str) -> None:
+    """Take the ids of files out of the index."""
+    tables, folder = tiers.tier.catalog.tables, ColdFolder(str(tiers.folder))
+    files, _ = tiers.tier.files()
+    names = [file.name for file in files if next(folder.batches(file)).column("id")[0].as_py().startswith(prefix)]
+
+    def change(connection: Connection) -> None:
+        connection.execute(update(tables.files).where(tables.files.c.name.in_(names)).values(indexed=None))
+        indexes = tiers.tier.catalog.ids_snapshot(connection).indexes
+        ours = [
+            index.name
+            for index in indexes
+            if pc.all(
+                pc.is_in(
+                    folder.ids_of_buckets(index.name, 0, 255).column("file").cast(pa.string()),
+                    value_set=pa.array(names),
+                )
+            ).as_py()
+        ]
+        tiers.tier.catalog.retire_ids(connection, ours)
+
+    tiers.tier.write(change)

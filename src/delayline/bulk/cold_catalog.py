@@ -10,9 +10,25 @@ from collections import defaultdict
 from datetime import timedelta
 from enum import StrEnum
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import BigInteger, Column, Index, MetaData, String, Table, delete, func, insert, inspect, select, update
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    delete,
+    func,
+    insert,
+    inspect,
+    literal,
+    select,
+    update,
+)
 
 from delayline.clock import from_microseconds
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
@@ -23,11 +39,15 @@ from delayline.sql.setup import RequiredTables
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from sqlalchemy import Connection, Select
+    from sqlalchemy import ColumnElement, Connection, Row, Select
 
     from delayline.sql.dialect import Dialect
 
 LONGEST_COLD_FILE_NAME: Final = 64
+#: In place of a due hour: the folder of the indexes of ids, which is no part of the table for readers of Parquet.
+IDS_FOLDER: Final = "_ids"
+#: Parts of all hashes of ids, by their first byte.
+BUCKETS: Final = 256
 MICROS_A_HOUR: Final = 3_600_000_000  # microseconds
 #: How long obsolete files are kept: a reader may still use them.
 OBSOLETE_FILES_KEPT_FOR: Final = timedelta(days=1)
@@ -54,6 +74,35 @@ class ColdFile(NamedTuple):
     max_due: int
     destinations: Mapping[str, int]
     """Number of messages by destination; not filled in by `list_files`."""
+    ids: str | None = None
+    """The index that its ids were written to; not filled in by `list_files`."""
+
+
+class IdsFile(NamedTuple):
+    """An index of ids: a file of hashes, see `delayline.bulk.cold_ids`."""
+
+    name: str
+    entries: int
+    first_bucket: int
+    last_bucket: int
+
+
+class IdsSnapshot(NamedTuple):
+    """Where ids have to be looked for, at a moment."""
+
+    indexes: list[IdsFile]
+    others: list[ColdFile]
+    """Files whose ids are in none of the indexes: those of an older delayline."""
+
+
+class Whereabouts(NamedTuple):
+    """What has become of messages in files."""
+
+    held: dict[str, ColdFile]
+    dead: dict[str, set[str]]
+    """By file: which of the ids that were asked for are cancelled."""
+    merged: set[str]
+    """The files whose messages are in other files now."""
 
 
 class ColdTables:
@@ -78,7 +127,23 @@ class ColdTables:
             Column("min_due", BigInteger, nullable=False),
             Column("max_due", BigInteger, nullable=False),
             Column("changed", DUE, nullable=False),
+            # Since revision 2: 1 if its ids are in the indexes, NULL for files of older code.
+            Column("indexed", Integer),
             Index("delayline_cold_files_order", "store", "state", "min_due"),
+        )
+        #: The indexes of ids; since revision 2.
+        self.ids: Table = Table(
+            "delayline_cold_ids",
+            metadata,
+            Column("name", text(LONGEST_COLD_FILE_NAME), primary_key=True),
+            Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), nullable=False),
+            Column("state", text(16), nullable=False),
+            Column("entries", BigInteger, nullable=False),
+            Column("first_bucket", Integer, nullable=False),
+            Column("last_bucket", Integer, nullable=False),
+            Column("max_due", BigInteger, nullable=False),  # of all of its files: when it is needed no more
+            Column("changed", DUE, nullable=False),
+            Index("delayline_cold_ids_order", "store", "state"),
         )
         self.counts: Table = Table(
             "delayline_cold_counts",
@@ -98,7 +163,7 @@ class ColdTables:
     @property
     def all(self) -> list[Table]:
         """All tables; the catalog's own last, so that where it is, all are."""
-        return [self.tiers, self.counts, self.tombstones, self.files]
+        return [self.tiers, self.counts, self.tombstones, self.ids, self.files]
 
 
 @lru_cache(maxsize=64)
@@ -107,7 +172,7 @@ def cold_tables(schema: str | None = None) -> ColdTables:
     return ColdTables(schema)
 
 
-COLD_TIER: Final = register(TableGroup("cold_tier", lambda _, schema: cold_tables(schema).all))
+COLD_TIER: Final = register(TableGroup("cold_tier", lambda _, schema: cold_tables(schema).all, revision=2))
 
 
 class ColdFiles:
@@ -143,6 +208,7 @@ class ColdFiles:
                 "messages": file.messages,
                 "min_due": file.min_due,
                 "max_due": file.max_due,
+                "indexed": None if file.ids is None else 1,
             }
             for file in files
         ]
@@ -154,16 +220,89 @@ class ColdFiles:
         if rows:
             connection.execute(insert(self.tables.files).values(changed=self._dialect.values.in_seconds(0)), rows)
             connection.execute(insert(self.tables.counts), counts)
+        for name, some in groupby(sorted(files, key=lambda file: file.ids or ""), lambda file: file.ids):
+            if name is not None:
+                indexed = list(some)
+                entries = sum(file.messages for file in indexed)
+                index = IdsFile(name, entries, 0, BUCKETS - 1)
+                self.register_ids(connection, [index], max(file.max_due for file in indexed))
+
+    def register_ids(self, connection: Connection, indexes: Sequence[IdsFile], max_due: int) -> None:
+        """Look for ids in these indexes too, from now on.
+
+        Args:
+            connection: In the transaction that registers their files, or retires the indexes that they replace.
+            indexes: The files of hashes.
+            max_due: When the last of their messages is due, in microseconds since 1970.
+        """
+        known = {"store": self._store, "state": FileState.HELD.value, "max_due": max_due}
+        rows = [{**index._asdict(), **known} for index in indexes]
+        if rows:
+            connection.execute(insert(self.tables.ids).values(changed=self._dialect.values.in_seconds(0)), rows)
+
+    def ids_snapshot(self, connection: Connection) -> IdsSnapshot:
+        """Return where ids have to be looked for: the files of the indexes are kept for a day from now on."""
+        if not self._has_ids(connection):
+            return IdsSnapshot([], self.list_files(connection))
+        columns, files = self.tables.ids.c, self.tables.files.c
+        query = select(*(columns[name] for name in IdsFile._fields))
+        held = query.where(columns.store == self._store, columns.state == FileState.HELD.value)
+        indexes = [IdsFile(*row) for row in connection.execute(held.order_by(columns.name))]
+        return IdsSnapshot(indexes, self._list(connection, files.indexed.is_(None)))
+
+    def whereabouts(self, connection: Connection, ids: Mapping[str, Iterable[str]]) -> Whereabouts:
+        """Return what has become of messages; ids: what was looked for, by the file in which it was."""
+        files, tombstones = self.tables.files.c, self.tables.tombstones.c
+        held: dict[str, ColdFile] = {}
+        dead: dict[str, set[str]] = defaultdict(set)
+        merged: set[str] = set()
+        listed = [files[name] for name in ColdFile._fields[:5]]
+        for names in _parts(sorted(ids)):
+            for row in connection.execute(select(*listed, files.state).where(files.name.in_(names))):
+                if row.state == FileState.HELD:
+                    held[row.name] = _cold_file(row)
+                if row.state == FileState.COMPACTED:
+                    merged.add(row.name)
+        for name in held:
+            for some in _parts(ids[name]):
+                asked = (tombstones.file == name, tombstones.id.in_(some))
+                dead[name].update(connection.execute(select(tombstones.id).where(*asked)).scalars())
+        return Whereabouts(held, dict(dead), merged)
+
+    def lock_ids(self, connection: Connection, names: Iterable[str]) -> set[str]:
+        """Lock indexes against changes by other processes, and return those that are in use still."""
+        columns = self.tables.ids.c
+        locked: set[str] = set()
+        for some in _parts(sorted(names)):
+            query = select(columns.name).where(columns.name.in_(some), columns.state == FileState.HELD.value)
+            locked |= set(connection.execute(query.order_by(columns.name).with_for_update()).scalars())
+        return locked
+
+    def retire_ids(self, connection: Connection, names: Sequence[str]) -> None:
+        """Set the state of indexes whose entries are in others."""
+        changes = {"state": FileState.COMPACTED.value, "changed": self._dialect.values.in_seconds(0)}
+        for some in _parts(names):
+            connection.execute(update(self.tables.ids).where(self.tables.ids.c.name.in_(some)).values(changes))
+
+    def retire_old_ids(self, connection: Connection) -> None:
+        """Set the state of indexes all of whose messages have been promoted."""
+        if not self._has_ids(connection):
+            return
+        earliest, columns = self.earliest(connection), self.tables.ids.c
+        mine = (columns.store == self._store, columns.state == FileState.HELD.value)
+        old = () if earliest is None else (columns.max_due < earliest,)
+        names = connection.execute(select(columns.name).where(*mine, *old)).scalars().all()
+        self.retire_ids(connection, names)
+
+    def mark_indexed(self, connection: Connection, names: Iterable[str]) -> None:
+        """Record that the ids of the files are in an index now."""
+        columns = self.tables.files.c
+        for some in _parts(names):
+            connection.execute(update(self.tables.files).where(columns.name.in_(some)).values(indexed=1))
 
     def list_files(self, connection: Connection, *, until: int | None = None) -> list[ColdFile]:
         """Return the files with messages due not after `until`, all where None; earliest first."""
-        columns = self.tables.files.c
-        query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
-        query = query.where(columns.store == self._store, columns.state == FileState.HELD.value)
-        if until is not None:
-            query = query.where(columns.min_due <= until)
-        rows = connection.execute(query.order_by(columns.min_due, columns.name))
-        return [ColdFile(*row, {}) for row in rows]
+        return self._list(connection, *([] if until is None else [self.tables.files.c.min_due <= until]))
 
     def buried(self, connection: Connection, names: Sequence[str]) -> dict[str, dict[str, str]]:
         """Return the cancelled messages of the files: by file, the destination by id."""
@@ -230,29 +369,50 @@ class ColdFiles:
         due = connection.execute(query).scalar()
         return None if due is None else int(due)
 
-    def retired(self, connection: Connection) -> list[ColdFile]:
-        """Return the files that have been obsolete for a day."""
-        columns = self.tables.files.c
-        query = select(columns.name, columns.due_hour, columns.messages, columns.min_due, columns.max_due)
+    def retired(self, connection: Connection) -> list[tuple[str, str]]:
+        """Return the files that have been obsolete for a day, as `ColdFolder.delete` takes them."""
+        files, ids = self.tables.files.c, self.tables.ids.c
         long_ago = self._dialect.values.in_seconds(-int(OBSOLETE_FILES_KEPT_FOR.total_seconds()))
-        mine = columns.store == self._store, columns.state != FileState.HELD.value, columns.changed < long_ago
-        return [ColdFile(*row, {}) for row in connection.execute(query.where(*mine))]
+
+        def of(columns: Any, folder: Any) -> list[tuple[str, str]]:  # noqa: ANN401 - columns
+            mine = (columns.store == self._store, columns.state != FileState.HELD.value, columns.changed < long_ago)
+            return [(name, place) for name, place in connection.execute(select(columns.name, folder).where(*mine))]
+
+        indexes = of(ids, literal(IDS_FOLDER)) if self._has_ids(connection) else []
+        return [*of(files, files.due_hour), *indexes]
 
     def forget(self, connection: Connection, names: Sequence[str]) -> None:
         """Forget files that are deleted."""
         for some in _parts(names):
-            connection.execute(delete(self.tables.files).where(self.tables.files.c.name.in_(some)))
+            for table in (self.tables.files, self.tables.ids) if self._has_ids(connection) else (self.tables.files,):
+                connection.execute(delete(table).where(table.c.name.in_(some)))
 
     def known(self, connection: Connection) -> set[str]:
         """Return the names of all files, whatever has become of them."""
+        tables = (self.tables.files, self.tables.ids) if self._has_ids(connection) else (self.tables.files,)
+        queries = [select(table.c.name).where(table.c.store == self._store) for table in tables]
+        return {name for query in queries for name in connection.execute(query).scalars()}
+
+    def _has_ids(self, connection: Connection) -> bool:
+        """Whether the tables are those of revision 2."""
+        return inspect(connection).has_table(self.tables.ids.name, schema=self.tables.ids.schema)
+
+    def _list(self, connection: Connection, *conditions: ColumnElement[bool]) -> list[ColdFile]:
         columns = self.tables.files.c
-        return set(connection.execute(select(columns.name).where(columns.store == self._store)).scalars())
+        query = select(*(columns[name] for name in ColdFile._fields[:5]))
+        mine = (columns.store == self._store, columns.state == FileState.HELD.value, *conditions)
+        rows = connection.execute(query.where(*mine).order_by(columns.min_due, columns.name))
+        return [_cold_file(row) for row in rows]
 
     def _by_hour(self, table: Table, number: Any) -> Select[Any]:  # noqa: ANN401 - an aggregate
         files = self.tables.files
         query = select(files.c.due_hour, table.c.destination, number).join(table, table.c.file == files.c.name)
         query = query.where(files.c.store == self._store, files.c.state == FileState.HELD.value)
         return query.group_by(files.c.due_hour, table.c.destination)
+
+
+def _cold_file(row: Row[Any]) -> ColdFile:
+    return ColdFile(row.name, row.due_hour, row.messages, row.min_due, row.max_due, {})
 
 
 def hour_of(due: int) -> str:

@@ -18,7 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from delayline.bulk.cold_catalog import MICROS_A_HOUR, ColdFile, hour_of
+from delayline.bulk.cold_catalog import IDS_FOLDER, MICROS_A_HOUR, ColdFile, hour_of
 from delayline.delayed.columns import BULK_NAMES
 from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
 from delayline.masking import masked
@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     import pyarrow as pa
+    import pyarrow.parquet as pq
+    from numpy.typing import NDArray
 
+    from delayline.bulk.cold_ids import IdHashes
     from delayline.delayed.columns import StoredRow
 
 ROWS_AT_ONCE: Final = 10_000
@@ -37,6 +40,10 @@ ROWS_A_FILE: Final = 250_000
 #: Hadoop's names of S3, as Spark users write them.
 S3: Final = re.compile(r"^s3[an]://")
 FILE_SUFFIX: Final = ".parquet"
+#: Of Parquet too, but not of messages.
+IDS_SUFFIX: Final = ".ids"
+#: A writer's ids at most in memory, 24 bytes each.
+IDS_AT_ONCE: Final = 4_000_000
 
 
 class FoundFile(NamedTuple):
@@ -134,6 +141,62 @@ class ColdFolder:
             each = (self._rows(file, dead.get(file.name, ()), destination) for file in some)
             yield from heapq.merge(*each, key=attrgetter("due", "id"))
 
+    def write_ids(self, entries: pa.Table) -> str:
+        """Write an index of ids, which are in the order of their hashes; return its name."""
+        import pyarrow.parquet as pq
+
+        from delayline.bulk.cold_ids import IDS_A_GROUP
+
+        name, (system, root) = self.new_name(), self._place
+        with self._plainly(f"write to {self.path}"):
+            system.create_dir(f"{root}/{IDS_FOLDER}", recursive=True)
+            address = self._address(name, IDS_FOLDER)
+            pq.write_table(
+                entries, address, filesystem=system, row_group_size=IDS_A_GROUP, use_dictionary=["file"],
+                compression="zstd", compression_level=1,
+            )  # fmt: skip
+            self.settle(name, IDS_FOLDER)
+        return name
+
+    def ranges_of_ids(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the lowest and the highest hash of each group of an index."""
+        import numpy as np
+
+        with self._ids(name) as source:
+            found = [source.metadata.row_group(number).column(0).statistics for number in range(source.num_row_groups)]
+        lowest, highest = ([getattr(group, edge) for group in found] for edge in ("min", "max"))
+        return np.array(lowest, np.uint64), np.array(highest, np.uint64)
+
+    def ids_of_group(self, name: str, number: int, columns: Sequence[str]) -> pa.Table:
+        """Return the entries of a group of an index."""
+        with self._ids(name) as source:
+            return source.read_row_group(number, columns=list(columns))
+
+    def ids_of_buckets(self, name: str, first: int, last: int) -> pa.Table:
+        """Return the entries of an index in these buckets, the last one included."""
+        import pyarrow as pa
+
+        from delayline.bulk.cold_ids import BUCKET_SHIFT, SCHEMA
+
+        lowest, highest = self.ranges_of_ids(name)
+        buckets = lowest >> BUCKET_SHIFT, highest >> BUCKET_SHIFT
+        groups = ((buckets[0] <= last) & (buckets[1] >= first)).nonzero()[0].tolist()
+        with self._ids(name) as source:
+            entries = source.read_row_groups(groups, columns=SCHEMA.names) if groups else SCHEMA.empty_table()
+        found = entries.column("high").to_numpy() >> BUCKET_SHIFT
+        return entries.filter(pa.array((found >= first) & (found <= last)))
+
+    @contextlib.contextmanager
+    def _ids(self, name: str) -> Iterator[pq.ParquetFile]:
+        import pyarrow.parquet as pq
+
+        address, (system, _) = self._address(name, IDS_FOLDER), self._place
+        with (
+            self._plainly(f"read {name} of {self.path}"),
+            pq.ParquetFile(address, filesystem=system, read_dictionary=["file"]) as source,
+        ):
+            yield source
+
     def find(self, files: Sequence[ColdFile], message_id: str) -> dict[str, StoredRow]:
         """Return the message of that id in each of the files that have it: looks through the ids of all of them."""
         import pyarrow.dataset as ds
@@ -162,17 +225,18 @@ class ColdFolder:
         with self._plainly(f"look through {self.path}"):
             infos = system.get_file_info(FileSelector(root, recursive=True, allow_not_found=True))
         for info in infos:
-            name, hour = info.base_name.removesuffix(FILE_SUFFIX), Path(info.path).parent.name.removeprefix("due_hour=")
+            name = info.base_name.removesuffix(FILE_SUFFIX).removesuffix(IDS_SUFFIX)
+            hour = Path(info.path).parent.name.removeprefix("due_hour=")
             if info.base_name.startswith(f"{self.tier}-") and info.mtime is not None:
                 yield FoundFile(name, hour, info.mtime)
 
     def delete(self, name: str, due_hour: str) -> None:
         """Delete a file, and its folder where it was the last; nothing where it is gone."""
-        system, root = self._place
+        system, _ = self._place
         with self._plainly(f"delete {name} of {self.path}"), contextlib.suppress(FileNotFoundError):
             system.delete_file(self._address(name, due_hour))
         with contextlib.suppress(OSError):
-            Path(root, f"due_hour={due_hour}").rmdir()  # of a local folder; object stores have none
+            Path(self._address(name, due_hour)).parent.rmdir()  # of a local folder; object stores have none
 
     def __getstate__(self) -> dict[str, object]:
         return {"path": self.path, "tier": self.tier}
@@ -198,6 +262,8 @@ class ColdFolder:
         return kept
 
     def _address(self, name: str, due_hour: str) -> str:
+        if due_hour == IDS_FOLDER:
+            return f"{self._place[1]}/{IDS_FOLDER}/{name}{IDS_SUFFIX}"
         return f"{self._place[1]}/due_hour={due_hour}/{name}{FILE_SUFFIX}"
 
     def _rows(self, file: ColdFile, dead: Sequence[str], destination: str | None) -> Iterator[StoredRow]:
@@ -225,12 +291,13 @@ class ColdFolder:
 
 
 class HourWriter:
-    """Writes rows that come ordered by due time: a file an hour, several where an hour has many."""
+    """Writes rows that come ordered by due time: a file an hour, several where an hour has many; and their ids."""
 
     def __init__(self, folder: ColdFolder) -> None:
         self._folder = folder
         self._open: _Growing | None = None
         self._files: list[ColdFile] = []
+        self._ids: list[pa.Table] = []
 
     def write(self, batch: pa.RecordBatch) -> None:
         """Write the rows, which have all columns of messages."""
@@ -244,15 +311,30 @@ class HourWriter:
                 self._write(int(hours[start]), batch.slice(start, end - start))
 
     def close(self) -> list[ColdFile]:
-        """Finish the last file, and return all of them."""
+        """Finish the last file and the index of the ids, and return all files."""
+        self._finish()
+        self._write_ids()
+        return self._files
+
+    def _finish(self) -> None:
         if self._open is not None:
             self._files.append(self._open.close())
+            self._ids.append(self._open.ids)
             self._open = None
-        return self._files
+            if sum(ids.num_rows for ids in self._ids) >= IDS_AT_ONCE:
+                self._write_ids()
+
+    def _write_ids(self) -> None:
+        from delayline.bulk.cold_ids import in_order
+
+        if self._ids:
+            name = self._folder.write_ids(in_order(self._ids))
+            self._files = [file if file.ids else file._replace(ids=name) for file in self._files]
+            self._ids = []
 
     def _write(self, hour: int, rows: pa.RecordBatch) -> None:
         if self._open is not None and (self._open.hour != hour or self._open.messages >= ROWS_A_FILE):
-            self.close()
+            self._finish()
         if self._open is None:
             self._open = _Growing(self._folder, hour)
         self._open.write(rows)
@@ -266,18 +348,29 @@ class _Growing:
         self._folder, self._name, self._due_hour = folder, folder.new_name(), hour_of(hour * MICROS_A_HOUR)
         self._first, self._last = (hour + 1) * MICROS_A_HOUR, hour * MICROS_A_HOUR
         self._destinations: Counter[str] = Counter()
+        self._hashes: list[IdHashes] = []
         self._writer = folder.open_new(self._name, self._due_hour)
 
     def write(self, rows: pa.RecordBatch) -> None:
         import pyarrow.compute as pc
 
+        from delayline.bulk.cold_ids import IdHashes
+
         due = _due(rows)
+        self._hashes.append(IdHashes.of(rows.column("id")))
         self._first, self._last = min(self._first, int(due.min())), max(self._last, int(due.max()))
         self.messages += rows.num_rows
         for counted in pc.value_counts(rows.column("destination")).to_pylist():
             self._destinations[counted["values"]] += counted["counts"]
         with self._folder._plainly(f"write to {self._folder.path}"):
             self._writer.write_batch(rows)
+
+    @property
+    def ids(self) -> pa.Table:
+        """The ids that were written, as entries of an index."""
+        from delayline.bulk.cold_ids import ids_in
+
+        return ids_in(self._name, self._hashes)
 
     def close(self) -> ColdFile:
         with self._folder._plainly(f"write to {self._folder.path}"):

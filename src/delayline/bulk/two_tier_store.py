@@ -40,9 +40,10 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Mapping, Sequence
     from datetime import datetime, timedelta
 
-    from sqlalchemy import Connection
+    from sqlalchemy import Connection, Table
 
     from delayline.bulk.cold_catalog import ColdFile
+    from delayline.bulk.known_ids import ColdIds
     from delayline.delayed.columns import StoredRow
     from delayline.filters import MessageFilter
     from delayline.message import DelayedMessage
@@ -127,7 +128,7 @@ class TwoTierStore(SqlDelayedMessageStore):
         self.neighbour_places: Callable[[], Awaitable[Sequence[SearchablePlace]]] = with_cold_tiers
 
     async def cancel(self, message_id: str, transaction: Transaction | None = None) -> Outcome:
-        """Delete a waiting message, in the files by looking through all their ids."""
+        """Delete a waiting message, in the files by the index of their ids."""
         return await self._wherever(message_id, partial(super().cancel, transaction=transaction), None, transaction)
 
     async def reschedule(self, message_id: str, due: datetime, transaction: Transaction | None = None) -> Outcome:
@@ -161,20 +162,24 @@ class TwoTierStore(SqlDelayedMessageStore):
         return [DueCount(*key, number) for key, number in sorted(counts.items())]
 
     async def find(self, message_id: str, *, body_limit: int) -> FoundMessage | None:
-        """Return the pending message with that id, or None; in the files by looking through all their ids."""
-        snapshot = await self._snapshot()  # before the store, as in `pending`
+        """Return the pending message with that id, or None; in the files by the index of their ids."""
+        cold = await self._cold_ids()  # before the store, as in `pending`
         hot = await super().find(message_id, body_limit=body_limit)
-        return await self._find_in(snapshot, message_id, body_limit) if hot is None else hot
+        if hot is not None:
+            return hot
+        rows, gone, _ = await self._cold_rows(cold, message_id)
+        if not rows and gone:  # promoted since
+            return await super().find(message_id, body_limit=body_limit)
+        return self._found(rows, body_limit)
 
     async def find_cold(self, message_id: str, *, body_limit: int, endpoint: str | None = None) -> FoundMessage | None:
         """Return the message with that id in the files, or None; in those of another endpoint if one is given."""
-        return await self._find_in(await self._snapshot(endpoint), message_id, body_limit)
+        rows, *_ = await self._cold_rows(await self._cold_ids(endpoint), message_id)
+        return self._found(rows, body_limit)
 
-    async def _find_in(self, snapshot: CatalogSnapshot, message_id: str, body_limit: int) -> FoundMessage | None:
-        if not snapshot.files:
-            return None
-        rows = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
-        row = next((row for name, row in rows.items() if message_id not in snapshot.dead.get(name, ())), None)
+    @staticmethod
+    def _found(rows: Mapping[str, StoredRow], body_limit: int) -> FoundMessage | None:
+        row = next(iter(rows.values()), None)
         return None if row is None else found_of(message_of(row, in_utc), body_limit)
 
     async def due_between(
@@ -282,34 +287,37 @@ class TwoTierStore(SqlDelayedMessageStore):
         transaction: Transaction | None,
     ) -> Outcome:
         """Change the message in the store, or else take it out of the files and, given a due time, store it."""
+        promoted: set[str] = set()
         while True:
-            snapshot = (
-                await self._snapshot()
-            )  # before the store: a message in neither of them now was promoted, or never existed
+            cold = await self._cold_ids()  # before the store: who is in neither of them now was promoted, or never was
             outcome = await in_the_store(message_id)
-            if outcome is not Outcome.NOT_PENDING or not snapshot.files:
+            if outcome is not Outcome.NOT_PENDING:
                 return outcome
-            rows = await asyncio.to_thread(self._folder.find, snapshot.files, message_id)
-            rows = {name: row for name, row in rows.items() if message_id not in snapshot.dead.get(name, ())}
-            if not rows:
+            rows, gone, sent = await self._cold_rows(cold, message_id)
+            if not rows and gone <= promoted:
                 return Outcome.NOT_PENDING
+            if not rows:  # promoted since the store was asked, or long ago
+                promoted |= gone
+                continue
             if isinstance(transaction, EnlistedTransaction):
                 raise ConfigurationError(
                     f"message {message_id!r} waits in the cold tier, whose catalog takes no part in a transaction of "
                     "yours: leave transaction= out, after your commit"
                 )
             if transaction is not None:
-                taken_out = await self._take_out(rows, due, transaction)
+                taken_out = await self._take_out(rows, sent, due, transaction)
             else:
                 async with self.transaction() as own:
-                    taken_out = await self._take_out(rows, due, own)
+                    taken_out = await self._take_out(rows, sent, due, own)
             if taken_out:
                 return Outcome.DONE
 
-    async def _take_out(self, rows: Mapping[str, StoredRow], due: datetime | None, transaction: Transaction) -> bool:
+    async def _take_out(
+        self, rows: Mapping[str, StoredRow], sent: Mapping[str, int], due: datetime | None, transaction: Transaction
+    ) -> bool:
         """Cancel the message in its files; False where they were promoted, compacted or looked at elsewhere."""
         dead = {name: {row.id: row.destination} for name, row in rows.items()}
-        buried = await self._database.write(partial(self._catalog.bury, dead=dead), transaction)
+        buried = await self._database.write(partial(self._catalog.bury, dead=dead, sent=sent), transaction)
         if buried:
             message, journal = message_of(next(iter(rows.values())), in_utc), self._kept_journal
             if due is None:
@@ -330,11 +338,32 @@ class TwoTierStore(SqlDelayedMessageStore):
         rows = self._folder.rows(snapshot.files, snapshot.dead, destination)
         return [message_of(row, in_utc) for row in islice(rows, number)]
 
-    async def _snapshot(self, endpoint: str | None = None) -> CatalogSnapshot:
+    async def _cold_ids(self, endpoint: str | None = None) -> ColdIds:
+        from delayline.bulk.known_ids import ColdIds
+
+        cold = ColdIds(self._database, self._table_of(endpoint), self._folder)
+        await cold.open()
+        return cold
+
+    async def _cold_rows(
+        self, cold: ColdIds, message_id: str
+    ) -> tuple[Mapping[str, StoredRow], set[str], Mapping[str, int]]:
+        """Return the message in each file that it waits in, the files that have left the tier, how much left others."""
+        import pyarrow as pa
+
+        located = await cold.locate(pa.array([message_id], pa.string()))
+        files = [file for _, file in located.files]
+        sent = await self._database.read(partial(cold.catalog.sent, names=[file.name for file in files]))
+
+        def find() -> Mapping[str, StoredRow]:
+            places = {file.name: self._folder.position(file, message_id) for file in files if file.name in sent}
+            waiting = [file for file in files if places.get(file.name, 0) >= sent.get(file.name, 0)]
+            return self._folder.find(waiting, message_id)
+
+        return await asyncio.to_thread(find), located.gone, sent
+
+    async def _snapshot(self) -> CatalogSnapshot:
         catalog = self._catalog
-        if endpoint is not None:
-            table = self._database.dialect.catalog.store_table(f"{endpoint}{STORE_SUFFIX}", self._schema)
-            catalog = ColdFiles(self._database.dialect, table)
 
         def read(connection: Connection) -> CatalogSnapshot:
             if not catalog.exist(connection):
@@ -344,6 +373,11 @@ class TwoTierStore(SqlDelayedMessageStore):
             return CatalogSnapshot(files, {name: list(dead) for name, dead in buried.items()})
 
         return await self._database.read(read)
+
+    def _table_of(self, endpoint: str | None) -> Table:
+        if endpoint is None:
+            return self._statements.table
+        return self._database.dialect.catalog.store_table(f"{endpoint}{STORE_SUFFIX}", self._schema)
 
     @property
     def _catalog(self) -> ColdFiles:

@@ -7,12 +7,14 @@ from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
 from time import monotonic
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from delayline.bulk.cold_catalog import OBSOLETE_FILES_KEPT_FOR, FileState
-from delayline.bulk.cold_folder import ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter
+from delayline.bulk.cold_catalog import BUCKETS, OBSOLETE_FILES_KEPT_FOR, FileState, IdsFile
+from delayline.bulk.cold_folder import IDS_AT_ONCE, ROWS_A_FILE, ROWS_AT_ONCE, ColdFolder, HourWriter
+from delayline.bulk.cold_ids import IdHashes, ids_in, in_order
 from delayline.delayed.arrow import MESSAGE_SCHEMA
 from delayline.spark.cold_tier import (
     ColdTier,
@@ -20,6 +22,7 @@ from delayline.spark.cold_tier import (
     file_from_json,
     file_to_json,
     planned,
+    planned_files,
     planned_groups,
 )
 from delayline.spark.errors import translated_errors
@@ -36,6 +39,8 @@ if TYPE_CHECKING:
     from delayline.spark.schedule import JobTarget
 
 MERGED: Final = "sources ARRAY<STRING>, file STRING"
+INDEXED: Final = "files ARRAY<STRING>, ids STRING"
+MERGED_IDS: Final = "name STRING, entries LONG, first_bucket LONG, last_bucket LONG"
 
 
 @dataclass(frozen=True)
@@ -64,6 +69,8 @@ class _Merge:
 def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacted:
     """Merge the files of each hour in a single transaction, and delete files that are no longer needed. Blocks.
 
+    Merges the indexes of ids too, and drops the ids that have left the tier.
+
     Safe to kill, to repeat, and to run while messages are scheduled, promoted and cancelled.
 
     Args:
@@ -86,10 +93,34 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
             began = monotonic()
             merges = _merged(session_for(spark), tier, groups, dead)
             merged = tier.write(partial(_register, tier=tier, merges=merges, dead=dead, began=began))
+        merge_ids(spark, tier)
         after = sum(1 for merge in merged if merge.into is not None)
         return Compacted(
             sum(len(merge.sources) for merge in merged), after, delete_retired(tier) + delete_unregistered(tier)
         )
+
+
+def merge_ids(spark: SparkSession | None, tier: ColdTier) -> None:
+    """Merge the indexes of ids, if there are many or much of them is old, and index files that are in none."""
+    began = monotonic()
+    if not tier.read(tier.catalog.exist):
+        return
+    folder = tier.create()  # and the tables, which an older delayline has made without indexes
+    others = tier.read(tier.catalog.ids_snapshot).others
+    if others:
+        plan = planned(spark or spark_session(), [[file] for file in others], {})
+        rows = plan.mapInArrow(partial(_index, folder=folder), INDEXED).toArrow().to_pylist()
+        tier.write(partial(_register_indexed, tier=tier, files=others, rows=rows, began=began))
+    indexes = tier.read(tier.catalog.ids_snapshot).indexes
+    held, _ = tier.files()  # after the indexes, so that the files of all of their ids are among them
+    messages = sum(file.messages for file in held)
+    width = BUCKETS // min(BUCKETS, 1 << max(0, messages // IDS_AT_ONCE).bit_length())
+    if len(indexes) <= BUCKETS // width and sum(index.entries for index in indexes) <= 2 * messages:
+        return
+    ranges = (spark or spark_session()).range(0, BUCKETS, width, BUCKETS // width)
+    merge = _IdsMerge(folder, [index.name for index in indexes], [file.name for file in held], width)
+    merged = [IdsFile(**row) for row in ranges.mapInArrow(merge.run, MERGED_IDS).toArrow().to_pylist()]
+    tier.write(partial(_replace_ids, tier=tier, indexes=indexes, merged=merged, held=held, began=began))
 
 
 def delete_unregistered(tier: ColdTier) -> int:
@@ -170,3 +201,70 @@ def _register(
         if merge.into is not None and late:
             catalog.bury(connection, {merge.into.name: late})
     return done
+
+
+def _index(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder) -> Iterator[pa.RecordBatch]:
+    """Write an index of the files of a task."""
+    files = [file for file, _ in planned_files(batches)]
+    if files:
+        read = ((file, folder.batches(file, columns=("id",))) for file in files)
+        ids = [ids_in(file.name, [IdHashes.of(batch.column("id")) for batch in some]) for file, some in read]
+        names = pa.array([[file.name for file in files]], pa.list_(pa.string()))
+        yield pa.RecordBatch.from_arrays([names, pa.array([folder.write_ids(in_order(ids))])], names=["files", "ids"])
+
+
+def _register_indexed(
+    connection: Connection,
+    *,
+    tier: ColdTier,
+    files: Sequence[ColdFile],
+    rows: Sequence[Mapping[str, Any]],
+    began: float,
+) -> None:
+    check_job_duration(began)
+    by_name = {file.name: file for file in files}
+    for row in rows:
+        some = [by_name[name] for name in row["files"]]
+        index = IdsFile(row["ids"], sum(file.messages for file in some), 0, BUCKETS - 1)
+        tier.catalog.register_ids(connection, [index], max(file.max_due for file in some))
+        tier.catalog.mark_indexed(connection, row["files"])
+
+
+@dataclass(frozen=True)
+class _IdsMerge:
+    """Merges indexes; the work of a task, pickled."""
+
+    folder: ColdFolder
+    indexes: list[str]
+    held: list[str]
+    """The files whose ids are kept."""
+    width: int
+    """How many buckets a new index has."""
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Write an index for each first bucket."""
+        held = pa.array(self.held, pa.string())
+        for first in (first for batch in batches for first in batch.column("id").to_pylist()):
+            last = first + self.width - 1
+            entries = in_order(self.folder.ids_of_buckets(name, first, last) for name in self.indexes)
+            kept = entries.filter(pc.is_in(entries.column("file").cast(pa.string()), value_set=held))
+            if kept.num_rows:
+                row = IdsFile(self.folder.write_ids(kept), kept.num_rows, first, last)
+                yield pa.RecordBatch.from_pylist([row._asdict()])
+
+
+def _replace_ids(
+    connection: Connection,
+    *,
+    tier: ColdTier,
+    indexes: Sequence[IdsFile],
+    merged: Sequence[IdsFile],
+    held: Sequence[ColdFile],
+    began: float,
+) -> None:
+    """Replace the indexes by the new ones, unless another process has replaced some of them."""
+    check_job_duration(began)
+    names = [index.name for index in indexes]
+    if len(tier.catalog.lock_ids(connection, names)) == len(names):
+        tier.catalog.retire_ids(connection, names)
+        tier.catalog.register_ids(connection, merged, max((file.max_due for file in held), default=0))

@@ -23,16 +23,18 @@ from datetime import datetime
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar, get_args
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
-from pyspark.sql.window import Window
+from pyspark.sql.types import BooleanType, StructField, StructType
 
 from delayline.backends import Backend, backend_of
 from delayline.bulk.cold_catalog import MICROS_A_HOUR
-from delayline.bulk.cold_folder import HourWriter
+from delayline.bulk.cold_folder import ColdFolder, HourWriter
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.jobs import JobName
+from delayline.bulk.known_ids import KnownIds
 from delayline.bulk.ledger import Committed, JobLedger, RunKey, RunKind, Sink, check_input
 from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
 from delayline.bulk.writer import Attempt, blocking, new_area
@@ -47,7 +49,6 @@ from delayline.spark.cold_tier import (
     file_from_json,
     file_to_json,
     stage_journal_rows,
-    waiting_messages,
 )
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, Validator, valid_rows
 from delayline.spark.options import SOURCE_COLUMNS, choice
@@ -65,7 +66,6 @@ if TYPE_CHECKING:
 
     from delayline.backends import MessageSink, MessageWriter
     from delayline.bulk.cold_catalog import ColdFile
-    from delayline.bulk.cold_folder import ColdFolder
     from delayline.spark.options import StoreOptions
     from delayline.spark.schedule import JobTarget
     from delayline.spark.sources import Columns
@@ -82,7 +82,8 @@ PARTITION: Final = "_delayline_partition"
 #: Column: whether the id is already in store or cold tier, or belongs to an earlier row of the job.
 DUPLICATE: Final = "_delayline_duplicate"
 DUE_HOUR: Final = "_delayline_hour"
-KNOWN_ID: Final = "_delayline_known"
+#: The hash of an id, as in the index of the cold tier's ids, in hexadecimal digits.
+ID_HASH: Final = "_delayline_id_hash"
 #: The most destinations that the driver looks up before the job; the tasks look up the others.
 MOST_DESTINATIONS: Final = 10_000
 #: The most ids whose refusal by the broker is kept.
@@ -362,10 +363,7 @@ class _Job:
         messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
         if self._broker is None and self._tier is None:
             return self._bounded(messages)
-        known = None
-        if self._store is not None:
-            known = waiting_messages(rows.sparkSession, self._store.options, self._tier)
-        messages = _with_duplicates_marked(messages, known)
+        messages = self._with_duplicates_marked(messages)
         if self._broker is None:
             messages = messages.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {MICROS_A_HOUR}"))
             return self._bounded(messages.hint("rebalance", DUE_HOUR)).sortWithinPartitions("due").drop(DUE_HOUR)
@@ -381,6 +379,21 @@ class _Job:
         """Return the rows for no more tasks than may have a connection."""
         most = self._settings.target.max_connections if self._store is None else self._store.connections
         return messages if most is None else messages.coalesce(most)
+
+    def _with_duplicates_marked(self, messages: DataFrame) -> DataFrame:
+        """Add the column DUPLICATE: of rows with the same id the first is kept, as in a store.
+
+        The tasks ask for the ids of the job only, in the order of the index of the cold tier's ids.
+        """
+        others = (name for name in SOURCE_COLUMNS.names if name not in {"id", "due"})
+        hashed = messages.withColumn(ID_HASH, F.sha2(F.col("id").cast("binary"), 256))
+        gathered = hashed.repartition(F.substring(ID_HASH, 1, 2))
+        if self._store is not None:
+            gathered = gathered.coalesce(self._store.connections)
+        ordered = gathered.sortWithinPartitions(ID_HASH, F.col("due").asc_nulls_last(), *others)
+        search = _DuplicateSearch(self._store, None if self._tier is None else ColdFolder(self._tier.path))
+        columns = StructType([*SOURCE_COLUMNS, StructField(DUPLICATE, BooleanType())])
+        return ordered.select(*SOURCE_COLUMNS.names).mapInArrow(search.run, columns)
 
     def _commit(self, results: list[_TaskResult], parameters: JobParameters) -> Placed:
         """Commit the results of the tasks in a transaction of the store, if there is a store."""
@@ -481,16 +494,38 @@ class _Job:
         return self._staging.committed(self._run, self._batch, sink=sink, kind=self._kind)
 
 
-def _with_duplicates_marked(messages: DataFrame, known: DataFrame | None) -> DataFrame:
-    """Add the column DUPLICATE: of rows with the same id the first is kept, as in a store. known: the ids that wait."""
-    others = (name for name in SOURCE_COLUMNS.names if name not in {"id", "due"})
-    first = Window.partitionBy("id").orderBy(F.col("due").asc_nulls_last(), *others)  # the same when tasks are repeated
-    marked = messages.withColumn(DUPLICATE, F.row_number().over(first) > 1)
-    if known is None:
-        return marked
-    known = known.select(F.col("id").alias(KNOWN_ID)).distinct()
-    joined = marked.join(known, F.col("id") == F.col(KNOWN_ID), "left")
-    return joined.withColumn(DUPLICATE, F.col(DUPLICATE) | F.col(KNOWN_ID).isNotNull()).drop(KNOWN_ID)
+@dataclass(frozen=True)
+class _DuplicateSearch:
+    """Finds the rows whose ids are taken; the work of a task, pickled. Equal ids come one after the other."""
+
+    store: StoreOptions | None
+    folder: ColdFolder | None
+
+    def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Yield the rows with the column DUPLICATE."""
+        with asyncio.Runner() as runner, ExitStack() as until:
+            known: KnownIds | None = None
+            last: str | None = None
+            for batch in batches:
+                if not batch.num_rows:
+                    continue
+                ids = batch.column("id")
+                texts = ids.to_pylist()
+                taken = np.array(
+                    [key == before for key, before in zip(texts, [last, *texts], strict=False)], dtype=bool
+                )
+                last = texts[-1]
+                if self.store is not None:
+                    known = known or runner.run(self._opened(self.store, runner, until))
+                    taken |= runner.run(known.among(ids))
+                columns = [*(batch.column(name) for name in SOURCE_COLUMNS.names), pa.array(taken)]
+                yield pa.RecordBatch.from_arrays(columns, names=[*SOURCE_COLUMNS.names, DUPLICATE])
+
+    async def _opened(self, store: StoreOptions, runner: asyncio.Runner, until: ExitStack) -> KnownIds:
+        database = database_at(store.address)
+        await database.open()
+        until.callback(lambda: runner.run(database.close()))
+        return KnownIds(database, database.dialect.catalog.store_table(store.table, store.schema), self.folder)
 
 
 @dataclass

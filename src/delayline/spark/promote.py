@@ -182,12 +182,14 @@ def promote_stream(
 
 def delete_retired(tier: ColdTier) -> int:
     """Delete files that were promoted or compacted more than a day ago; return their number."""
+    if tier.read(tier.catalog.exist):
+        tier.write(tier.catalog.retire_old_ids)
     retired = tier.read(lambda connection: tier.catalog.retired(connection) if tier.catalog.exist(connection) else [])
     if retired:
         folder = ColdFolder(tier.path)
-        for file in retired:
-            folder.delete(file.name, file.due_hour)
-        tier.write(partial(tier.catalog.forget, names=[file.name for file in retired]))
+        for name, place in retired:
+            folder.delete(name, place)
+        tier.write(partial(tier.catalog.forget, names=[name for name, _ in retired]))
     return len(retired)
 
 

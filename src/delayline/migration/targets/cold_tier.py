@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.bulk.cold_folder import ColdFolder, HourWriter, without_secrets
+from delayline.bulk.known_ids import KnownIds
 from delayline.checks import time_span
 from delayline.clock import LATEST_TIME, to_microseconds
 from delayline.delayed.arrow import microseconds
@@ -47,7 +48,6 @@ class ColdTierStore(SqlStore):
         super().__init__(url, schema=schema)
         self.folder: ColdFolder = ColdFolder(cold_tier)
         self.hot_horizon: timedelta = time_span("hot_horizon", hot_horizon)
-        self._ours: set[str] = set()
 
     def __str__(self) -> str:
         return f"{super().__str__()} with the cold tier {without_secrets(self.folder.path)}"
@@ -71,7 +71,7 @@ class ColdTierStore(SqlStore):
         far_from = now + self.hot_horizon if self.hot_horizon < LATEST_TIME - now else LATEST_TIME
         return TiersSession(
             writer, self.queues(), self.options(endpoint), folder, to_microseconds(far_from),
-            self._ours, journaled=tier.journaled,
+            journaled=tier.journaled,
         )  # fmt: skip
 
     def tier(self, endpoint: str) -> ColdTier:
@@ -80,15 +80,11 @@ class ColdTierStore(SqlStore):
 
 
 class TiersSession(StoreSession):
-    """Stages batches of an endpoint for both tiers of its store, in groups; the driver commits them.
-
-    Args:
-        ours: Names of the files of earlier sessions, whose ids the source does not have again.
-    """
+    """Stages batches of an endpoint for both tiers of its store, in groups; the driver commits them."""
 
     confirms = False
 
-    _cold_ids: FileIds
+    _known: KnownIds
     _waiting: list[pa.RecordBatch]
     _staged: list[Staged]
 
@@ -99,7 +95,6 @@ class TiersSession(StoreSession):
         options: Mapping[str, str],
         folder: ColdFolder,
         far_from: int,
-        ours: set[str],
         *,
         journaled: bool,
     ) -> None:
@@ -107,7 +102,6 @@ class TiersSession(StoreSession):
         self._options = options
         self._folder = folder
         self._far_from = far_from
-        self._ours = ours
         self._journaled = journaled
         self._began = time.monotonic()
 
@@ -117,10 +111,9 @@ class TiersSession(StoreSession):
         return ColdTier(self._options, self._folder.path)
 
     async def open(self, stack: AsyncExitStack) -> None:
-        """Connect to the store and read the ids in the files."""
+        """Connect to the store."""
         await super().open(stack)
-        files, cancelled = self.tier.files()
-        self._cold_ids = FileIds(self._folder, [file for file in files if file.name not in self._ours], cancelled)
+        self._known = KnownIds(self._database, self.writer.table, self._folder)
         self._waiting = []
         self._staged = []
 
@@ -136,10 +129,8 @@ class TiersSession(StoreSession):
 
     async def duplicates(self, messages: pa.RecordBatch) -> dict[int, str]:
         """Return the reasons of messages whose id is pending in a tier or repeated in the batch, by position."""
-        ids = messages.column("id")
-        known = self._cold_ids.among(ids)
-        cold = {at: DUPLICATE_ID for at, key in enumerate(ids.to_pylist()) if key in known} if known else {}
-        return {**cold, **await super().duplicates(messages)}
+        known = await self._known.among(messages.column("id"))
+        return {**dict.fromkeys(known.nonzero()[0].tolist(), DUPLICATE_ID), **self.repeated(messages)}
 
     async def end(self) -> Sequence[Staged]:
         """Stage the rest."""
@@ -155,7 +146,6 @@ class TiersSession(StoreSession):
             pre_commit=partial(self._register, files=files, attempts=attempts),
             journal_only=[noted for part in staged for noted in part.noted],
         )
-        self._ours.update(file.name for file in files)
 
     def discard(self) -> None:
         """Remove the staging area."""
@@ -186,37 +176,3 @@ class TiersSession(StoreSession):
         noted = [stage_journal_rows(self.writer, self._folder, files)] if self._journaled and files else []
         self._staged.append(Staged(attempt, files, noted))
         self._waiting = []
-
-
-class FileIds:
-    """The ids in a tier's files, as 64-bit hashes in memory; a file is read again only for equal hashes."""
-
-    def __init__(self, folder: ColdFolder, files: Sequence[ColdFile], dead: Mapping[str, Sequence[str]]) -> None:
-        self._folder = folder
-        self._files = files
-        self._dead = dead
-        hashed = [(number, _hashed(ids)) for number, file in enumerate(files) for ids in self._ids(file)]
-        self._known = pa.table(
-            {
-                "hash": pa.chunked_array([some for _, some in hashed], pa.int64()),
-                "file": pa.chunked_array([pa.repeat(number, len(some)) for number, some in hashed], pa.int64()),
-            }
-        )
-
-    def among(self, ids: pa.Array) -> set[str]:
-        """Return which of them are in the files."""
-        alike = pc.is_in(self._known.column("hash"), value_set=_hashed(ids))
-        return {
-            message_id
-            for number in self._known.column("file").filter(alike).unique().to_pylist()
-            for some in self._ids(self._files[number])
-            for message_id in some.filter(pc.is_in(some, value_set=ids.cast(some.type))).to_pylist()
-        }
-
-    def _ids(self, file: ColdFile) -> list[pa.Array]:
-        batches = self._folder.batches(file, self._dead.get(file.name, ()), columns=("id",))
-        return [batch.column("id") for batch in batches]
-
-
-def _hashed(ids: pa.Array) -> pa.Array:
-    return pa.array(map(hash, ids.to_pylist()), pa.int64(), size=len(ids))

@@ -179,8 +179,14 @@ class StoreSession(DeliverySession):
         """Return the reasons of messages whose id is pending in the store or repeated in the batch, by position."""
         ids = messages.column("id").to_pylist()
         waiting = {row[0] for row in await self._database.read(partial(self._pending.rows_each, keys=ids))}
+        return {**{at: DUPLICATE_ID for at, key in enumerate(ids) if key in waiting}, **self.repeated(messages)}
+
+    @staticmethod
+    def repeated(messages: pa.RecordBatch) -> dict[int, str]:
+        """Return the reasons of messages whose id an earlier one of the batch has, by position."""
+        ids = messages.column("id").to_pylist()
         first = {key: at for at, key in reversed(list(enumerate(ids)))}
-        return {at: DUPLICATE_ID for at, key in enumerate(ids) if key in waiting or first[key] < at}
+        return {at: DUPLICATE_ID for at, key in enumerate(ids) if first[key] < at}
 
 
 def without(messages: pa.RecordBatch, refused: Mapping[int, str]) -> pa.RecordBatch:
