@@ -10,6 +10,7 @@ from tests.spark.stores import StoreAt
 from tests.spark.test_dispatch import settings
 from tests.spark.tiers import FIRST, HOUR
 
+from delayline.bulk.cold_catalog import ColdFiles
 from delayline.bulk.dispatchers import DispatcherControl
 from delayline.bulk.journal_export import JournalExport
 from delayline.bulk.pieces import PieceWriter
@@ -34,6 +35,11 @@ PIECES: Final = {
     "stored": ("finish", True),
     "ended": ("finish", False),
 }
+#: The same of a promotion.
+PROMOTION: Final = {
+    "begun": ("create", False),
+    "promoted": ("promoted", True),
+}
 EXPORT: Final = {
     "written": ("finish", True),
     "removed": ("_finish", False),
@@ -54,8 +60,8 @@ def scheduling_pieces(spark: SparkSession, step: str, target: JobTarget, source:
 
 
 def promoting(spark: SparkSession, step: str, target: JobTarget) -> None:
-    name, before = COMMIT[step]
-    kill_at(BulkWriter, name, before=before)
+    name, before = PROMOTION[step]
+    kill_at(ColdFiles, name, before=before)
     promote(target, horizon=UNTIL - datetime.now(UTC), spark=spark)
 
 

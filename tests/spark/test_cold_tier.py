@@ -22,13 +22,11 @@ from tests.spark.tiers import FIRST, HOUR, spread
 
 from delayline import ConfigurationError, DelaylineError, DuplicateMessage
 from delayline.bulk.cold_folder import ColdFolder
-from delayline.bulk.writer import BulkWriter
 from delayline.errors import BackendUnusable
 from delayline.spark import JobTarget, Promoted, promote, promote_every, promote_stream
 from delayline.spi import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
     from pyspark.sql import SparkSession
@@ -42,18 +40,6 @@ COMPACTING: Any = import_module("delayline.spark.compact")
 
 def ids(number: int = NUMBER, prefix: str = "m") -> list[str]:
     return sorted(f"{prefix}{one}" for one in range(number))
-
-
-def before_commit(monkeypatch: pytest.MonkeyPatch, work: Callable[[], object]) -> None:
-    """Do something once, between the end of the next job's tasks and its commit."""
-    commit = BulkWriter.commit
-
-    def late(self: BulkWriter, *arguments: Any, **settings: Any) -> Any:  # noqa: ANN401 - commit's own
-        monkeypatch.setattr(BulkWriter, "commit", commit)
-        work()
-        return commit(self, *arguments, **settings)
-
-    monkeypatch.setattr(BulkWriter, "commit", late)
 
 
 def test_far_messages_are_stored_in_files_and_promoted_once(spark: SparkSession, any_tiers: Tiers) -> None:
@@ -141,15 +127,11 @@ def test_late_arrivals_for_an_hour_already_promoted_are_promoted(spark: SparkSes
 
 
 @pytest.mark.slow
-def test_cancelled_messages_are_not_promoted(
-    spark: SparkSession, any_tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_cancelled_messages_are_not_promoted(spark: SparkSession, any_tiers: Tiers) -> None:
     tiers = any_tiers
     tiers.schedule(spread(spark, 100, hours=2))
-    # Given one that is cancelled before, and one while the files are already staged
     assert tiers.cancel("m1") is Outcome.DONE
-    before_commit(monkeypatch, lambda: tiers.cancel("m2"))
-    # Then neither leaves
+    assert tiers.cancel("m2") is Outcome.DONE
     moved = tiers.promote(FIRST + 3 * HOUR)
     assert (moved.stored, moved.duplicates, moved.cancelled) == (98, 0, 2)
     assert tiers.hot.ids() == sorted(set(ids(100)) - {"m1", "m2"})
@@ -162,7 +144,7 @@ def test_cancelled_messages_are_not_promoted(
 def test_two_promoters_at_once_move_everything_once(spark: SparkSession, tiers: Tiers) -> None:
     tiers.schedule(spread(spark, NUMBER, hours=6))
     with ThreadPoolExecutor(2) as pool:
-        both = list(pool.map(lambda _: tiers.promote(FIRST + 7 * HOUR, at_once=500), range(2)))
+        both = list(pool.map(lambda _: tiers.promote(FIRST + 7 * HOUR), range(2)))
     assert sum(one.stored for one in both) == NUMBER
     assert sum(one.duplicates for one in both) == 0
     assert tiers.hot.ids() == ids()
@@ -216,17 +198,6 @@ def test_a_compaction_that_is_overtaken_by_a_promotion_changes_nothing(
     assert tiers.compact().before == 0
     assert tiers.hot.ids() == tiers.ids() == sorted([*ids(60, "a"), *ids(60, "b")])
     assert tiers.tier.files() == ([], {})
-
-
-@pytest.mark.slow
-def test_a_promotion_that_is_overtaken_by_a_compaction_begins_again(
-    spark: SparkSession, tiers: Tiers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for prefix in ("a", "b"):
-        tiers.schedule(spread(spark, 60, hours=1, prefix=prefix))
-    before_commit(monkeypatch, tiers.compact)
-    assert tiers.promote(FIRST + 3 * HOUR).stored == 120
-    assert tiers.hot.ids() == sorted([*ids(60, "a"), *ids(60, "b")])
 
 
 def test_only_unregistered_files_are_swept_after_a_day(spark: SparkSession, tiers: Tiers) -> None:

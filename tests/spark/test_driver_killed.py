@@ -12,6 +12,7 @@ from tests.spark.killed_drivers import (
     COMMIT,
     EXPORT,
     PIECES,
+    PROMOTION,
     UNTIL,
     dispatching,
     exporting,
@@ -50,10 +51,10 @@ def test_scheduling_and_promoting(spark: SparkSession, tiers: Tiers, tmp_path: P
         assert (held, tiers.hot.ids()) == (NUMBER if step == "committed" else 0, []), step
     assert tiers.schedule(source, run="campaign", spark=spark).repeated
     # When the one that promotes them is killed
-    for step in COMMIT:
+    for step in PROMOTION:
         run_until_killed(spark, promoting, step, tiers.target)
         held = sum(one.messages for one in tiers.tier.files()[0])
-        assert (held, len(tiers.hot.ids())) == ((0, NUMBER) if step == "committed" else (NUMBER, 0)), step
+        assert (held, len(tiers.hot.ids())) == ((0, NUMBER) if step == "promoted" else (NUMBER, 0)), step
     # Then nothing is left to do, and every message is there once
     assert tiers.promote(UNTIL).files == 0
     assert tiers.hot.ids() == IDS

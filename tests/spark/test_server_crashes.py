@@ -9,9 +9,8 @@ import pytest
 from tests.conftest import running
 from tests.servers.postgresql import PostgresqlServer
 from tests.spark.stores import StoreAt, many
-from tests.spark.test_cold_tier import before_commit
 from tests.spark.test_failures import in_python, once, staged
-from tests.spark.tiers import FIRST, HOUR, Tiers, spread
+from tests.spark.tiers import HOUR, Tiers
 
 from delayline import BackendUnavailable
 from delayline.spark import schedule
@@ -35,7 +34,7 @@ def crashing() -> Iterator[PostgresqlServer]:
 
 @pytest.mark.sample(1, group="Spark kills")
 def test_a_database_that_crashes_in_the_middle_of_jobs(
-    spark: SparkSession, crashing: PostgresqlServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    spark: SparkSession, crashing: PostgresqlServer, tmp_path: Path
 ) -> None:
     tiers = Tiers(StoreAt(crashing.new_database()), tmp_path / "cold", spark)
     data, first = many(spark, NUMBER), once(tmp_path / "crashed")
@@ -60,28 +59,6 @@ def test_a_database_that_crashes_in_the_middle_of_jobs(
         # And run again it does everything
         stored = job(run="nightly")
     assert stored == NUMBER
-
-    # Given one that crashes between the tasks of a promotion and its commit
-    def crash_once() -> None:
-        crashing.stop("immediate")
-        crashing.start()
-
-    tiers.schedule(spread(spark, 500, hours=2, prefix="far"))
-    before_commit(monkeypatch, crash_once)
-    with pytest.raises(BackendUnavailable, match="has crashed since they were written"):
-        tiers.promote(FIRST + 3 * HOUR)
-    assert len(tiers.hot.ids()) == NUMBER
-    assert tiers.promote(FIRST + 3 * HOUR).stored == 500
-    # And one that is restarted there as it should be is not even noticed
-    tiers.schedule(spread(spark, 500, hours=2, prefix="farther"))
-
-    def restart() -> None:
-        crashing.stop()
-        crashing.start()
-
-    before_commit(monkeypatch, restart)
-    assert tiers.promote(FIRST + 3 * HOUR).stored == 500
-    assert len(tiers.hot.ids()) == NUMBER + 1000
 
 
 def test_a_store_that_the_executors_cannot_reach(

@@ -39,7 +39,7 @@ from delayline.sql.setup import RequiredTables
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-    from sqlalchemy import ColumnElement, Connection, Row, Select
+    from sqlalchemy import ColumnElement, Connection, Select
 
     from delayline.sql.dialect import Dialect
 
@@ -105,6 +105,17 @@ class Whereabouts(NamedTuple):
     """The files whose messages are in other files now."""
 
 
+class Progress(NamedTuple):
+    """How much of a file a promotion has moved, in messages."""
+
+    sent: int
+    """From the start of the file on: the position of the next."""
+    stored: int
+    published: int
+    duplicates: int
+    cancelled: int
+
+
 class ColdTables:
     """The catalog's tables, for all stores of a schema."""
 
@@ -160,10 +171,19 @@ class ColdTables:
             Column("destination", text(MAXIMUM_DESTINATION_LENGTH), nullable=False),
         )
 
+        #: What promotions have moved; since revision 3.
+        self.promotions: Table = Table(
+            "delayline_cold_promotions",
+            metadata,
+            Column("file", text(LONGEST_COLD_FILE_NAME), primary_key=True),
+            Column("job", BigInteger, primary_key=True, autoincrement=False),
+            *(Column(name, BigInteger, nullable=False) for name in Progress._fields),
+        )
+
     @property
     def all(self) -> list[Table]:
         """All tables; the catalog's own last, so that where it is, all are."""
-        return [self.tiers, self.counts, self.tombstones, self.ids, self.files]
+        return [self.tiers, self.counts, self.tombstones, self.ids, self.promotions, self.files]
 
 
 @lru_cache(maxsize=64)
@@ -172,7 +192,7 @@ def cold_tables(schema: str | None = None) -> ColdTables:
     return ColdTables(schema)
 
 
-COLD_TIER: Final = register(TableGroup("cold_tier", lambda _, schema: cold_tables(schema).all, revision=2))
+COLD_TIER: Final = register(TableGroup("cold_tier", lambda _, schema: cold_tables(schema).all, revision=3))
 
 
 class ColdFiles:
@@ -332,12 +352,56 @@ class ColdFiles:
             connection.execute(delete(tables.counts).where(tables.counts.c.file.in_(some)))
             connection.execute(delete(tables.tombstones).where(tables.tombstones.c.file.in_(some)))
 
-    def bury(self, connection: Connection, dead: Mapping[str, Mapping[str, str]]) -> bool:
+    def begin_promotion(self, connection: Connection, name: str) -> int | None:
+        """Lock a file, and return how many of its messages have left it; None if it is not in the tier any more."""
+        return self.sent(connection, [name]).get(name, 0) if self.lock(connection, [name]) else None
+
+    def sent(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
+        """Return how many messages have left files that a promotion has begun with, from their start on."""
+        columns = self.tables.promotions.c
+        if not names or not self._has_promotions(connection):
+            return {}
+        query = select(columns.file, func.max(columns.sent)).group_by(columns.file)
+        rows = (connection.execute(query.where(columns.file.in_(some))) for some in _parts(names))
+        return {name: sent for some in rows for name, sent in some}
+
+    def record_promotion(self, connection: Connection, name: str, job: int, progress: Progress) -> None:
+        """Record what a job has moved out of a locked file."""
+        table = self.tables.promotions
+        key = {"file": name, "job": job}
+        connection.execute(
+            self._dialect.words.insert_new(table, "file").values(**key, **dict.fromkeys(Progress._fields, 0))
+        )
+        added = {field: table.c[field] + getattr(progress, field) for field in Progress._fields[1:]}
+        mine = (table.c.file == name, table.c.job == job)
+        connection.execute(update(table).where(*mine).values(sent=progress.sent, **added))
+
+    def promoted(self, connection: Connection, job: int) -> tuple[int, Progress]:
+        """Return how many files a job has promoted to their end, and what it has moved."""
+        promotions, files = self.tables.promotions, self.tables.files
+        sums = [func.coalesce(func.sum(promotions.c[field]), 0) for field in Progress._fields]
+        row = connection.execute(select(*sums).where(promotions.c.job == job)).one()
+        ended = select(func.count()).select_from(promotions.join(files, files.c.name == promotions.c.file))
+        done = (promotions.c.job == job, promotions.c.sent == files.c.messages)
+        return int(connection.execute(ended.where(*done)).scalar_one()), Progress(*map(int, row))
+
+    def bury(
+        self, connection: Connection, dead: Mapping[str, Mapping[str, str]], sent: Mapping[str, int] | None = None
+    ) -> bool:
         """Cancel messages, by file the destination by id; False if files have left the tier, or are cancelled.
 
         Who promotes the files waits, and then leaves them out.
+
+        Args:
+            connection: In the transaction that cancels them.
+            dead: The messages.
+            sent: How much of the files had left them when the messages had not; if that is more now, it is looked
+                at again.
         """
         names = self.lock(connection, dead)
+        if sent is not None:
+            now = self.sent(connection, sorted(names))
+            names = {name for name in names if now.get(name) == sent.get(name)}
         before = self.buried(connection, sorted(names))
         rows = [
             {"file": name, "id": message_id, "destination": destination}
@@ -384,8 +448,11 @@ class ColdFiles:
     def forget(self, connection: Connection, names: Sequence[str]) -> None:
         """Forget files that are deleted."""
         for some in _parts(names):
-            for table in (self.tables.files, self.tables.ids) if self._has_ids(connection) else (self.tables.files,):
-                connection.execute(delete(table).where(table.c.name.in_(some)))
+            connection.execute(delete(self.tables.files).where(self.tables.files.c.name.in_(some)))
+            if self._has_ids(connection):
+                connection.execute(delete(self.tables.ids).where(self.tables.ids.c.name.in_(some)))
+            if self._has_promotions(connection):
+                connection.execute(delete(self.tables.promotions).where(self.tables.promotions.c.file.in_(some)))
 
     def known(self, connection: Connection) -> set[str]:
         """Return the names of all files, whatever has become of them."""
@@ -396,6 +463,10 @@ class ColdFiles:
     def _has_ids(self, connection: Connection) -> bool:
         """Whether the tables are those of revision 2."""
         return inspect(connection).has_table(self.tables.ids.name, schema=self.tables.ids.schema)
+
+    def _has_promotions(self, connection: Connection) -> bool:
+        """Whether the tables are those of revision 3."""
+        return inspect(connection).has_table(self.tables.promotions.name, schema=self.tables.promotions.schema)
 
     def _list(self, connection: Connection, *conditions: ColumnElement[bool]) -> list[ColdFile]:
         columns = self.tables.files.c
@@ -411,7 +482,7 @@ class ColdFiles:
         return query.group_by(files.c.due_hour, table.c.destination)
 
 
-def _cold_file(row: Row[Any]) -> ColdFile:
+def _cold_file(row: Any) -> ColdFile:  # noqa: ANN401 - a row with these columns
     return ColdFile(row.name, row.due_hour, row.messages, row.min_due, row.max_due, {})
 
 

@@ -217,6 +217,14 @@ class ColdFolder:
                 rows[by_address[address].name] = next(rows_in(batch))
             return rows
 
+    def position(self, file: ColdFile, message_id: str) -> int:
+        """Return the position of a message in its file."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        ids = pa.concat_arrays([batch.column("id") for batch in self.batches(file, columns=("id",))])
+        return int(pc.index(ids, message_id).as_py())
+
     def lying(self) -> Iterator[FoundFile]:
         """Yield this tier's files that are there, by looking through the whole folder."""
         from pyarrow.fs import FileSelector

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 #: How long a database that is full, restarting or locked by another attempt is waited for, in seconds.
 PATIENCE: Final = 120.0
+#: Pieces of so many rows or bytes are committed together; a piece of more is committed alone.
+ROWS_AT_ONCE: Final = 50_000
+BYTES_AT_ONCE: Final = 32 * 1024 * 1024
 LONGEST_PAUSE: Final = 5.0  # seconds between two tries
 
 
@@ -68,8 +71,8 @@ class PieceRows:
         )
 
 
-class PieceWriter:
-    """Writer of a job that commits in pieces to a delayed message store. Every method blocks.
+class StoreWriter:
+    """Writes to a delayed message store from a task, and waits for its database. Every method blocks.
 
     Args:
         url: The store's database.
@@ -82,7 +85,58 @@ class PieceWriter:
         dialect = self._database.dialect
         self._table: Table = dialect.catalog.store_table(table_name, schema)
         self._stage = dialect.bulk.stage(self._table, "")
-        self._ledger = JobPieces(dialect, self._table)
+
+    def _patiently(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
+        until, pause = time.monotonic() + PATIENCE, 0.1
+        while True:
+            try:
+                return self._run(work, *arguments)
+            except BackendUnavailable:
+                if time.monotonic() + pause > until:
+                    raise
+                time.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _run(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
+        return blocking(self._opened(work, *arguments))
+
+    @job_work
+    async def _opened(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
+        await self._database.open()
+        try:
+            return await work(*arguments)
+        finally:
+            await self._database.close()
+
+    def _put(self, connection: Connection, messages: pa.RecordBatch, on_conflict: OnConflict) -> int:
+        """Store the messages as if all were new; if they are not, leave out or replace those that are there."""
+        dialect = self._database.dialect
+        if on_conflict == "replace":
+            return self._stage.merge(connection, messages, on_conflict)
+        dialect.transactions.set_savepoint(connection)
+        try:
+            self._stage.append(connection, messages)
+        except dialect.errors.kinds as error:
+            if not breaks_a_key(error, dialect.errors):
+                raise
+            dialect.transactions.roll_back_to_savepoint(connection)
+            stored = self._stage.merge(connection, messages, on_conflict)
+        else:
+            stored = messages.num_rows
+        dialect.transactions.release_savepoint(connection)
+        return stored
+
+    def _register(self) -> None:
+        """Let notifications of new messages reach the store's pollers."""
+        register_table(self._database, self._table)
+
+
+class PieceWriter(StoreWriter):
+    """Writer of a job that commits in pieces to a delayed message store. Every method blocks."""
+
+    def __init__(self, url: str, table_name: str, *, schema: str | None = None) -> None:
+        super().__init__(url, table_name, schema=schema)
+        self._ledger = JobPieces(self._database.dialect, self._table)
 
     def open(self, name: JobName, parameters: PieceParameters) -> Job:
         """Begin the job, or go on with it. Raises BackendUnusable if the store is not set up."""
@@ -130,35 +184,13 @@ class PieceWriter:
         await self._database.write(self._ledger.create)
         return await self._database.write(partial(self._ledger.open, name=name, parameters=parameters))
 
-    def _patiently(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
-        until, pause = time.monotonic() + PATIENCE, 0.1
-        while True:
-            try:
-                return self._run(work, *arguments)
-            except BackendUnavailable:
-                if time.monotonic() + pause > until:
-                    raise
-                time.sleep(pause * random.uniform(0.5, 1))  # noqa: S311 - no secret
-                pause = min(2 * pause, LONGEST_PAUSE)
-
-    def _run(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
-        return blocking(self._opened(work, *arguments))
-
-    @job_work
-    async def _opened(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
-        await self._database.open()
-        try:
-            return await work(*arguments)
-        finally:
-            await self._database.close()
-
     async def _store(self, job: int, rows: PieceRows, on_conflict: OnConflict) -> PieceCounts:
         # A number for each try: after a lost connection nobody knows whether the last one was committed.
         attempt = secrets.randbits(NUMBER_BITS)
         work = partial(self._store_in, job=job, attempt=attempt, rows=rows, on_conflict=on_conflict)
         stored, counts = await self._database.write(work)
         if counts.stored:
-            register_table(self._database, self._table)
+            self._register()
             await self._database.notify_on_commit({store_channel(self._table): earliest_due(stored)})
         return counts
 
@@ -175,21 +207,3 @@ class PieceWriter:
         counts = PieceCounts(stored, duplicates, len(rows.rejected), messages.nbytes)
         self._ledger.record(connection, job, mine[0], counts)
         return messages, counts
-
-    def _put(self, connection: Connection, messages: pa.RecordBatch, on_conflict: OnConflict) -> int:
-        """Store the messages as if all were new; if they are not, leave out or replace those that are there."""
-        dialect = self._database.dialect
-        if on_conflict == "replace":
-            return self._stage.merge(connection, messages, on_conflict)
-        dialect.transactions.set_savepoint(connection)
-        try:
-            self._stage.append(connection, messages)
-        except dialect.errors.kinds as error:
-            if not breaks_a_key(error, dialect.errors):
-                raise
-            dialect.transactions.roll_back_to_savepoint(connection)
-            stored = self._stage.merge(connection, messages, on_conflict)
-        else:
-            stored = messages.num_rows
-        dialect.transactions.release_savepoint(connection)
-        return stored

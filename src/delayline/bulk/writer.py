@@ -143,7 +143,6 @@ class BulkWriter:
         fingerprint: Fingerprint | None = None,
         pre_commit: Callable[[Connection, Table], object] | None = None,
         journal_only: Sequence[Attempt] = (),
-        arrival: JournalEvent = JournalEvent.SCHEDULED,
     ) -> Committed:
         """Move the staged attempts to the store in a single transaction, and notify its pollers.
 
@@ -158,14 +157,13 @@ class BulkWriter:
                 everything back.
             journal_only: Attempts whose messages are in the cold tier: recorded in the journal, if there is any,
                 and not stored.
-            arrival: The journal event of the messages that are moved to the store.
 
         Raises:
             DuplicateMessage: An id exists already.
             DifferentInput: The run has committed another input.
             BackendUnavailable: The database has lost staged rows; nothing was stored.
         """
-        work = partial(self._work, attempts, on_conflict, journal_only, arrival, pre_commit)
+        work = partial(self._work, attempts, on_conflict, journal_only, pre_commit)
         key = None if run is None else RunKey(check_run(run), kind=kind)
         contents = on_conflict == "replace"  # otherwise a row with the id of an earlier row is left out anyway
         begin = partial(self._runs.begin, batch=batch, fingerprint=fingerprint, contents=contents)
@@ -347,7 +345,6 @@ class BulkWriter:
         attempts: Sequence[Attempt],
         on_conflict: OnConflict,
         journal_only: Sequence[Attempt],
-        arrival: JournalEvent,
         pre_commit: Callable[[Connection, Table], object] | None,
         connection: Connection,
     ) -> Committed:
@@ -360,11 +357,7 @@ class BulkWriter:
         numbers = self._gathered(connection, attempts)
         if pre_commit is not None:
             pre_commit(connection, staged)
-        renames = journal.kept and arrival is not JournalEvent.SCHEDULED
-        since = journal.last(connection) if renames else 0
         stored = self._stored(connection, numbers, on_conflict)
-        if renames:
-            journal.rename(connection, since, select(staged.c.id).where(staged.c.attempt.in_(numbers)), arrival)
         if self.name == STREAMS:
             self._stage.clear(connection, numbers, _first_number(SWEPT_AFTER))
         rows = sum(attempt.rows for attempt in attempts)

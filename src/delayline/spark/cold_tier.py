@@ -107,15 +107,23 @@ def check_job_duration(began: float) -> None:
         )
 
 
-def planned(spark: SparkSession, groups: Sequence[Sequence[ColdFile]], dead: Mapping[str, Sequence[str]]) -> DataFrame:
+def planned(
+    spark: SparkSession,
+    groups: Sequence[Sequence[ColdFile]],
+    dead: Mapping[str, Sequence[str]],
+    *,
+    most: int | None = None,
+) -> DataFrame:
     """Return groups of files as a DataFrame whose partitions have about the same number of messages.
 
     Args:
         spark: the session.
         groups: cold files by the range of due times that they share.
         dead: cancelled ids by file.
+        most: how many partitions there may be.
     """
-    slots = [0] * min(len(groups), 4 * int(spark.conf.get("spark.sql.shuffle.partitions") or 1))
+    limit = most or 4 * int(spark.conf.get("spark.sql.shuffle.partitions") or 1)
+    slots = [0] * min(len(groups), limit)
     rows = []
     for messages, group in sorted(((sum(file.messages for file in some), some) for some in groups), reverse=True):
         slot = slots.index(min(slots))

@@ -87,7 +87,8 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
     with translated_errors():
         tier = ColdTier(target.options, target.cold_tier)
         files, dead = tier.files()
-        groups = _groups(files, dead)
+        begun = tier.read(partial(tier.catalog.sent, names=[file.name for file in files]))
+        groups = _groups([file for file in files if file.name not in begun], dead)
         merged: list[_Merge] = []
         if groups:
             began = monotonic()
@@ -186,6 +187,7 @@ def _register(
     check_job_duration(began)
     catalog = tier.catalog
     locked = catalog.lock(connection, [file.name for merge in merges for file in merge.sources])
+    locked -= {*catalog.sent(connection, sorted(locked))}  # a promotion has begun with them
     done = [merge for merge in merges if all(file.name in locked for file in merge.sources)]
     names = [file.name for merge in done for file in merge.sources]
     buried = catalog.buried(connection, names)

@@ -27,6 +27,7 @@ from pyspark.sql.types import (
 
 from delayline.bulk.connections import CONNECT_TIMEOUT, connection_limit, job_url
 from delayline.bulk.pieces import PieceWriter
+from delayline.bulk.promotion import FilePromoter
 from delayline.bulk.writer import BulkWriter
 from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.errors import ConfigurationError
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql.types import DataType
 
+    from delayline.bulk.cold_folder import ColdFolder
     from delayline.delayed.columns import StoredColumn
 
 Choice = TypeVar("Choice", bound=str)
@@ -236,6 +238,10 @@ class StoreOptions:
     def staging(self, name: str | None = None) -> BulkWriter:
         """Return a staging area of the store; a new area without a name."""
         return BulkWriter(self.address, self.table, schema=self.schema, name=name)
+
+    def promoter(self, folder: ColdFolder, job: int) -> FilePromoter:
+        """Return who promotes files of the store's cold tier, for a promotion of that number."""
+        return FilePromoter(self.address, self.table, schema=self.schema, folder=folder, job=job)
 
     def pieces(self) -> PieceWriter:
         """Return a writer of pieces to the store."""

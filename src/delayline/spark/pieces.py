@@ -21,7 +21,7 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from delayline.bulk.fingerprint import MODULUS, Fingerprint
 from delayline.bulk.jobs import Job, JobName, JobState, PieceCounts, PieceParameters
 from delayline.bulk.ledger import check_input
-from delayline.bulk.pieces import PieceRows
+from delayline.bulk.pieces import BYTES_AT_ONCE, ROWS_AT_ONCE, PieceRows
 from delayline.clock import from_microseconds, to_microseconds
 from delayline.errors import BackendUnavailable, DifferentInput
 from delayline.spark.headers import SendHeaders, Validator
@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 #: So many that a piece of a thousand million messages has 61 000.
 PIECES: Final = 1 << 14
-#: Pieces of so many rows or bytes are committed together; a piece of more is committed alone.
-ROWS_AT_ONCE: Final = 50_000
-BYTES_AT_ONCE: Final = 32 * 1024 * 1024
 PIECE: Final = "_delayline_piece"
 #: Column: whether the row is the end of its piece, and no message.
 END: Final = "_delayline_end"

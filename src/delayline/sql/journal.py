@@ -206,7 +206,7 @@ class Journal:
         """Return the number of the last entry that this transaction sees."""
         return connection.execute(select(func.max(self._tables.entries.c.seq))).scalar() or 0
 
-    def rename(self, connection: Connection, since: int, ids: Sequence[str] | Select[Any], event: JournalEvent) -> None:
+    def rename(self, connection: Connection, since: int, ids: Sequence[str], event: JournalEvent) -> None:
         """Set the event of entries after `since`, in the transaction that has stored the messages."""
         entries = self._tables.entries.c
         stored = (entries.seq > since, entries.store == self._store.name, entries.event == JournalEvent.SCHEDULED.value)
