@@ -33,6 +33,11 @@ if TYPE_CHECKING:
     #: Subject, whether it is right (None: unknown), and value or remedy.
     Findings = Sequence[tuple[str, bool | None, str]]
 
+#: Why a job's message is refused: a queue that does not exist, an id that waits already.
+UNKNOWN_QUEUE: Final = (
+    "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
+)
+DUPLICATE_ID: Final = "a message with this id is pending in the target's store already: cancel one of the two"
 GROUP: Final = "delayline.backends"
 #: delayline's own back ends by scheme. An entry point cannot replace them.
 OWN_BACKENDS: Final = {
@@ -274,12 +279,13 @@ class Backend:
         """
         raise ConfigurationError(f"{self.scheme}: holds no messages until they are due: give a store_url")
 
-    def sink(self, url: str, name: str) -> MessageSink:
+    def sink(self, url: str, name: str, *, endpoint: str = "") -> MessageSink:
         """Return what jobs send messages through that wait in the back end itself, without connecting.
 
         Args:
             url: The URL of the job's target.
             name: Name of the client's connections.
+            endpoint: The endpoint that owns the messages.
 
         Raises:
             ConfigurationError: Jobs cannot write there.

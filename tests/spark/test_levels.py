@@ -123,7 +123,7 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
             session.deliver = deliver_and_die  # type: ignore[method-assign]
             return session
 
-    monkeypatch.setattr(RabbitMQBackend, "sink", lambda self, *arguments: Dying(*arguments))
+    monkeypatch.setattr(RabbitMQBackend, "sink", lambda self, *arguments, **_: Dying(*arguments))
     # Given a job of which an executor is killed, and which fails for good, between the broker's confirm and the mark
     with pytest.raises(DelaylineError, match="fails on purpose"):
         schedule(numbered(spark, numbers), beside(store, broker), run="nightly")

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 import pytest
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from tests.conftest import running
+from tests.integration.test_rabbitmq_migration import V2
 from tests.servers.postgresql import PostgresqlServer
 from tests.spark.blocked_statements import blocked_statements
-from tests.spark.stores import StoreAt, frame
+from tests.spark.broker import in_levels, with_levels
+from tests.spark.stores import DUE, ENDPOINT, StoreAt, frame
 from tests.spark.test_dispatch import PATIENCE
+from tests.spark.test_migrate_to_azure import waiting
 from tests.spark.tiers import FIRST, HOUR, Tiers, spread
 
-from delayline.spark import Promoted
+from delayline import ConfigurationError
+from delayline.azure import AzureDelayedTable, AzureStorageQueueTransport
+from delayline.rabbitmq.backend import RabbitMQBackend
+from delayline.rabbitmq.message_sink import DelayLevelSink
+from delayline.spark import Promoted, promote
 from delayline.spi import Outcome
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+    from contextlib import AsyncExitStack
     from pathlib import Path
 
+    import pyarrow as pa
     from pyspark.sql import SparkSession
+
+    from delayline.rabbitmq.message_sink import DelayLevelWriter
 
 NUMBER: Final = 500
 IDS: Final = sorted(f"m{number}" for number in range(NUMBER))
@@ -134,3 +149,58 @@ def test_a_promotion_that_is_overtaken_by_a_compaction_begins_again(
     monkeypatch.setattr(PROMOTING, "planned", late)
     assert tiers.promote(UNTIL).stored == 120
     assert tiers.hot.ids() == sorted(f"{prefix}{number}" for prefix in "ab" for number in range(60))
+
+
+@pytest.mark.sample(1, group="Spark kills")
+def test_messages_go_to_delay_levels_from_their_files(
+    spark: SparkSession, tiers: Tiers, rabbitmq_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    killed = str(tmp_path / "killed")
+
+    class Dying(DelayLevelSink):
+        async def writer(self, stack: AsyncExitStack) -> DelayLevelWriter:
+            session = await super().writer(stack)
+            deliver = session.deliver
+
+            async def deliver_and_die(messages: pa.RecordBatch) -> Mapping[int, str]:
+                refused = await deliver(messages)
+                if not os.access(killed, os.F_OK):
+                    os.close(os.open(killed, os.O_CREAT))
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return refused
+
+            session.deliver = deliver_and_die  # type: ignore[method-assign]
+            return session
+
+    monkeypatch.setattr(RabbitMQBackend, "sink", lambda self, *arguments, **_: Dying(*arguments))
+    # Given messages in files, of which one can go nowhere and one is cancelled
+    with_levels(rabbitmq_url, V2)
+    tiers.schedule(spread(spark, NUMBER, hours=4).withColumn("destination", F.lit("billing")))
+    tiers.schedule(frame(spark, "nowhere", destination=["nowhere"], due=[FIRST]))
+    tiers.cancel("m1")
+    largest = max(file.messages for file in tiers.tier.files()[0])
+    # When they are promoted, and a task is killed when the broker has its messages and this was not recorded
+    target = replace(tiers.target, delay_levels=rabbitmq_url)
+    done = promote(target, horizon=UNTIL - datetime.now(UTC), spark=spark)
+    # Then each is there, and only those of the task twice; what can go nowhere is in the store
+    assert (done.sent, done.stored, done.cancelled) == (NUMBER - 1, 1, 1)
+    sent = Counter(message.header.properties.message_id for message in in_levels(rabbitmq_url, V2))
+    assert sorted(sent) == sorted({*IDS} - {"m1"})
+    assert 0 < sent.total() - len(sent) <= largest
+    assert tiers.ids() == tiers.hot.ids() == ["nowhere"]
+    with pytest.raises(ConfigurationError, match="can hold a message: give a shorter horizon"):
+        promote(target, horizon=timedelta(days=4000), spark=spark)
+
+
+def test_messages_go_to_a_table_of_azure_from_their_files(spark: SparkSession, tiers: Tiers, azure_url: str) -> None:
+    # Given messages in files, and the table and a queue of an account
+    asyncio.run(AzureDelayedTable(azure_url).setup_infrastructure(ENDPOINT))
+    asyncio.run(AzureStorageQueueTransport(azure_url).setup_infrastructure(["billing"]))
+    tiers.schedule(frame(spark, "a", "b", "c"))
+    tiers.cancel("b")
+    # When they are promoted
+    target = replace(tiers.target, delay_levels=azure_url)
+    done = promote(target, horizon=DUE - datetime.now(UTC), spark=spark)
+    # Then they wait there
+    assert (done.sent, done.stored, done.cancelled, tiers.ids()) == (2, 0, 1, [])
+    assert sorted(waiting(azure_url)) == ["a", "c"]

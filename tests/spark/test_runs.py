@@ -105,7 +105,7 @@ def test_a_broker_gets_nothing_of_other_rows_under_the_name_of_a_job_that_has_be
     # Given a job that has failed before anything was published
     with_levels(rabbitmq_url, V2)
     with monkeypatch.context() as patched:
-        patched.setattr(RabbitMQBackend, "sink", lambda self, *arguments: Unreachable(*arguments))
+        patched.setattr(RabbitMQBackend, "sink", lambda self, *arguments, **_: Unreachable(*arguments))
         with pytest.raises((DelaylineError, PySparkException), match="fails on purpose"):
             job("a")
     # Then other rows are refused under its name, and its own are published

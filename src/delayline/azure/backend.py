@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from delayline.azure.delayed_table import AzureDelayedTable
 from delayline.azure.doctor import examine
+from delayline.azure.message_sink import DelayedTableSink
 from delayline.azure.transport import AzureStorageQueueTransport
 from delayline.backends import Backend, BulkRoute
 from delayline.errors import ConfigurationError
@@ -29,6 +30,11 @@ class AzureBackend(Backend):
     def store(self, url: str, options: BackendOptions) -> DelayedMessageStore:
         """Return a new store on a table of the account."""
         return AzureDelayedTable(url, table_name=options.table_name)
+
+    def sink(self, url: str, name: str, *, endpoint: str = "") -> DelayedTableSink:
+        """Return the table of the endpoint's delayed messages, to be written to."""
+        del name
+        return DelayedTableSink(url, endpoint)
 
     async def examine(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:
         """Return findings about the services, the clocks and the endpoint's table."""

@@ -178,6 +178,7 @@ class ColdTables:
             Column("file", text(LONGEST_COLD_FILE_NAME), primary_key=True),
             Column("job", BigInteger, primary_key=True, autoincrement=False),
             *(Column(name, BigInteger, nullable=False) for name in Progress._fields),
+            Column("begun", BigInteger, nullable=False),  # the position up to which messages may have been sent
         )
 
     @property
@@ -354,27 +355,40 @@ class ColdFiles:
 
     def begin_promotion(self, connection: Connection, name: str) -> int | None:
         """Lock a file, and return how many of its messages have left it; None if it is not in the tier any more."""
-        return self.sent(connection, [name]).get(name, 0) if self.lock(connection, [name]) else None
+        if not self.lock(connection, [name]):
+            return None
+        columns = self.tables.promotions.c
+        query = select(func.coalesce(func.max(columns.sent), 0)).where(columns.file == name)
+        return int(connection.execute(query).scalar_one())
+
+    def begin_sending(self, connection: Connection, name: str, job: int, start: int, end: int) -> bool:
+        """Record that messages of a file may be sent from now on, so that they cannot be cancelled any more.
+
+        Returns False if another process goes on with the file.
+        """
+        if self.begin_promotion(connection, name) != start:
+            return False
+        table = self.tables.promotions
+        self._add_promotion(connection, name, job)
+        connection.execute(update(table).where(table.c.file == name, table.c.job == job).values(begun=end))
+        return True
 
     def sent(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
-        """Return how many messages have left files that a promotion has begun with, from their start on."""
+        """Return how many messages have left files or may have been sent, from the start of each file on."""
         columns = self.tables.promotions.c
         if not names or not self._has_promotions(connection):
             return {}
-        query = select(columns.file, func.max(columns.sent)).group_by(columns.file)
+        query = select(columns.file, func.max(columns.begun)).group_by(columns.file)
         rows = (connection.execute(query.where(columns.file.in_(some))) for some in _parts(names))
         return {name: sent for some in rows for name, sent in some}
 
     def record_promotion(self, connection: Connection, name: str, job: int, progress: Progress) -> None:
         """Record what a job has moved out of a locked file."""
         table = self.tables.promotions
-        key = {"file": name, "job": job}
-        connection.execute(
-            self._dialect.words.insert_new(table, "file").values(**key, **dict.fromkeys(Progress._fields, 0))
-        )
+        self._add_promotion(connection, name, job)
         added = {field: table.c[field] + getattr(progress, field) for field in Progress._fields[1:]}
         mine = (table.c.file == name, table.c.job == job)
-        connection.execute(update(table).where(*mine).values(sent=progress.sent, **added))
+        connection.execute(update(table).where(*mine).values(sent=progress.sent, begun=progress.sent, **added))
 
     def promoted(self, connection: Connection, job: int) -> tuple[int, Progress]:
         """Return how many files a job has promoted to their end, and what it has moved."""
@@ -463,6 +477,11 @@ class ColdFiles:
     def _has_ids(self, connection: Connection) -> bool:
         """Whether the tables are those of revision 2."""
         return inspect(connection).has_table(self.tables.ids.name, schema=self.tables.ids.schema)
+
+    def _add_promotion(self, connection: Connection, name: str, job: int) -> None:
+        table = self.tables.promotions
+        row = {**dict.fromkeys([*Progress._fields, "begun"], 0), "file": name, "job": job}
+        connection.execute(self._dialect.words.insert_new(table, "file").values(row))
 
     def _has_promotions(self, connection: Connection) -> bool:
         """Whether the tables are those of revision 3."""

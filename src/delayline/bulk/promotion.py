@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delayline.backends import DUPLICATE_ID
 from delayline.bulk.cold_catalog import ColdFiles, FileState, Progress
 from delayline.bulk.pieces import BYTES_AT_ONCE, ROWS_AT_ONCE, StoreWriter
 from delayline.sql.journal import Journal, JournalEvent
@@ -91,18 +92,21 @@ class FilePromoter(StoreWriter):
         async with AsyncExitStack() as stack:
             writer = await broker.writer(stack)
             for end, rows in self._parts(file, start, SENT_AT_ONCE):
-                # The file is locked meanwhile, so that none of them is cancelled after it was sent.
+                first = end - rows.num_rows
+                begin = partial(self._catalog.begin_sending, name=file.name, job=self._job, start=first, end=end)
+                if not await self._database.write(begin):
+                    return  # another process goes on with it
+                # The file is locked meanwhile: nobody else sends them too.
                 async with self._database.transaction() as ours:
                     at = await self._database.write(partial(self._catalog.begin_promotion, name=file.name), ours)
-                    if at != end - rows.num_rows:
-                        return  # another process goes on with it
+                    if at != first:
+                        return
                     living = self._living(rows, await self._database.write(partial(self._dead, file=file), ours))
-                    refused = dict(await writer.deliver(living)) if living.num_rows else {}
-                    positions = pa.array(sorted(refused), pa.int64())
-                    new = await self._database.write(partial(self._promoted, rows=living.take(positions)), ours)
-                    progress = Progress(
-                        end, new, living.num_rows - len(refused), len(refused) - new, rows.num_rows - living.num_rows
-                    )
+                    refused = await writer.deliver(living) if living.num_rows else {}
+                    elsewhere = pa.array([at for at in sorted(refused) if refused[at] != DUPLICATE_ID], pa.int64())
+                    new = await self._database.write(partial(self._promoted, rows=living.take(elsewhere)), ours)
+                    published, cancelled = living.num_rows - len(refused), rows.num_rows - living.num_rows
+                    progress = Progress(end, new, published, len(refused) - new, cancelled)
                     await self._database.write(partial(self._end, file=file, progress=progress), ours)
                 if new:
                     await self._notify(file)

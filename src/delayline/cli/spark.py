@@ -526,19 +526,34 @@ def _figure(value: object) -> str:
     metavar="DELAY",
     help="Again and again, until stopped; at most half of --horizon.",
 )
+@click.option(
+    "--delay-levels",
+    metavar="URL",
+    help="A broker with delay levels, or a storage account with the endpoint's table, that gets them.",
+)
 @settings_options(*STORES, "cold_tier")
 @target_options
 @session_options
 @json_option
-def promote(target: JobTarget, sessions: Sessions, screen: Screen, horizon: timedelta, every: timedelta | None) -> None:
+def promote(
+    target: JobTarget,
+    sessions: Sessions,
+    screen: Screen,
+    horizon: timedelta,
+    every: timedelta | None,
+    delay_levels: str | None,
+) -> None:
     """Move messages that are due soon from the cold tier into the store, exactly once. Safe to repeat anywhere.
+
+    With --delay-levels they go to a broker, and those that it refuses to the store; where a task is killed, up to
+    5,000 messages are sent again.
 
     With --every, SIGINT and SIGTERM stop it after the current round.
     """
     from delayline.spark import promote as run_promote
     from delayline.spark import promote_every
 
-    done = list[Promoted]()
+    target, done = replace(target, delay_levels=delay_levels), list[Promoted]()
 
     def moved(so_far: Promoted) -> None:
         done.append(so_far)
@@ -574,4 +589,4 @@ def compact(target: JobTarget, sessions: Sessions, screen: Screen) -> None:
 
 def _sentence(done: Promoted) -> str:
     apart = f"{done.duplicates:,} there already, {done.cancelled:,} cancelled"
-    return f"{done.stored:,} promoted from {done.files:,} file{'' if done.files == 1 else 's'}, {apart}"
+    return f"{done.stored + done.sent:,} promoted from {done.files:,} file{'' if done.files == 1 else 's'}, {apart}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
 from delayline.bulk.cold_catalog import ColdFile
 from delayline.bulk.writer import Attempt
@@ -17,10 +17,6 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
-
-UNKNOWN_QUEUE: Final = (
-    "queue {!r} does not exist at the target: start its endpoint once, or run delayline setup --queue NAME"
-)
 
 
 class Staged(NamedTuple):

@@ -53,8 +53,9 @@ class RabbitMQBackend(Backend):
         del url, options
         return DelayLevelDelivery(stored=stored, stored_below=stored_below)
 
-    def sink(self, url: str, name: str) -> DelayLevelSink:
-        """Return the virtual host's levels, to be published to."""
+    def sink(self, url: str, name: str, *, endpoint: str = "") -> DelayLevelSink:
+        """Return the virtual host's levels, which all endpoints share, to be published to."""
+        del endpoint
         return DelayLevelSink(url, name)
 
     async def examine(self, url: str, options: BackendOptions, use: BackendUse) -> Findings:

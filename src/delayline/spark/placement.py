@@ -241,7 +241,7 @@ class _Job:
         self._backend = None if target.broker is None else backend_of(target.broker, kind="broker")
         self._broker: MessageSink | None = None
         if self._backend is not None and target.broker is not None:
-            self._broker = self._backend.sink(target.broker, SCHEDULE_CONNECTION)
+            self._broker = self._backend.sink(target.broker, SCHEDULE_CONNECTION, endpoint=target.sender)
             blocking(self._broker.must_exist())
         self._ledger: PartitionLedger | None = None
         if self._store is not None and self._broker is not None:

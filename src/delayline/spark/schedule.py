@@ -86,7 +86,8 @@ class JobTarget:
         password_env: Environment variable that holds the password, on the driver and on every executor.
         password_file: File that holds the password, on the driver and on every executor.
         cold_tier: Folder or URI of the Parquet files for messages that are due later than the hot horizon.
-        delay_levels: URL of a broker whose delay levels get the messages that are due earlier.
+        delay_levels: URL of a broker whose delay levels get the messages that are due earlier, or of an Azure storage
+            account with the endpoint's delayed messages table. `promote` sends the messages of the cold tier there.
         max_connections: The most connections of a job's tasks at a time, 1 or more, and so the most tasks that write:
             to the store, of which a quarter of what its server has left is the default, at most 32; without a store to
             the broker, by default one for each slot of Spark.

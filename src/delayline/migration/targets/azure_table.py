@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from contextlib import asynccontextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final
 
 import pyarrow as pa
 
 from delayline.azure.account import AzureAccount
-from delayline.azure.envelope import LARGEST_TEXT, ROOM_FOR_FAILURE, check_size
-from delayline.azure.names import Key, delays_name
-from delayline.azure.requests import Requests
-from delayline.azure.rows import ForeignRow, MessageIndex, from_entity, row_of, to_entity
-from delayline.azure.table import ENTITY_PAGE, Table
-from delayline.azure.transport import AzureStorageQueueTransport
+from delayline.azure.envelope import LARGEST_TEXT, ROOM_FOR_FAILURE
+from delayline.azure.message_sink import DelayedTableSink
+from delayline.azure.rows import ForeignRow, from_entity
+from delayline.azure.table import ENTITY_PAGE
 from delayline.bulk.writer import blocking
-from delayline.delayed.arrow import rows_in
-from delayline.delayed.columns import message_of
-from delayline.errors import BackendUnusable, InvalidDueTime, InvalidMessage, QueueNotFound
-from delayline.message import in_utc
+from delayline.errors import BackendUnusable
 from delayline.migration.rows import WAITING_COLUMNS, waiting_batch
-from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
-from delayline.migration.targets.sql_store import DUPLICATE_ID
+from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -32,7 +25,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import DataFrame, SparkSession
 
-    from delayline.azure.rows import TableRow
+    from delayline.azure.message_sink import DelayedTableWriter
     from delayline.message import DelayedMessage
     from delayline.migration.target import Attempted
 
@@ -59,13 +52,8 @@ class AzureTable(WithoutLedger):
 
     def endpoint_named(self, name: str) -> str:
         """Return the name: the table name does not reveal another spelling. Raises BackendUnusable without a table."""
-
-        async def look() -> None:
-            async with self.opened(name) as (_, table):
-                await table.get(Key("0", "0"))
-
         try:
-            blocking(look())
+            blocking(self.sink(name).must_exist())
         except BackendUnusable as error:
             raise BackendUnusable(
                 f"{self} have no table of endpoint {name!r}: {error}. Where it is spelt otherwise, as in Sales.Orders, "
@@ -75,14 +63,7 @@ class AzureTable(WithoutLedger):
 
     def refusals(self, destinations: Sequence[str]) -> Mapping[str, str]:
         """Return the destinations that have no queue in the account."""
-
-        async def look() -> Mapping[str, str]:
-            async with self.opened("") as (account, _):
-                queues = Queues(account)
-                refusals = {queue: await queues.refusal(queue) for queue in destinations}
-                return {queue: reason for queue, reason in refusals.items() if reason is not None}
-
-        return blocking(look())
+        return blocking(self.sink("").refusals(destinations))
 
     def waiting(self, endpoint: str, spark: SparkSession) -> DataFrame:
         """Return the pending messages of the endpoint's table; a single task reads it page by page."""
@@ -109,20 +90,13 @@ class AzureTable(WithoutLedger):
         """Return a session; nothing is staged."""
         return AzureSession(self, endpoint)
 
-    @asynccontextmanager
-    async def opened(self, endpoint: str) -> AsyncIterator[tuple[AzureAccount, Table]]:
-        """Provide the open account, and the endpoint's table."""
-        account = AzureAccount(self.url)
-        await account.open()
-        try:
-            table = account.clients.tables.get_table_client(delays_name(endpoint))
-            yield account, Table(table, Requests(account.server_timeout))
-        finally:
-            await account.close()
+    def sink(self, endpoint: str) -> DelayedTableSink:
+        """Return the endpoint's table, to be written to."""
+        return DelayedTableSink(self.url, endpoint)
 
     async def _pages(self, endpoint: str) -> AsyncIterator[list[DelayedMessage]]:
         page: list[DelayedMessage] = []
-        async with self.opened(endpoint) as (_, table):
+        async with self.sink(endpoint).opened() as (_, table):
             async for entity in table.waiting(columns=PENDING_COLUMNS):
                 with contextlib.suppress(ForeignRow):
                     page.append(from_entity(entity).message)
@@ -132,61 +106,20 @@ class AzureTable(WithoutLedger):
         yield page
 
 
-class Queues:
-    """The existing queues of an open account."""
-
-    def __init__(self, account: AzureAccount) -> None:
-        self._transport = AzureStorageQueueTransport(account)
-        self._known: dict[str, str | None] = {}
-
-    async def refusal(self, destination: str) -> str | None:
-        """Return why the queue cannot receive a message; None if it can."""
-        if destination not in self._known:
-            try:
-                await self._transport.count(destination)
-                self._known[destination] = None
-            except QueueNotFound:
-                self._known[destination] = UNKNOWN_QUEUE.format(destination)
-        return self._known[destination]
-
-
 class AzureSession(DeliverySession):
     """Writes batches of an endpoint into its table."""
 
     largest_message: int = AzureTable.largest_message
 
-    _table: Table
-    _places: MessageIndex
-    _queues: Queues
+    _writer: DelayedTableWriter
 
     def __init__(self, target: AzureTable, endpoint: str) -> None:
-        self._target = target
-        self._endpoint = endpoint
+        self._sink = target.sink(endpoint)
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Connect to the account."""
-        account, self._table = await stack.enter_async_context(self._target.opened(self._endpoint))
-        self._places = MessageIndex(self._table)
-        self._queues = Queues(account)
+        self._writer = await self._sink.writer(stack)
 
     async def deliver(self, messages: pa.RecordBatch, attempt: Attempted) -> Delivered:
         """Write each message under its key; a message of an earlier attempt is overwritten."""
-        refused: dict[int, str] = {}
-        rows: dict[int, TableRow] = {}
-        for position, row in enumerate(rows_in(messages)):
-            reason = await self._queues.refusal(row.destination)
-            if reason is not None:
-                refused[position] = reason
-                continue
-            message = message_of(row, in_utc)
-            try:
-                check_size(message.message)
-                rows[position] = row_of(message)
-                to_entity(rows[position])
-            except (InvalidMessage, InvalidDueTime) as error:
-                refused[position] = str(error)
-                rows.pop(position, None)
-        wanted = await self._places.take(list(rows.values()))
-        refused |= {position: DUPLICATE_ID for position, take in zip(rows, wanted, strict=True) if not take}
-        await self._table.put_each([to_entity(row) for row, take in zip(rows.values(), wanted, strict=True) if take])
-        return Delivered(attempt.number, refused)
+        return Delivered(attempt.number, await self._writer.deliver(messages))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from delayline.backends import DUPLICATE_ID
 from delayline.bulk.cold_folder import ColdFolder, HourWriter, without_secrets
 from delayline.bulk.known_ids import KnownIds
 from delayline.checks import time_span
@@ -17,7 +18,7 @@ from delayline.clock import LATEST_TIME, to_microseconds
 from delayline.delayed.arrow import microseconds
 from delayline.errors import BackendUnavailable
 from delayline.migration.target import Delivered, Staged
-from delayline.migration.targets.sql_store import DUPLICATE_ID, SqlStore, StoreSession, without
+from delayline.migration.targets.sql_store import SqlStore, StoreSession, without
 from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
 
 if TYPE_CHECKING:

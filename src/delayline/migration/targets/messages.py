@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import pyarrow as pa
 
-from delayline.backends import backend_of
+from delayline.backends import UNKNOWN_QUEUE, backend_of
 from delayline.bulk.writer import blocking
 from delayline.composition import endpoint_from, transport_of
 from delayline.delayed.arrow import rows_in
@@ -15,7 +15,7 @@ from delayline.errors import ConfigurationError, InvalidMessage, QueueNotFound
 from delayline.masking import masked
 from delayline.message import in_utc
 from delayline.migration.rows import WAITING_COLUMNS, checked_message, waiting_batch
-from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
+from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
 from delayline.opening import open_pending, open_store, open_waiting
 from delayline.settings import Settings
 from delayline.transport import SupportsQueueLookup, TransportOperation

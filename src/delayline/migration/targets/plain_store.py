@@ -5,13 +5,14 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from delayline.backends import DUPLICATE_ID, UNKNOWN_QUEUE
 from delayline.bulk.scan import Condition, PendingScan, Span
 from delayline.delayed.arrow import rows_in
 from delayline.errors import InvalidDueTime, InvalidMessage
 from delayline.migration.rows import checked_message
 from delayline.migration.sources.delayline_store import TIMEOUTS_SUFFIX
-from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession, WithoutLedger
-from delayline.migration.targets.sql_store import DUPLICATE_ID, SqlStore
+from delayline.migration.target import Delivered, DeliverySession, WithoutLedger
+from delayline.migration.targets.sql_store import SqlStore
 from delayline.sql.databases import database_at
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.transaction import TransactionMode

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from sqlalchemy import inspect, select
 
+from delayline.backends import DUPLICATE_ID, UNKNOWN_QUEUE
 from delayline.bulk.ledger import CLOSED
 from delayline.bulk.writer import BulkWriter, IdTaken, blocking
 from delayline.clock import ONE_MICROSECOND
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.migration.rows import WAITING_COLUMNS
 from delayline.migration.sources.delayline_store import TIMEOUTS_SUFFIX
-from delayline.migration.target import UNKNOWN_QUEUE, Delivered, DeliverySession
+from delayline.migration.target import Delivered, DeliverySession
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.session import activated, parallelism
 from delayline.sql.database import Database
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
 
 #: How often ids are looked for that others store meanwhile.
 ROUNDS: Final = 5
-DUPLICATE_ID: Final = "a message with this id is pending in the target's store already: cancel one of the two"
 
 
 class SqlStore:
