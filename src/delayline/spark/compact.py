@@ -109,7 +109,7 @@ def merge_ids(spark: SparkSession | None, tier: ColdTier) -> None:
     folder = tier.create()  # and the tables, which an older delayline has made without indexes
     others = tier.read(tier.catalog.ids_snapshot).others
     if others:
-        plan = planned(spark or spark_session(), [[file] for file in others], {})
+        plan = planned(session_for(spark), [[file] for file in others], {})
         rows = plan.mapInArrow(partial(_index, folder=folder), INDEXED).toArrow().to_pylist()
         tier.write(partial(_register_indexed, tier=tier, files=others, rows=rows, began=began))
     indexes = tier.read(tier.catalog.ids_snapshot).indexes
@@ -118,7 +118,7 @@ def merge_ids(spark: SparkSession | None, tier: ColdTier) -> None:
     width = BUCKETS // min(BUCKETS, 1 << max(0, messages // IDS_AT_ONCE).bit_length())
     if len(indexes) <= BUCKETS // width and sum(index.entries for index in indexes) <= 2 * messages:
         return
-    ranges = (spark or spark_session()).range(0, BUCKETS, width, BUCKETS // width)
+    ranges = session_for(spark).range(0, BUCKETS, width, BUCKETS // width)
     merge = _IdsMerge(folder, [index.name for index in indexes], [file.name for file in held], width)
     merged = [IdsFile(**row) for row in ranges.mapInArrow(merge.run, MERGED_IDS).toArrow().to_pylist()]
     tier.write(partial(_replace_ids, tier=tier, indexes=indexes, merged=merged, held=held, began=began))

@@ -19,7 +19,7 @@ from delayline.clock import LATEST_TIME, ONE_DAY, to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.spark.cold_tier import ColdTier, planned, planned_files
 from delayline.spark.errors import translated_errors
-from delayline.spark.session import spark_session
+from delayline.spark.session import session_for
 
 if TYPE_CHECKING:
     import threading
@@ -108,7 +108,7 @@ def _promoted(
     folder, job, connections = tier.create(), secrets.randbits(NUMBER_BITS), tier.store.connections
     task = _PromotionTask(tier.store, folder, job, broker)
     while files := tier.read(due):  # again, where a compaction has replaced some of them
-        plan = planned(spark or spark_session(), [[file] for file in files], {}, most=connections)
+        plan = planned(session_for(spark), [[file] for file in files], {}, most=connections)
         plan.mapInArrow(task.run, NOTHING).toArrow()
     promoted, moved = tier.read(partial(tier.catalog.promoted, job=job))
     return Promoted(moved.stored, moved.duplicates, moved.cancelled, promoted, moved.published)
@@ -186,7 +186,7 @@ def promote_stream(
         ConfigurationError: The interval is longer than half of the horizon.
     """
     _must_fit(interval, horizon)
-    session = spark or spark_session()
+    session = session_for(spark)
 
     def tick(batch: DataFrame, number: int) -> None:
         del number
