@@ -330,9 +330,9 @@ class SetOptions(TypedDict, total=False):
 class MessageJobs:
     """The jobs that change sets of an endpoint's pending messages, or of its error queue.
 
-    Where the messages or the queues are in a SQL database, or in Azure Storage, a job and how far it is are recorded
-    there: it is found by its name, and goes on in another process if this one ends. Elsewhere it ends with its process,
-    `is_recorded` is False, and only the log has what it did.
+    Where the messages or the queues are in a SQL database, a job and how far it is are recorded there: it is found by
+    its name, and goes on in another process if this one ends. Elsewhere, as in Azure Storage alone, it ends with its
+    process, `is_recorded` is False, and only the log has what it did.
 
     Args:
         new_set: Returns the messages, for a job or a count.

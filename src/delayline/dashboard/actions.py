@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -56,6 +57,14 @@ class Actions(PageQueries):
         for log in await self._logs():
             records |= {record.name: record for record in await log.actions(SHOWN)}
         return sorted(records.values(), key=lambda record: record.started, reverse=True)[:SHOWN]
+
+    @within_limit
+    async def are_kept(self) -> bool:
+        """Return whether a database keeps the actions; else they are in the log, and gone with this process."""
+        await self.back_ends.transport()
+        with contextlib.suppress(ConfigurationError):  # none of its own, as in delay levels
+            await self.back_ends.store()
+        return all(log.is_kept for log in await self._logs())
 
     async def note(
         self, action: OperatorAction, actor: str, what: str, result: str, *, done: bool, failed: bool = False

@@ -38,14 +38,15 @@ class PipelineJobs(PageQueries):
 
     async def all(self) -> Jobs:
         """Return the jobs of the pipeline, from their tables."""
-        schedule_rows, dispatcher_rows, migration_rows, cold_rows, actions = await asyncio.gather(
+        schedule_rows, dispatcher_rows, migration_rows, cold_rows, actions, kept = await asyncio.gather(
             self._rows(schedules),
             self._rows(dispatchers),
             self._migrations(),
             self._cold_tier(),
             self._actions.recorded(),
+            self._actions.are_kept(),
         )
-        return Jobs(schedule_rows, dispatcher_rows, migration_rows, cold_rows, actions)
+        return Jobs(schedule_rows, dispatcher_rows, migration_rows, cold_rows, actions, kept)
 
     @within_limit
     async def _rows(self, read: Callable[[Connection, Dialect, str | None], list[JobRow]]) -> list[JobRow]:

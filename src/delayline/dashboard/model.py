@@ -512,6 +512,8 @@ class Jobs:
     """The earliest first."""
     actions: Sequence[ActionRecord] | Unavailable
     """What people did, single actions and jobs, the last one first."""
+    are_kept: bool | Unavailable = True
+    """Whether a database keeps the actions."""
 
     @property
     def same_reason(self) -> Unavailable | None:
