@@ -17,7 +17,7 @@ from delayline import ConfigurationError, SqlDelayedMessageStore, TransactionMod
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.jobs import JobName, JobState, PieceParameters
 from delayline.bulk.pieces import PieceRows, PieceWriter
-from delayline.errors import BackendUnusable
+from delayline.errors import BackendUnusable, DifferentInput
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -194,3 +194,18 @@ def test_a_job_without_a_name_is_forgotten_in_time(postgresql_url: str) -> None:
         connection.execute("UPDATE delayline_jobs SET started = started - INTERVAL '30 days'")
     begun(writer, "another")
     assert (writer.inputs(unnamed.number), len(writer.inputs(named.number))) == ({}, 1)
+
+
+def test_batches_of_a_stream_come_one_after_another(writer: PieceWriter) -> None:
+    # Given a stream whose second batch is stored
+    def opened(version: int) -> Job:
+        return writer.open(JobName("stream", version), PieceParameters(0, 8, "keep", stream=True))
+
+    writer.finish(opened(0).number)
+    second = opened(1)
+    writer.finish(second.number)
+    # Then the ledger keeps that one, which is not stored again, and an older one is refused
+    assert [job.name.version for job in writer.jobs(10)] == [1]
+    assert (opened(1).number, opened(1).state) == (second.number, JobState.DONE)
+    with pytest.raises(DifferentInput, match="batch 0 of 'stream' comes after batch 1 was stored"):
+        opened(0)

@@ -25,13 +25,14 @@ from sqlalchemy import (
 
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.ledger import LEDGER, Committed, job_tables
-from delayline.errors import ConfigurationError
+from delayline.errors import ConfigurationError, DifferentInput
+from delayline.sql.prepared import Prepared
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from sqlalchemy import Connection
+    from sqlalchemy import ColumnElement, Connection
 
     from delayline.delayed.store import OnConflict
     from delayline.sql.dialect import Dialect
@@ -72,6 +73,8 @@ class PieceParameters:
     on_conflict: OnConflict
     named: bool = True
     """Whether a user has given the name."""
+    stream: bool = False
+    """Whether the versions of the name are batches of a stream, of which the ledger keeps the last."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,11 @@ class JobPieces:
 
         Raises:
             ConfigurationError: The job has begun with another `on_conflict`.
+            DifferentInput: It is a batch of a stream, a later batch of which is stored.
         """
         self._forget(connection)
+        if parameters.stream:
+            self._must_be_last(connection, name)
         counts = dict.fromkeys(PieceCounts._fields, 0)
         row = {
             "store": self._store,
@@ -208,7 +214,9 @@ class JobPieces:
             {"job": job, "piece": piece, "attempt": attempt, "input": str(inputs[piece]), "committed": now, **counts}
             for piece in sorted(inputs)  # attempts at the same pieces wait for each other, and do not deadlock
         ]
-        connection.execute(self._dialect.words.insert_new(self._pieces, "piece"), rows)
+        names = self._pieces.c.keys()
+        insert_new = Prepared(self._dialect.words.insert_new(self._pieces, "piece"), self._dialect.sql, names)
+        self._dialect.bulk.insert_rows(connection, insert_new, [tuple(row[name] for name in names) for row in rows])
         pieces = self._pieces.c
         mine = (pieces.job == job, pieces.attempt == attempt, pieces.piece.between(min(inputs), max(inputs)))
         return connection.execute(select(pieces.piece).where(*mine)).scalars().all()
@@ -238,7 +246,24 @@ class JobPieces:
         ended = {"state": JobState.DONE.value, "input": str(total), "finished": self._now(connection)}
         connection.execute(update(self._jobs).where(jobs.job == number).values(**counts, **ended))
         connection.execute(delete(self._pieces).where(pieces.job == number))
+        if job.parameters.stream:
+            connection.execute(delete(self._jobs).where(*self._named(job.name), jobs.version < job.name.version))
         return self.find(connection, number)
+
+    def _must_be_last(self, connection: Connection, name: JobName) -> None:
+        """Raise DifferentInput if a later batch of the stream is known."""
+        version = self._jobs.c.version
+        last = connection.execute(select(func.max(version)).where(*self._named(name))).scalar()
+        if last is not None and last > name.version:
+            raise DifferentInput(
+                f"batch {name.version} of {name.name!r} comes after batch {last} was stored: the checkpoint is old, "
+                "and this batch may have other rows. Nothing of it was stored; start the stream with a new checkpoint "
+                "and on_conflict='keep'"
+            )
+
+    def _named(self, name: JobName) -> Sequence[ColumnElement[bool]]:
+        jobs = self._jobs.c
+        return jobs.store == self._store, jobs.name == name.name
 
     def _forget(self, connection: Connection) -> None:
         """Forget unnamed jobs of which nobody can know the name any more."""

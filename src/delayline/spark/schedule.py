@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 #: Fields of JobTarget that are not options of the data source.
 NO_OPTIONS: Final = ("cold_tier", "delay_levels")
+#: The routes to stores of jobs.
+ROWS: Final = (BulkRoute.STAGED_ROWS, BulkRoute.STORED_ROWS)
 #: The options whose fields have another name.
 OPTION_NAMES: Final = {
     "store_url": "url",
@@ -78,8 +80,8 @@ class JobTarget:
     """The place that jobs write messages to, and read them from: a store, its cold tier, and a broker.
 
     Args:
-        store_url: URL of the store (`postgresql`, `mariadb`, `mysql` or `sqlite`). The URL of a broker (`amqp`,
-            `amqps`) publishes all messages to its delay levels.
+        store_url: URL of the store: `postgresql`, `mariadb`, `mysql`, `sqlite`, or `mssql`, which takes jobs in pieces
+            only. The URL of a broker (`amqp`, `amqps`) publishes all messages to its delay levels.
         endpoint: The endpoint that owns the messages. Its store's table is `{endpoint}.timeouts`.
         table: Name of the store's table, if it is another.
         schema: Schema of the table; the default schema of the database user if None.
@@ -137,8 +139,8 @@ class JobTarget:
     def options(self) -> Mapping[str, str]:
         """The options of the data source. Raises ConfigurationError for a product that jobs cannot write to."""
         backend = backend_of(self.store_url, kind="store that jobs can write to")
-        if backend.bulk_route is not BulkRoute.STAGED_ROWS:
-            able = schemes_with(lambda backend: backend.bulk_route is BulkRoute.STAGED_ROWS)
+        if backend.bulk_route not in ROWS:
+            able = schemes_with(lambda backend: backend.bulk_route in ROWS)
             raise ConfigurationError(
                 f"{backend.scheme}: is not a store that jobs can write to. Use one of {', '.join(able)}"
             )

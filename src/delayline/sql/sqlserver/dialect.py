@@ -27,7 +27,7 @@ from sqlalchemy import cast as cast_to
 from sqlalchemy import insert as insert_into
 from sqlalchemy.dialects import mssql
 
-from delayline.errors import BackendUnusable, ConfigurationError, CorruptHeaders
+from delayline.errors import BackendUnusable, CorruptHeaders
 from delayline.header_xml import to_xml
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, Headers, encode_headers
 from delayline.sql.dialect import (
@@ -48,6 +48,7 @@ from delayline.sql.sqlserver.catalog import SqlServerCatalog, only_row
 from delayline.sql.sqlserver.connections import SqlServerConnections
 from delayline.sql.sqlserver.errors import DUPLICATE_KEY, NO_SUCH_OBJECT, number_of, text_of
 from delayline.sql.sqlserver.statements import LATEST, NEW_ROWS_OPTION, DueTime, rounded_down, rounded_up
+from delayline.sql.staging import need_arrow
 from delayline.sql.timeouts import TimeoutShape
 
 if TYPE_CHECKING:
@@ -132,8 +133,11 @@ class SqlServerBulk(BulkStatements):
         self._dialect = dialect
 
     def stage(self, store: Table, name: str) -> Stage:
-        """Raise ConfigurationError: bulk writes to this product are not implemented."""
-        raise ConfigurationError(f"bulk jobs cannot write to {self._dialect} yet: use PostgreSQL, MariaDB or SQLite")
+        """Return the way of pieces into the table; it has no staging area. Raises MissingExtra without pyarrow."""
+        need_arrow()
+        from delayline.sql.sqlserver.staging import SqlServerStage
+
+        return SqlServerStage(self._dialect, store, name)
 
     def insert_rows(self, connection: Connection, insert: Prepared, rows: Sequence[tuple[Any, ...]]) -> None:
         """Insert every row; if another transaction inserted the same key meanwhile, retry the rows singly."""

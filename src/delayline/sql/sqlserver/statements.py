@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 CLAIM: Final = "WITH (READPAST, UPDLOCK, ROWLOCK, READCOMMITTEDLOCK)"
 #: Hints for locking rows, after waiting for locked rows.
 LOCK: Final = "WITH (UPDLOCK, ROWLOCK)"
+#: Hints for locking rows that others may lock so too, and nobody may change.
+SHARE: Final = "WITH (REPEATABLEREAD, ROWLOCK)"
 #: Hints for reading messages: locked messages are being moved or handled, and are passed over.
 LOOK: Final = "WITH (READPAST, READCOMMITTEDLOCK)"
 #: The option of an insert that leaves a row with the same key as it is; it names the key's columns.
@@ -85,7 +87,7 @@ class HintedSql(MSSQLCompiler):
     def _hints_for(self, table: Table, query: Select[Any]) -> str | None:
         locking = query._for_update_arg
         if locking is not None:
-            return CLAIM if locking.skip_locked else LOCK
+            return SHARE if locking.read else CLAIM if locking.skip_locked else LOCK
         only_reads = isinstance(self.statement, SelectBase)
         return LOOK if only_reads and HOLDS_MESSAGES in table.info else None
 
