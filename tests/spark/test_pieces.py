@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import psycopg
 import pyarrow as pa
 import pytest
-from pyspark.errors import PySparkException
+from pyspark.errors import PySparkException, StreamingQueryException
 from tests.spark.blocked_statements import blocked_statements
 from tests.spark.stores import ENDPOINT, frame, many
 from tests.spark.test_dispatch import PATIENCE
@@ -18,13 +18,14 @@ from tests.spark.test_dispatch import PATIENCE
 from delayline import BackendUnavailable, ConfigurationError
 from delayline.bulk.jobs import JobName, JobState, PieceParameters
 from delayline.errors import DelaylineError, DifferentInput
-from delayline.spark import JobTarget, schedule
+from delayline.spark import JobTarget, schedule, schedule_stream
 from delayline.spark.options import StoreOptions
 from delayline.spark.pieces import END, PIECE, PIECES, whole_pieces
 from delayline.spark.placement import PARTITION, by_partition
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from pyspark.sql import SparkSession
     from tests.spark.stores import StoreAt
@@ -116,6 +117,61 @@ def test_a_worker_that_is_killed_in_a_piece_counts_once(spark: SparkSession, sto
         # Then others do the work, once
         done = job.result(PATIENCE)
     assert (done.stored, done.duplicates, store.ids()) == (NUMBER, 0, IDS)
+
+
+@pytest.mark.usefixtures("eight_tasks")
+def test_a_batch_of_a_stream_goes_on_with_the_pieces_that_are_missing(
+    spark: SparkSession, store: StoreAt, tmp_path: Path
+) -> None:
+    # Given a stream whose first batch has failed when some of its pieces were stored and dispatched
+    def run() -> bool | None:
+        source = spark.readStream.schema(many(spark, 1).schema).parquet(str(tmp_path / "source"))
+        how = {"checkpoint": tmp_path / "checkpoint", "trigger": {"availableNow": True}}
+        return schedule_stream(source, target(store), **how).awaitTermination(PATIENCE)  # type: ignore[arg-type]
+
+    many(spark, NUMBER).write.parquet(str(tmp_path / "source"))
+    with psycopg.connect(store.url, autocommit=True) as admin:
+        admin.execute(REFUSE)
+        with pytest.raises(StreamingQueryException, match="refused on purpose"):
+            run()
+        stored = store.ids()
+        assert 0 < len(stored) < NUMBER and BAD not in stored
+        admin.execute('DELETE FROM "sales.timeouts"')
+        admin.execute('DROP TRIGGER refused ON "sales.timeouts"')
+    # When it is started again
+    assert run()
+    # Then each message was stored once, and the ledger knows the last batch
+    assert sorted(store.ids() + stored) == IDS
+    many(spark, 10).selectExpr("concat('x', id) AS id", "destination", "due", "headers", "body").write.mode(
+        "append"
+    ).parquet(str(tmp_path / "source"))
+    assert run()
+    assert len(store.ids()) == NUMBER - len(stored) + 10
+    [job] = StoreOptions.of(target(store).options).pieces().jobs(10)
+    assert (job.name.version, job.state, job.committed.stored) == (1, JobState.DONE, 10)
+
+
+@pytest.mark.usefixtures("eight_tasks")
+@pytest.mark.sample(1)
+def test_a_worker_of_a_stream_that_is_killed_in_a_piece_counts_once(
+    spark: SparkSession, store: StoreAt, tmp_path: Path
+) -> None:
+    # Given a stream whose tasks are held up at a step
+    many(spark, NUMBER).write.parquet(str(tmp_path / "source"))
+    source = spark.readStream.schema(many(spark, 1).schema).parquet(str(tmp_path / "source"))
+    job_of(store, "for its tables")
+    with blocked_statements(store.url, "BEFORE UPDATE ON delayline_job_pieces") as held:
+        query = schedule_stream(
+            source, target(store), checkpoint=tmp_path / "checkpoint", trigger={"availableNow": True}
+        )
+        held.wait(2, lambda: not query.isActive)
+        # When they are killed
+        for process in held.senders():
+            os.kill(process, signal.SIGKILL)
+        held.release()
+        # Then others do the work, once
+        assert query.awaitTermination(PATIENCE)
+    assert store.ids() == IDS
 
 
 def test_of_rows_with_one_id_the_first_due_is_stored(spark: SparkSession, any_store: StoreAt) -> None:

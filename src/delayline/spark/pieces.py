@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 #: So many that a piece of a thousand million messages has 61 000.
 PIECES: Final = 1 << 14
+#: The same of a batch of a stream, which has fewer messages and comes often.
+PIECES_OF_BATCH: Final = 1 << 6
 PIECE: Final = "_delayline_piece"
 #: Column: whether the row is the end of its piece, and no message.
 END: Final = "_delayline_end"
@@ -65,15 +67,24 @@ class PieceJob:
         on_conflict: For ids that wait already: `keep` or `replace`.
         name: The job's name and version.
         named: Whether a user has given it.
+        stream: Whether it is a batch of a stream.
     """
 
     def __init__(
-        self, target: JobTarget, columns: Columns, on_conflict: OnConflict, name: JobName, *, named: bool
+        self,
+        target: JobTarget,
+        columns: Columns,
+        on_conflict: OnConflict,
+        name: JobName,
+        *,
+        named: bool = True,
+        stream: bool = False,
     ) -> None:
         self._target = target
         self._columns = columns
         self._name = name
         self._is_named = named
+        self._is_batch = stream
         self._on_conflict: OnConflict = on_conflict
         self._store = StoreOptions.of(target.options)
 
@@ -92,10 +103,14 @@ class PieceJob:
             DifferentInput: A job of that name has stored pieces of other rows. Nothing was stored now.
         """
         writer = self._store.pieces()
-        parameters = PieceParameters(to_microseconds(now), PIECES, self._on_conflict, named=self._is_named)
+        pieces = PIECES_OF_BATCH if self._is_batch else PIECES
+        parameters = PieceParameters(
+            to_microseconds(now), pieces, self._on_conflict, named=self._is_named, stream=self._is_batch
+        )
         job = writer.open(self._name, parameters)
         if job.state is JobState.DONE:
-            self._check_again(rows, job)
+            if not self._is_batch:  # which Spark repeats with the same rows
+                self._check_again(rows, job)
             return job, True
         messages, done = self._cut(rows, job), writer.inputs(job.number)
         if done:
@@ -142,7 +157,8 @@ class PieceJob:
             raise DifferentInput(
                 f"the job {str(self._name)!r} has begun with another input: {others:,} of the {len(done):,} pieces "
                 "that it has stored have other rows now. Nothing was stored now. Run it with the rows that it began "
-                "with, or give this input a name of its own"
+                "with, or give this input a name of its own; for a stream whose rows differ each time, as uuid() does, "
+                "use atomic='job'"
             )
 
 

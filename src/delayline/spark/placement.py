@@ -216,7 +216,7 @@ class Placement:
         """
         self.check()
         job = _Job(self, run, batch)
-        return job.place_pieces(rows, observation) if batch is None and self.in_pieces else job.place(rows)
+        return job.place_pieces(rows, observation) if self.in_pieces else job.place(rows)
 
 
 class _Job:
@@ -259,7 +259,11 @@ class _Job:
         settings = self._settings
         if self._named and self._recorded(Sink.STORE) is not None:
             return self.place(rows)
-        pieces = PieceJob(settings.target, settings.columns, settings.on_conflict, self._name, named=self._named)
+        is_batch = self._kind is RunKind.STREAM
+        name = JobName(self._run, self._batch) if is_batch else self._name
+        pieces = PieceJob(
+            settings.target, settings.columns, settings.on_conflict, name, named=self._named, stream=is_batch
+        )
         now = to_microseconds(self._now)
         validator = self._validator(JobParameters(now, now, {}))
         job, repeated = pieces.run(rows, self._now, validator, observation)

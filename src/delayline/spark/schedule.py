@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-import pyarrow as pa
-from pyspark import TaskContext
-
 from delayline.backends import BulkRoute, backend_of, schemes_with
 from delayline.bulk.connections import CONNECT_TIMEOUT
 from delayline.bulk.jobs import JobName, PieceCounts
 from delayline.bulk.ledger import check_run
 from delayline.checks import time_span, whole_number
-from delayline.clock import ONE_DAY
+from delayline.clock import ONE_DAY, SystemClock
 from delayline.errors import ConfigurationError
 from delayline.spark.errors import translated_errors
-from delayline.spark.headers import SendHeaders
-from delayline.spark.options import FORMAT, StoreOptions
+from delayline.spark.options import StoreOptions
 from delayline.spark.pieces import COUNTS, observed
 from delayline.spark.placement import Atomic, Placed, Placement
 from delayline.spark.session import activated, described, session_for
-from delayline.spark.sources import JDBC, OWN_COLUMNS, Columns, content_type, prepared, read_path, read_table, rejected
+from delayline.spark.sources import JDBC, Columns, prepared, read_path, read_table, rejected
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from pyspark.sql import DataFrame, Observation, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
-    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
     from delayline.delayed.store import OnConflict
 
@@ -266,21 +262,26 @@ def schedule_stream(
     columns: Columns | None = None,
     on_conflict: OnConflict = "keep",
     hot_horizon: timedelta = ONE_DAY,
+    atomic: Atomic = "piece",
     trigger: Mapping[str, str | bool] | None = None,
 ) -> StreamingQuery:
-    """Start a query that schedules every valid row of a stream, each batch in a single transaction, once.
+    """Start a query that schedules every valid row of a stream, once.
 
-    Rows that cannot be messages are left out and counted in the table of runs. With a broker, an interrupted batch may
-    be published twice, as far as the broker had confirmed it and this was not recorded yet.
+    Each batch is a job like those of `schedule`, named by the query, whose version is the number of the batch. A store
+    without a cold tier and a broker takes its rows in pieces, and after a failure the missing ones. Rows that cannot
+    be messages are left out and counted in the tables of jobs. With a broker, an interrupted batch may be published
+    twice, as far as the broker had confirmed it and this was not recorded yet.
 
     Args:
         source: A streaming DataFrame.
         target: Where the messages go.
         checkpoint: Folder of the query's checkpoint, of its own for each query.
         columns: Names of the source's columns, if they differ from the columns of a message. A delay counts from the
-            start of the query; with a cold tier or a broker from the start of the batch. Prefer instants.
+            start of the batch. Prefer instants.
         on_conflict: As for `schedule`.
         hot_horizon: As for `schedule`.
+        atomic: `piece`, or `job` for all rows of a batch in a single transaction: also where a batch that Spark repeats
+            has other ids, as those of `uuid()`.
         trigger: Arguments of `DataStreamWriter.trigger`; a second if None. With a cold tier use a minute or more,
             because each batch is compared with the ids in the files.
 
@@ -292,51 +293,35 @@ def schedule_stream(
     """
     if not source.isStreaming:
         raise ConfigurationError("the DataFrame is not a stream: use schedule()")
-    columns = columns or Columns()
     given: Mapping[str, str | bool] = trigger or {"processingTime": "1 second"}
+    placement = Placement(target, columns or Columns(), on_conflict, time_span("hot_horizon", hot_horizon), atomic)
+    place = str(checkpoint)
+
+    def store(batch: DataFrame, number: int) -> None:
+        session = activated(batch.sparkSession)
+        query = _query_of(session, place)
+        # The data source, which stored batches at first, has named them by its txnAppId and the query.
+        name = JobName(f"stream  {query}" if placement.in_pieces else f"stream {query}")
+        if not placement.in_pieces:
+            batch.persist()  # it is read more than once
+        try:
+            with described(session, f"batch {number}: delayed messages of {target.sender}"):
+                placement.run(batch, name, batch=number)
+        finally:
+            batch.unpersist()
+
     with translated_errors():
         activated(source.sparkSession)
-        if target.cold_tier is not None or target.broker is not None:
-            writer = _placing_batches(
-                source, Placement(target, columns, on_conflict, time_span("hot_horizon", hot_horizon))
-            )
-        else:  # the data source itself is a sink for streams, and the only sink that works on Spark Connect
-            messages = prepared(source, columns, StoreOptions.of(target.options).staging().now())
-            sender = SendHeaders(target.sender, content_type(source, columns), None)
-            options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
-            writer = messages.drop(*OWN_COLUMNS).writeStream.format(FORMAT).options(**options)
-        return writer.option("checkpointLocation", str(checkpoint)).trigger(**given).start()  # type: ignore[arg-type]
+        placement.check()
+        prepared(source, placement.columns, SystemClock().now())  # its columns
+        writer = source.writeStream.foreachBatch(store)
+        return writer.option("checkpointLocation", place).trigger(**given).start()  # type: ignore[arg-type]
 
 
-def _placing_batches(source: DataFrame, placement: Placement) -> DataStreamWriter:
-    """Return a writer that places each batch as a job, named by the query's id and the batch's number."""
-    placement.check()
-
-    def run(batch: DataFrame, number: int) -> None:
-        kept = batch.persist()  # placement reads it more than once
-        try:
-            placement.run(kept, JobName(f"stream {_query_of(batch.sparkSession)}"), batch=number)
-        finally:
-            kept.unpersist()
-
-    return source.writeStream.foreachBatch(run)
-
-
-def _query_of(spark: SparkSession) -> str:
-    """Return the id of the running query, which is the same after a restart. Only tasks can read it."""
-    [query] = spark.range(0, 1, 1, 1).mapInArrow(_query_in_task, "query STRING").toArrow().column(0).to_pylist()
-    if query is None:
-        raise ConfigurationError(
-            "Spark Connect gives batches no query id, which a cold tier and a broker need: start this stream without it"
-        )
-    return str(query)
-
-
-def _query_in_task(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    context = TaskContext.get()
-    query = None if context is None else context.getLocalProperty("sql.streaming.queryId")
-    for batch in batches:
-        yield pa.RecordBatch.from_arrays([pa.array([query] * batch.num_rows, pa.string())], names=["query"])
+def _query_of(spark: SparkSession, checkpoint: str) -> str:
+    """Return the id of the running query, which is the same after a restart: Spark keeps it with the checkpoint."""
+    [kept] = spark.read.text(f"{checkpoint}/metadata").toArrow().column(0).to_pylist()
+    return str(json.loads(kept)["id"])
 
 
 def _rows(
