@@ -117,6 +117,7 @@ def test_every_job_takes_a_connect_session(store: StoreAt, tmp_path: Path) -> No
         "slots": 2,
         "file": [1, 1, [3]],
         "frame": 2,
+        "metrics": {"rows": 3, "stored": 2, "rejected": 1},
         "compacted": True,
         "promoted": 100,
         "promoted by a stream": True,

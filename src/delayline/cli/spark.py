@@ -550,8 +550,8 @@ def promote(
 
     With --every, SIGINT and SIGTERM stop it after the current round.
     """
+    from delayline.spark import Promoted, promote_every
     from delayline.spark import promote as run_promote
-    from delayline.spark import promote_every
 
     target, done = replace(target, delay_levels=delay_levels), list[Promoted]()
 
