@@ -9,6 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from pyspark.sql import is_remote
+
 from delayline.backends import BulkRoute, backend_of, schemes_with
 from delayline.bulk.connections import CONNECT_TIMEOUT
 from delayline.bulk.jobs import JobName, PieceCounts
@@ -17,11 +19,12 @@ from delayline.checks import time_span, whole_number
 from delayline.clock import ONE_DAY, SystemClock
 from delayline.errors import ConfigurationError
 from delayline.spark.errors import translated_errors
-from delayline.spark.options import StoreOptions
+from delayline.spark.headers import SendHeaders
+from delayline.spark.options import FORMAT, StoreOptions
 from delayline.spark.pieces import COUNTS, observed
 from delayline.spark.placement import Atomic, Placed, Placement
 from delayline.spark.session import activated, described, session_for
-from delayline.spark.sources import JDBC, Columns, prepared, read_path, read_table, rejected
+from delayline.spark.sources import JDBC, OWN_COLUMNS, Columns, content_type, prepared, read_path, read_table, rejected
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -268,7 +271,8 @@ def schedule_stream(
     """Start a query that schedules every valid row of a stream, once.
 
     Each batch is a job like those of `schedule`, named by the query, whose version is the number of the batch. A store
-    without a cold tier and a broker takes its rows in pieces, and after a failure the missing ones. Rows that cannot
+    without a cold tier and a broker takes its rows in pieces, and after a failure the missing ones; on Spark Connect
+    a batch is one transaction. Rows that cannot
     be messages are left out and counted in the tables of jobs. With a broker, an interrupted batch may be published
     twice, as far as the broker had confirmed it and this was not recorded yet.
 
@@ -314,7 +318,14 @@ def schedule_stream(
         activated(source.sparkSession)
         placement.check()
         prepared(source, placement.columns, SystemClock().now())  # its columns
-        writer = source.writeStream.foreachBatch(store)
+        if is_remote() and target.cold_tier is None and target.broker is None:
+            # The process of a foreachBatch has ten seconds to start there; the data source's own sink needs none.
+            sender = SendHeaders(target.sender, content_type(source, placement.columns), None)
+            options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
+            messages = prepared(source, placement.columns, StoreOptions.of(target.options).staging().now())
+            writer = messages.drop(*OWN_COLUMNS).writeStream.format(FORMAT).options(**options)
+        else:
+            writer = source.writeStream.foreachBatch(store)
         return writer.option("checkpointLocation", place).trigger(**given).start()  # type: ignore[arg-type]
 
 
