@@ -51,6 +51,17 @@ if TYPE_CHECKING:
     from delayline.settings import Settings
     from delayline.transport import Transport
 
+__all__ = [
+    "MessageMatch",
+    "MessagePlace",
+    "PlaceKind",
+    "PlaceNote",
+    "Search",
+    "SearchPage",
+    "SearchPosition",
+    "open_places",
+]
+
 #: Matches of a page.
 MATCHES_AT_ONCE: Final = 100
 #: Messages that are read at once where a back end has no tables to search.

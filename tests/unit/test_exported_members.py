@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 import delayline
+import delayline.searching
 import delayline.spi
 import delayline.telemetry
 import delayline.timeouts
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 #: Reached like the others, and imported on first use: they need an extra.
 WITH_AN_EXTRA = {"AzureStorageQueueTransport", "DelayLevelDelivery", "DelayedTableDelivery", "RabbitMQTransport"}
-MODULES = [delayline, delayline.spi, delayline.telemetry, delayline.timeouts]
+MODULES = [delayline, delayline.searching, delayline.spi, delayline.telemetry, delayline.timeouts]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.__name__))
