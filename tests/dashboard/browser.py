@@ -154,8 +154,12 @@ class Browser:
         return [str(text) for text in found]
 
     def complaints(self) -> list[str]:
-        """Return what the console has: violations of the policy, errors of scripts, missing files."""
-        return [entry["message"] for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+        """Return what the console has: violations of the policy, errors of scripts, missing files.
+
+        A page that was open before has lost its server, and may say so late: that is left out.
+        """
+        messages = [str(entry["message"]) for entry in self.driver.get_log("browser")]  # type: ignore[no-untyped-call]
+        return [each for each in messages if not each.startswith("http://127.0.0.1:") or each.startswith(self.url)]
 
     def picture(self, name: str) -> None:
         """Keep the page as it is, wide and narrow, light and dark, where DELAYLINE_SCREENSHOTS asks for all four."""
