@@ -1,4 +1,4 @@
-"""One SQLite file, and endpoints on it; a store on PostgreSQL."""
+"""One SQLite file, and endpoints on it; a store on PostgreSQL; databases of each product, with queues."""
 
 from __future__ import annotations
 
@@ -40,6 +40,24 @@ async def store(postgresql_url: str) -> AsyncIterator[SqlDelayedMessageStore]:
     await store.initialize("sales", TransactionMode.TRANSACTION_SCOPE)
     yield store
     await store.close()
+
+
+@pytest.fixture(params=["SQLite", "PostgreSQL", "MariaDB"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Provide an empty database of each product."""
+    if request.param == "SQLite":
+        return f"sqlite:///{tmp_path}/delayline.db"
+    return str(request.getfixturevalue(f"{request.param.lower()}_url"))
+
+
+@pytest.fixture
+async def queues(url: str) -> AsyncIterator[SqlTransport]:
+    """The started transport, with queues `billing`, `mail`, `shipping` and `error`."""
+    transport = SqlTransport(url)
+    await transport.start()
+    await transport.setup_infrastructure(["billing", "mail", "shipping", "error"])
+    yield transport
+    await transport.stop()
 
 
 @pytest.fixture

@@ -21,29 +21,11 @@ from delayline.sql import SqlTransport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
-    from pathlib import Path
 
     from delayline.sql.numbered_queue import SqlNumberedQueue
 
 NOW: Final = datetime(2026, 11, 27, 12, tzinfo=UTC)
 TRACE: Final = 'Traceback (most recent call last):\n  File "/app/orders.py", line 17, in handle\n{0}: of {1}\n'
-
-
-@pytest.fixture(params=["SQLite", "PostgreSQL", "MariaDB"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "SQLite":
-        return f"sqlite:///{tmp_path}/delayline.db"
-    return str(request.getfixturevalue(f"{request.param.lower()}_url"))
-
-
-@pytest.fixture
-async def queues(url: str) -> AsyncIterator[SqlTransport]:
-    """The started transport, with queues `billing`, `mail` and `error`."""
-    transport = SqlTransport(url)
-    await transport.start()
-    await transport.setup_infrastructure(["billing", "mail", "error"])
-    yield transport
-    await transport.stop()
 
 
 @pytest.fixture

@@ -21,20 +21,12 @@ from delayline.sql.searched_tables import SearchedTable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
-    from pathlib import Path
 
     from delayline.places import MessageMatch
 
 NOW = datetime.now(UTC)
 SOON = NOW + timedelta(hours=1)
 HOSTILE = "'; DROP TABLE x --\"%_\\*,<script>é\U0001f600"
-
-
-@pytest.fixture(params=["SQLite", "PostgreSQL", "MariaDB"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "SQLite":
-        return f"sqlite:///{tmp_path}/delayline.db"
-    return str(request.getfixturevalue(f"{request.param.lower()}_url"))
 
 
 @pytest.fixture
@@ -45,16 +37,6 @@ async def kept(url: str) -> AsyncIterator[SqlDelayedMessageStore]:
     await store.initialize("shop", TransactionMode.RECEIVE_ONLY)
     yield store
     await store.close()
-
-
-@pytest.fixture
-async def queues(url: str) -> AsyncIterator[SqlTransport]:
-    """The started transport, with queues `billing`, `shipping` and `error`."""
-    transport = SqlTransport(url)
-    await transport.start()
-    await transport.setup_infrastructure(["billing", "shipping", "error"])
-    yield transport
-    await transport.stop()
 
 
 def delayed(

@@ -23,19 +23,11 @@ from delayline.sql import SqlDelayedMessageStore, SqlTransport
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
-    from pathlib import Path
 
     from delayline.actions import ActionLog, MessageSet
 
 SOON = datetime.now(UTC) + timedelta(hours=1)
 CLOCK = SystemClock()
-
-
-@pytest.fixture(params=["SQLite", "PostgreSQL", "MariaDB"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "SQLite":
-        return f"sqlite:///{tmp_path}/delayline.db"
-    return str(request.getfixturevalue(f"{request.param.lower()}_url"))
 
 
 @pytest.fixture
@@ -46,16 +38,6 @@ async def kept(url: str) -> AsyncIterator[SqlDelayedMessageStore]:
     await store.initialize("shop", TransactionMode.RECEIVE_ONLY)
     yield store
     await store.close()
-
-
-@pytest.fixture
-async def queues(url: str) -> AsyncIterator[SqlTransport]:
-    """The started transport, with queues `billing`, `shipping` and `error`."""
-    transport = SqlTransport(url)
-    await transport.start()
-    await transport.setup_infrastructure(["billing", "shipping", "error"])
-    yield transport
-    await transport.stop()
 
 
 def delayed(

@@ -23,10 +23,8 @@ from tests.integration.test_sets import (
     in_queue,
     kept,
     pending_request,
-    queues,
     run,
     set_of,
-    url,
     waiting,
 )
 from tests.servers.mariadb import MariadbServer
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
 
     from delayline.rabbitmq.front import ManagedAsSent
 
-__all__ = ["kept", "queues", "url"]
+__all__ = ["kept"]
 HOUR = timedelta(hours=1)
 HOSTILE = (
     "'; DROP TABLE delayline_messages; --",
