@@ -573,6 +573,7 @@ EXTRAS: Final = {
     "pymssql": "the same through pymssql, where Microsoft's driver does not run",
     "rabbitmq": "queues and delay levels on RabbitMQ, `amqp://`",
     "azure": "queues and delayed messages in Azure Storage, `azure://`",
+    "delta": "the cold tier as a Delta table, which others read",
     "spark": "scheduling in bulk, the cold tier, migration and audit on Spark, with a Java for machines without one",
     "telemetry": "metrics and traces for OpenTelemetry and Prometheus",
     "dashboard": "`delayline dashboard`, and `delayline.dashboard.app` to mount",

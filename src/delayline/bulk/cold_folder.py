@@ -225,6 +225,35 @@ class ColdFolder:
         ids = pa.concat_arrays([batch.column("id") for batch in self.batches(file, columns=("id",))])
         return int(pc.index(ids, message_id).as_py())
 
+    @property
+    def uri(self) -> str:
+        """The folder as libraries outside of Arrow take it."""
+        return S3.sub("s3://", self.path)
+
+    def has(self, name: str) -> bool:
+        """Return whether there is a folder of that name in it."""
+        from pyarrow.fs import FileType
+
+        system, root = self._place
+        with self._plainly(f"look through {self.path}"):
+            return bool(system.get_file_info(f"{root}/{name}").type == FileType.Directory)
+
+    def make(self) -> None:
+        """Make the folder, if it is not there."""
+        system, root = self._place
+        with self._plainly(f"write to {self.path}"):
+            system.create_dir(root, recursive=True)
+
+    def size_of(self, file: ColdFile) -> tuple[int, int]:
+        """Return the size of a file in bytes, and when it was written, in milliseconds since 1970."""
+        system, _ = self._place
+        address = self._address(file.name, file.due_hour)
+        with self._plainly(f"look through {self.path}"):
+            info = system.get_file_info(address)
+        if info.size is None:
+            raise BackendUnusable(f"{address} is missing, but the catalog lists it. Restore it")
+        return info.size, 0 if info.mtime is None else int(info.mtime.timestamp() * 1000)
+
     def lying(self) -> Iterator[FoundFile]:
         """Yield this tier's files that are there, by looking through the whole folder."""
         from pyarrow.fs import FileSelector

@@ -587,6 +587,22 @@ def compact(target: JobTarget, sessions: Sessions, screen: Screen) -> None:
     screen.document(asdict(done))
 
 
+@spark.command(epilog=examples("delayline spark delta --endpoint sales --cold-tier s3://bucket/reminders"))
+@settings_options(*STORES, "cold_tier")
+@target_options
+@json_option
+def delta(target: JobTarget, screen: Screen) -> None:
+    """Keep a Delta log of the cold tier, which DuckDB, Trino and Spark read as a table; needs the extra delta.
+
+    It is created, or brought up to date; from then on all jobs keep it.
+    """
+    from delayline.spark import keep_delta_log
+
+    version = keep_delta_log(target)
+    screen.echo(f"the Delta log of {target.cold_tier} is at version {version}")
+    screen.document({"version": version})
+
+
 def _sentence(done: Promoted) -> str:
     apart = f"{done.duplicates:,} there already, {done.cancelled:,} cancelled"
     return f"{done.stored + done.sent:,} promoted from {done.files:,} file{'' if done.files == 1 else 's'}, {apart}"

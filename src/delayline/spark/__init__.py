@@ -20,6 +20,7 @@ if is_too_old(pyspark.__version__):
 
 from delayline.spark.audit import Audit, Totals, audit
 from delayline.spark.compact import Compacted, compact
+from delayline.spark.delta import keep_delta_log
 from delayline.spark.dispatch import Dispatcher
 from delayline.spark.journal import Exported, export, read_journal, waiting_ids
 from delayline.spark.promote import Promoted, promote, promote_every, promote_stream
@@ -42,6 +43,7 @@ __all__ = [
     "compact",
     "export",
     "find_java",
+    "keep_delta_log",
     "promote",
     "promote_every",
     "promote_stream",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from datetime import timedelta
 from functools import partial
@@ -12,10 +13,11 @@ import pyarrow as pa
 
 from delayline.bulk.cold_catalog import ColdFile, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
+from delayline.bulk.delta_log import DeltaLog
 from delayline.bulk.writer import Attempt, blocking
 from delayline.delayed.arrow import completed
 from delayline.delayed.columns import JOURNALED_NAMES
-from delayline.errors import BackendUnavailable, ConfigurationError
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.sql.databases import database_at
 from delayline.sql.journal import Journal
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from delayline.bulk.writer import BulkWriter
 
 Result = TypeVar("Result")
+logger: logging.Logger = logging.getLogger(__name__)
 #: The attempt of a task without rows.
 NO_ROWS: Final = Attempt(0, 0, None)
 #: `compact` deletes unregistered files that are older than a day; a job has to register its files well before.
@@ -64,8 +67,29 @@ class ColdTier:
         return self.read(look)
 
     def create(self) -> ColdFolder:
-        """Create the catalog if it is missing; return the folder to write to."""
-        return ColdFolder(self.path, blocking(self._opened(self.catalog.create, writing=True)))
+        """Create the catalog if it is missing; return the folder to write to.
+
+        Raises MissingExtra if the folder has a Delta log, and the extra to keep it is not installed.
+        """
+        folder = ColdFolder(self.path, blocking(self._opened(self.catalog.create, writing=True)))
+        _ = DeltaLog(folder).exists
+        return folder
+
+    def held(self) -> list[ColdFile]:
+        """Return all files."""
+        return self.read(self.catalog.list_files)
+
+    def keep_log(self) -> None:
+        """Bring the Delta log up to date, if the folder has one, after a change of the catalog.
+
+        If that fails, it is logged only: what the job has done stays, and the next job makes up for it.
+        """
+        log = DeltaLog(self.create())
+        if log.exists:
+            try:
+                log.update(self.held)
+            except BackendUnusable as error:
+                logger.warning("%s: the next job with this cold tier will try it again", error)
 
     def files(self, *, until: int | None = None) -> tuple[list[ColdFile], dict[str, list[str]]]:
         """Return the files with messages due at or before `until`, and the cancelled ids by file.

@@ -94,6 +94,8 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
             began = monotonic()
             merges = _merged(session_for(spark), tier, groups, dead)
             merged = tier.write(partial(_register, tier=tier, merges=merges, dead=dead, began=began))
+        if files:
+            tier.keep_log()
         merge_ids(spark, tier)
         after = sum(1 for merge in merged if merge.into is not None)
         return Compacted(

@@ -421,6 +421,8 @@ class _Job:
                 pre_commit=partial(self._register, files, published, parameters),
                 journal_only=[result.journal for result in results if result.journal.rows],
             )
+            if self._tier is not None:
+                self._tier.keep_log()
             if committed.repeated:  # another driver has run the same job at the same time
                 return self._repeated(committed, parameters)
         return Placed(

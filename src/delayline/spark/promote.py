@@ -94,6 +94,7 @@ def promote(target: JobTarget, *, horizon: timedelta = ONE_DAY, spark: SparkSess
         until = to_microseconds(now + horizon if horizon < LATEST_TIME - now else LATEST_TIME)
         due = partial(tier.catalog.list_files, until=until)
         done = _promoted(tier, due, broker, spark) if tier.read(due) else Promoted()
+        tier.keep_log()
         delete_retired(tier)
         return done
 

@@ -147,6 +147,7 @@ class TiersSession(StoreSession):
             pre_commit=partial(self._register, files=files, attempts=attempts),
             journal_only=[noted for part in staged for noted in part.noted],
         )
+        self.tier.keep_log()
 
     def discard(self) -> None:
         """Remove the staging area."""
