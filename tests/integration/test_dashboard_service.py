@@ -208,6 +208,7 @@ async def test_missing_rights_make_their_own_part_unavailable(
             [outcome] = await service.pending.change(OperatorAction.CANCEL, ["m0"], actor="ann")
         # Then what may be read is shown, and the rest says what is missing
         assert not isinstance(now.due, Unavailable)
+        assert now.due.pauses is None
         assert isinstance(page, PendingPage)
         assert len(page.rows) == 3
         assert isinstance(now.errors, Unavailable)

@@ -57,7 +57,8 @@ class DueCounts:
     later: DueBucket
     earliest: datetime | None
     """The earliest due time of what is not paused; past while a message is overdue."""
-    pauses: Sequence[DispatchPause] = ()
+    pauses: Sequence[DispatchPause] | None = ()
+    """None where the user may not read them: `overdue` has what is paused then."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,10 +27,10 @@ from delayline.dashboard.model import (
 )
 from delayline.dashboard.search import GROWING, forecasting
 from delayline.doctor import check_urls, examine_endpoint
-from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
+from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DelaylineError
 from delayline.readable import local
 from delayline.telemetry.measurements import LATENESS_BOUNDS, Histogram
-from delayline.telemetry.pending import BUCKETS, due_apart
+from delayline.telemetry.pending import BUCKETS, due_apart, pauses_of
 from delayline.transport import QueueLimits, SupportsQueueLimits, SupportsQueueLookup
 
 if TYPE_CHECKING:
@@ -190,9 +190,13 @@ class Overview(PageQueries):
     @within_limit
     async def _due_counts(self) -> DueCounts:
         store, now = await forecasting(self.back_ends), await self.back_ends.time()
-        due = await due_apart(store, now)
+        try:
+            pauses = await pauses_of(store)
+        except BackendUnusable:  # the user may not read them
+            pauses = None
+        due = await due_apart(store, now, pauses or ())
         overdue, paused, minute, hour, day, later = (due.buckets[name] for name in BUCKETS)
-        return DueCounts(overdue, paused, minute, hour, day, later, due.earliest, due.pauses)
+        return DueCounts(overdue, paused, minute, hour, day, later, due.earliest, pauses)
 
     async def _rows_of_day(self) -> list[MinuteRow]:
         self.back_ends.sql_store(MINUTE_ROWS)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from datetime import datetime
 
     from delayline.dashboard.model import DueCounts
+    from delayline.delayed.pauses import DispatchPause
     from delayline.delayed.store import DueBucket
 
 #: A message that is overdue for longer means that no poller dispatches it.
@@ -88,7 +89,7 @@ def _reasons(now: Now) -> Iterator[tuple[str, str]]:
     ):
         yield "bad", f"overdue for {duration(now.at - now.due.earliest)}"
     if not isinstance(now.due, Unavailable) and now.due.pauses:
-        yield "warn", _paused(now.due)
+        yield "warn", _paused(now.due, now.due.pauses)
     if isinstance(now.errors, Unavailable):
         yield "bad" if now.errors.temporary else "", "errors are not known"
     elif now.errors:
@@ -99,9 +100,9 @@ def _reasons(now: Now) -> Iterator[tuple[str, str]]:
             yield "warn", f"paused: {', '.join(paused)}"
 
 
-def _paused(due: DueCounts) -> str:
+def _paused(due: DueCounts, pauses: Sequence[DispatchPause]) -> str:
     """Return what is not dispatched, and how much of it waits."""
-    named, others = due.pauses[:PAUSES_NAMED], len(due.pauses) - PAUSES_NAMED
+    named, others = pauses[:PAUSES_NAMED], len(pauses) - PAUSES_NAMED
     what = ", ".join(pause.text for pause in named) + (f" and {others:,} more" if others > 0 else "")
     waiting = number(due.paused.count, about=not due.paused.exact)
     return f"paused: {what}" + (f" ({waiting} overdue)" if due.paused.count else "")

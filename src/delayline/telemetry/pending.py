@@ -55,34 +55,36 @@ class DueApart:
     """By the names of `BUCKETS`."""
     earliest: datetime | None
     """The earliest due time of what is not paused; None if there is none."""
-    pauses: Sequence[DispatchPause]
 
 
-async def due_apart(store: SupportsDueForecast, now: datetime) -> DueApart:
+async def pauses_of(store: object) -> Sequence[DispatchPause]:
+    """Return the pauses of dispatching from a store; none of a store that knows none."""
+    return await store.dispatch_pauses.all() if isinstance(store, SupportsDispatchPauses) else ()
+
+
+async def due_apart(store: SupportsDueForecast, now: datetime, pauses: Sequence[DispatchPause]) -> DueApart:
     """Count the pending messages of a store."""
-    held_back = store.dispatch_pauses if isinstance(store, SupportsDispatchPauses) else None
-    pauses = () if held_back is None else await held_back.all()
     edges = [now, *(now + end for end in ENDS.values())]
     forecast = await (store.due_forecast(edges, by_destination=True) if pauses else store.due_forecast(edges))
     named = dict(zip(BY_TIME, forecast.buckets, strict=True))
     paused, earliest, overdue = {pause.destination for pause in pauses}, forecast.earliest, named["overdue"]
     held = 0
-    if held_back is not None and paused:
-        earliest = await held_back.earliest()
+    if isinstance(store, SupportsDispatchPauses) and paused:
+        earliest = await store.dispatch_pauses.earliest()
         of_paused = (number for name, number in overdue.destinations.items() if name in paused)
         held = overdue.count if None in paused else sum(of_paused)
     named["paused"] = replace(overdue, count=held, exact=overdue.exact or not paused)
     named["overdue"] = replace(overdue, count=overdue.count - held)
-    return DueApart(named, earliest, pauses)
+    return DueApart(named, earliest)
 
 
 async def _count(store: SupportsDueForecast, clock: Clock) -> Pending:
-    now = clock.now()
-    due = await due_apart(store, now)
+    now, pauses = clock.now(), await pauses_of(store)
+    due = await due_apart(store, now, pauses)
     overdue = 0.0 if due.earliest is None else (now - due.earliest).total_seconds()
     return Pending(
         {name: bucket.count for name, bucket in due.buckets.items()},
         frozenset(name for name, bucket in due.buckets.items() if not bucket.exact),
         max(0.0, overdue),
-        frozenset(pause.destination for pause in due.pauses),
+        frozenset(pause.destination for pause in pauses),
     )
