@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 import pymysql
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 Step = dict[str, Any]
+#: So many processes are killed at least in a round of havoc, however slow the machine starts others.
+LEAST_KILLS: Final = 4
 
 
 def new_seed() -> int:
@@ -157,10 +159,10 @@ class Cluster:
         assert len(self.sent()) == number, self.log()
 
     def havoc(self, chance: random.Random, posts: Sequence[str], seconds: float, **settings: object) -> None:
-        """Keep these posts manned for a while, and kill now one, now another."""
+        """Keep these posts manned for a while, and for some kills at least, and kill now one, now another."""
         manned = [(role, self.start(role, **settings)) for role in posts]
         deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
+        while time.monotonic() < deadline or self.kills.total() < LEAST_KILLS:
             time.sleep(chance.uniform(0.05, 0.25))
             number = chance.randrange(len(manned))
             role, worker = manned[number]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 from azure.data.tables import TableClient
 from azure.storage.queue import QueueClient
-from tests.cluster.harness import Cluster, new_seed
+from tests.cluster.harness import LEAST_KILLS, Cluster, new_seed
 from tests.eventually import PATIENCE, eventually
 
 from delayline import Endpoint, Message, TransactionMode
@@ -133,7 +133,7 @@ def test_nothing_is_lost_and_nothing_early_while_processes_are_killed(cluster: C
     assert len(sent) == 60
     assert set(effects) == sent
     assert cluster.early() == []
-    assert cluster.kills.total() >= 4
+    assert cluster.kills.total() >= LEAST_KILLS
 
 
 @pytest.mark.slow

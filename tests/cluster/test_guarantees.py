@@ -6,7 +6,7 @@ import random
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.cluster.harness import new_seed
+from tests.cluster.harness import LEAST_KILLS, new_seed
 from tests.eventually import PATIENCE
 
 from delayline import Guarantee, StoredDelivery, TransactionMode, guarantee
@@ -39,7 +39,7 @@ def must_keep(row: Guarantee, cluster: Cluster, number: int) -> None:
     lost, doubled = len(sent - set(effects)), sum(effects.values()) - len(effects)
     print(f"{row}; killed {dict(cluster.kills)}; {lost} lost, {doubled} doubled")  # noqa: T201
     assert len(sent) == number
-    assert cluster.kills.total() >= 4
+    assert cluster.kills.total() >= LEAST_KILLS
     assert cluster.early() == []
     assert set(effects) <= sent
     if row in (Guarantee.EXACTLY_ONCE, Guarantee.AT_LEAST_ONCE):

@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from tests.cluster.harness import new_seed
+from tests.cluster.harness import LEAST_KILLS, new_seed
 from tests.cluster.test_steps import IN_HANDLER, POLLER_ONE_FILE, POLLER_TWO_FILES, RECEIVER_ONE_FILE, waits_or_left
 from tests.eventually import PATIENCE, eventually
 from tests.servers.mariadb import MariadbServer
@@ -119,7 +119,7 @@ def test_processes_killed_at_random(make_cluster: Callable[..., Cluster], server
     cluster.havoc(chance, ["poller", "poller", "receiver", "receiver"], HAVOC)
     assert sender.ended(PATIENCE)
     cluster.finish()
-    assert cluster.kills.total() >= 4
+    assert cluster.kills.total() >= LEAST_KILLS
     all_arrived_once(cluster)
 
 
