@@ -366,6 +366,7 @@ EVENT_MEANING: Final = {
     Event.PUBLISHING_BLOCKED: "The broker is short of memory or disk and takes no messages; sends wait.",
     Event.PUBLISHING_UNBLOCKED: "The broker takes messages again.",
     Event.WORK_OVERDUE: "A task waits for a database for longer than an answer may take; logged once for each wait.",
+    Event.DELTA_LOG_BEHIND: "The cold tier's Delta log could not be brought up to date; the next job tries it again.",
     Event.OUTAGE_BEGAN: "A back end is out of reach; logged once for all that use it in the process.",
     Event.OUTAGE_LASTS: "It still is, with the number of failures and what fails; after 1, 2, 4 ... 60 seconds.",
     Event.OUTAGE_ENDED: "It is in reach again.",

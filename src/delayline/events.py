@@ -97,6 +97,7 @@ class Event(StrEnum):
     PUBLISHING_BLOCKED = "publish.blocked"
     PUBLISHING_UNBLOCKED = "publish.unblocked"
     WORK_OVERDUE = "sql.work_overdue"
+    DELTA_LOG_BEHIND = "cold_tier.delta_log_behind"
     OUTAGE_BEGAN = "outage.began"
     OUTAGE_LASTS = "outage.lasts"
     OUTAGE_ENDED = "outage.ended"

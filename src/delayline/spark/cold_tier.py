@@ -18,6 +18,7 @@ from delayline.bulk.writer import Attempt, blocking
 from delayline.delayed.arrow import completed
 from delayline.delayed.columns import JOURNALED_NAMES
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
+from delayline.events import Event, emit
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.sql.databases import database_at
 from delayline.sql.journal import Journal
@@ -89,7 +90,8 @@ class ColdTier:
             try:
                 log.update(self.held)
             except BackendUnusable as error:
-                logger.warning("%s: the next job with this cold tier will try it again", error)
+                log_text = "%s: the next job with this cold tier will try it again"
+                emit(logger, logging.WARNING, Event.DELTA_LOG_BEHIND, log_text, error)
 
     def files(self, *, until: int | None = None) -> tuple[list[ColdFile], dict[str, list[str]]]:
         """Return the files with messages due at or before `until`, and the cancelled ids by file.
