@@ -24,7 +24,7 @@ from delayline.composition import endpoint_from
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DelaylineError
 from delayline.events import LOGGER_NAME, Event, emit
 from delayline.spark.errors import translated_errors
-from delayline.spark.session import session_for
+from delayline.spark.session import session_for, spark_session
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -161,13 +161,13 @@ class Dispatcher:
         return writer.queryName(f"dispatcher {self.name}").trigger(processingTime="1 second").start()
 
     def _prepared(self) -> SparkSession:
-        spark = session_for(self._spark)
+        spark = spark_session() if self._spark is None else self._spark
         if str(spark.conf.get(SPECULATION, "false")).strip().lower() == "true":  # as Spark reads it
             raise ConfigurationError(f"{SPECULATION} is on: Spark would run resident tasks twice. Set it to false")
         self._stopping.clear()
         self._control.create()
         self._control.begin(self.name, self._owner)
-        return spark
+        return session_for(spark)
 
 
 def stop_dispatcher(settings: Settings, name: str | None = None) -> None:
