@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from pyspark.sql.datasource import DataSource
 
+from delayline.backends import BulkRoute, find_backend
 from delayline.errors import ConfigurationError
 from delayline.spark.options import (
     FORMAT,
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from pyspark.sql.types import StructType
 
     from delayline.spark.reader import BatchReader, StreamReader
+    from delayline.spark.table_reader import TableReader
     from delayline.spark.writer import BatchWriter, StreamWriter
 
 
@@ -42,11 +44,16 @@ class DelayedMessages(DataSource):
         """
         return with_table_options(chosen_columns(self.options), self.options)
 
-    def reader(self, schema: StructType) -> BatchReader:
+    def reader(self, schema: StructType) -> BatchReader | TableReader:
         """Return a reader of the selected columns."""
         from delayline.spark.reader import BatchReader, PushingReader
 
         options = self._options(schema)
+        backend = find_backend(options.get("url", ""))
+        if backend is not None and backend.bulk_route is BulkRoute.TABLE_ROWS:
+            from delayline.spark.table_reader import TableReader
+
+            return TableReader(options, without_lengths(schema))
         pushes = choice(options, "filterPushdown", ("false", "true")) == "true"
         return (PushingReader if pushes else BatchReader)(options, without_lengths(schema))
 
