@@ -87,10 +87,15 @@ def pipeline_process(pipeline: Pipeline) -> Iterator[subprocess.Popen[bytes]]:
 
 def kill_session(session: int) -> None:
     """Kill all processes of the session with SIGKILL."""
-    while there := [place.name for place in Path("/proc").glob("[0-9]*") if _session(place) == session]:
-        for pid in map(int, there):
+    while there := processes_of(session):
+        for pid in there:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def processes_of(session: int) -> list[int]:
+    """Return the ids of the session's processes."""
+    return [int(place.name) for place in Path("/proc").glob("[0-9]*") if _session(place) == session]
 
 
 def _session(process: Path) -> int | None:
