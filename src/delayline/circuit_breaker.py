@@ -52,7 +52,7 @@ class _Outage:
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
-        self.repeats = _Repeats(clock.now(), clock.now(), failures=0)
+        self.repeats: _Repeats = _Repeats(clock.now(), clock.now(), failures=0)
         self.members: dict[FailureLog, None] = {}
         """The parts that have failed, and have not stopped since."""
         self.ended: datetime | None = None

@@ -290,7 +290,7 @@ class ListedPending:
     """
 
     def __init__(self, endpoint: str, management: SupportsManagement) -> None:
-        self.place = MessagePlace(PlaceKind.PENDING, endpoint)
+        self.place: MessagePlace = MessagePlace(PlaceKind.PENDING, endpoint)
         self._management = management
 
     async def page(self, wanted: MessageFilter, after: Key | None, most: int) -> PlacePage:
@@ -369,7 +369,7 @@ class ListedQueue:
     """
 
     def __init__(self, transport: Transport, queue: str, kind: PlaceKind) -> None:
-        self.place = MessagePlace(kind, queue)
+        self.place: MessagePlace = MessagePlace(kind, queue)
         self._transport = transport
         self._queues = managed_queues(transport)
 

@@ -216,7 +216,7 @@ class SetJob:
     ) -> None:
         self._messages = messages
         self._log = log
-        self.record = record
+        self.record: ActionRecord = record
         self._clock = clock
         self._progress = progress
         self._outage_limit = outage_limit

@@ -45,7 +45,7 @@ class ColdIds:
     def __init__(self, database: Database, table: Table, folder: ColdFolder) -> None:
         self._database = database
         self._folder = folder
-        self.catalog = ColdFiles(database.dialect, table)
+        self.catalog: ColdFiles = ColdFiles(database.dialect, table)
         self._index: IdIndex | None = None
         #: Files that had been merged into others when the index was opened, which has the others.
         self._merged: set[str] = set()

@@ -73,7 +73,7 @@ class SearchedColdTier:
     """
 
     def __init__(self, endpoint: str, find: Callable[..., Awaitable[FoundMessage | None]]) -> None:
-        self.place = MessagePlace(PlaceKind.PENDING, f"{endpoint} in the cold tier")
+        self.place: MessagePlace = MessagePlace(PlaceKind.PENDING, f"{endpoint} in the cold tier")
         self._find = find
 
     async def page(self, wanted: MessageFilter, after: Key | None, most: int) -> PlacePage:

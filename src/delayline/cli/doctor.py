@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from delayline.cli.screen import Screen
     from delayline.settings import Settings
 
-OKS: Final = {State.OK: True, State.PROBLEM: False, State.NOT_CHECKED: None}
+OKS: Final[dict[State, bool | None]] = {State.OK: True, State.PROBLEM: False, State.NOT_CHECKED: None}
 EXIT_CODES: Final = {State.OK: 0, State.PROBLEM: EXIT_FAILED, State.NOT_CHECKED: EXIT_NOT_CHECKED}
 
 

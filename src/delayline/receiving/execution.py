@@ -97,8 +97,8 @@ class Watched:
 
     def __init__(self, coroutine: Coroutine[Any, Any, None], function: Callable[..., Any], message: Message) -> None:
         self._coroutine = coroutine
-        self.function = function
-        self.message = message
+        self.function: Callable[..., Any] = function
+        self.message: Message = message
 
     def __await__(self) -> Generator[Any, Any, None]:
         """Run the handler step by step."""

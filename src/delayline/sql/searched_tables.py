@@ -243,7 +243,7 @@ class SearchedStore(SearchedTable):
 
     def __init__(self, database: Database, endpoint: str, table: Callable[[], Table]) -> None:
         super().__init__(database)
-        self.place = MessagePlace(PlaceKind.PENDING, endpoint)
+        self.place: MessagePlace = MessagePlace(PlaceKind.PENDING, endpoint)
         self._table_of = table
 
     @property
@@ -316,7 +316,7 @@ class SearchedQueues(SearchedTable):
         super().__init__(database)
         self._queued = table
         self._error_queue = error_queue
-        self.place = MessagePlace(kind, error_queue if kind is PlaceKind.ERRORS else "")
+        self.place: MessagePlace = MessagePlace(kind, error_queue if kind is PlaceKind.ERRORS else "")
 
     @property
     def _table(self) -> Table:
@@ -370,7 +370,7 @@ class SearchedJournal(SearchedTable):
         schema: The schema of its tables.
     """
 
-    place = MessagePlace(PlaceKind.JOURNAL, "")
+    place: MessagePlace = MessagePlace(PlaceKind.JOURNAL, "")
 
     def __init__(self, database: Database, schema: str | None) -> None:
         super().__init__(database)

@@ -165,7 +165,7 @@ class MysqlConnections(MariadbConnections):
     extra = "mysql"
     # The first with a collation for names that are equal only when they are the same.
     oldest: ClassVar[tuple[int, ...]] = (8, 0, 17)
-    ends_idle_transactions = None
+    ends_idle_transactions: ClassVar[str | None] = None
     recover = "XA RECOVER CONVERT XID"  # in hexadecimal: its names are sent as text otherwise, which bytes may not be
 
 
