@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from delayline.azure.account import AzureAccount
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Iterator
     from datetime import datetime
 
+    from delayline.azure.table import Entity
     from delayline.message import DelayedMessage
 
 
@@ -47,18 +49,31 @@ class DelayedTableScan:
                 runner.run(pages.aclose())  # type: ignore[attr-defined]
 
     async def _pages(self, start: datetime | None, end: datetime | None) -> AsyncIterator[list[DelayedMessage]]:
-        account = AzureAccount(self.url)
-        page: list[DelayedMessage] = []
-        await account.open()
-        try:
-            table = Table(account.clients.tables.get_table_client(self.table), Requests(account.server_timeout))
-            async for entity in table.between(start, end, at_least=ENTITY_PAGE):
-                with contextlib.suppress(ForeignRow):
-                    page.append(from_entity(entity).message)
-                if len(page) == ENTITY_PAGE:
-                    yield page
-                    page = []
-            if page:
+        async with opened_table(self.url, self.table) as (_, table):
+            async for page in pages_of(table.between(start, end, at_least=ENTITY_PAGE)):
                 yield page
-        finally:
-            await account.close()
+
+
+@asynccontextmanager
+async def opened_table(url: str, name: str) -> AsyncIterator[tuple[AzureAccount, Table]]:
+    """Provide an open account, and a delayed messages table of it."""
+    account = AzureAccount(url)
+    await account.open()
+    try:
+        client = account.clients.tables.get_table_client(name)
+        yield account, Table(client, Requests(account.server_timeout))
+    finally:
+        await account.close()
+
+
+async def pages_of(entities: AsyncIterator[Entity]) -> AsyncIterator[list[DelayedMessage]]:
+    """Yield the messages of entities, some at a time; rows of others are left out."""
+    page: list[DelayedMessage] = []
+    async for entity in entities:
+        with contextlib.suppress(ForeignRow):
+            page.append(from_entity(entity).message)
+        if len(page) == ENTITY_PAGE:
+            yield page
+            page = []
+    if page:
+        yield page

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import check_size
+from delayline.azure.message_scan import opened_table
 from delayline.azure.names import Key, delays_name
-from delayline.azure.requests import Requests
 from delayline.azure.rows import MessageIndex, row_of, to_entity
 from delayline.azure.table import Table
 from delayline.azure.transport import AzureStorageQueueTransport
@@ -18,8 +17,8 @@ from delayline.errors import InvalidDueTime, InvalidMessage, QueueNotFound
 from delayline.message import in_utc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Mapping, Sequence
-    from contextlib import AsyncExitStack
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
     import pyarrow as pa
 
@@ -55,16 +54,9 @@ class DelayedTableSink:
         account, table = await stack.enter_async_context(self.opened())
         return DelayedTableWriter(account, table)
 
-    @asynccontextmanager
-    async def opened(self) -> AsyncIterator[tuple[AzureAccount, Table]]:
+    def opened(self) -> AbstractAsyncContextManager[tuple[AzureAccount, Table]]:
         """Provide the open account, and the endpoint's table."""
-        account = AzureAccount(self.url)
-        await account.open()
-        try:
-            table = account.clients.tables.get_table_client(delays_name(self.endpoint))
-            yield account, Table(table, Requests(account.server_timeout))
-        finally:
-            await account.close()
+        return opened_table(self.url, delays_name(self.endpoint))
 
 
 class DelayedTableWriter:

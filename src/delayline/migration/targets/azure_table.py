@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from datetime import timedelta
 from typing import TYPE_CHECKING, ClassVar, Final
 
@@ -11,9 +10,8 @@ import pyarrow as pa
 
 from delayline.azure.account import AzureAccount
 from delayline.azure.envelope import LARGEST_TEXT, ROOM_FOR_FAILURE
+from delayline.azure.message_scan import pages_of
 from delayline.azure.message_sink import DelayedTableSink
-from delayline.azure.rows import ForeignRow, from_entity
-from delayline.azure.table import ENTITY_PAGE
 from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnusable
 from delayline.migration.rows import WAITING_COLUMNS, waiting_batch
@@ -95,15 +93,9 @@ class AzureTable(WithoutLedger):
         return DelayedTableSink(self.url, endpoint)
 
     async def _pages(self, endpoint: str) -> AsyncIterator[list[DelayedMessage]]:
-        page: list[DelayedMessage] = []
         async with self.sink(endpoint).opened() as (_, table):
-            async for entity in table.waiting(columns=PENDING_COLUMNS):
-                with contextlib.suppress(ForeignRow):
-                    page.append(from_entity(entity).message)
-                if len(page) == ENTITY_PAGE:
-                    yield page
-                    page = []
-        yield page
+            async for page in pages_of(table.waiting(columns=PENDING_COLUMNS)):
+                yield page
 
 
 class AzureSession(DeliverySession):
