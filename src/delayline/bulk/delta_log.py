@@ -42,13 +42,16 @@ class DeltaLog:
     def __init__(self, folder: ColdFolder) -> None:
         self._folder = folder
 
-    @property
-    def exists(self) -> bool:
-        """Whether there is a log, which has to be kept then. Raises MissingExtra if there is, and it cannot be."""
-        if not self._folder.has("_delta_log"):
-            return False
-        self._check_extra()
-        return True
+    @classmethod
+    def of(cls, folder: ColdFolder) -> DeltaLog | None:
+        """Return the log of the folder, which has to be kept; None without one.
+
+        Raises MissingExtra if there is a log, and deltalake is not installed.
+        """
+        if not folder.has("_delta_log"):
+            return None
+        cls._check_extra()
+        return cls(folder)
 
     def create(self) -> None:
         """Create the log, without files, if there is none.

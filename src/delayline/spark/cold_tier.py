@@ -72,8 +72,8 @@ class ColdTier:
 
         Raises MissingExtra if the folder has a Delta log, and the extra to keep it is not installed.
         """
-        folder = ColdFolder(self.path, blocking(self._opened(self.catalog.create, writing=True)))
-        _ = DeltaLog(folder).exists
+        folder = self._created()
+        DeltaLog.of(folder)
         return folder
 
     def held(self) -> list[ColdFile]:
@@ -85,8 +85,8 @@ class ColdTier:
 
         If that fails, it is logged only: what the job has done stays, and the next job makes up for it.
         """
-        log = DeltaLog(self.create())
-        if log.exists:
+        log = DeltaLog.of(self._created())
+        if log is not None:
             try:
                 log.update(self.held)
             except BackendUnusable as error:
@@ -116,6 +116,9 @@ class ColdTier:
     def write(self, work: Callable[[Connection], Result]) -> Result:
         """Run `work` in a write transaction."""
         return blocking(self._opened(work, writing=True))
+
+    def _created(self) -> ColdFolder:
+        return ColdFolder(self.path, blocking(self._opened(self.catalog.create, writing=True)))
 
     async def _opened(self, work: Callable[[Connection], Result], *, writing: bool) -> Result:
         await self._database.open()
