@@ -263,7 +263,7 @@ class ColdFiles:
 
     def ids_snapshot(self, connection: Connection) -> IdsSnapshot:
         """Return where ids have to be looked for: the files of the indexes are kept for a day from now on."""
-        if not self._has_ids(connection):
+        if not self._has(connection, self.tables.ids):
             return IdsSnapshot([], self.list_files(connection))
         columns, files = self.tables.ids.c, self.tables.files.c
         query = select(*(columns[name] for name in IdsFile._fields))
@@ -307,7 +307,7 @@ class ColdFiles:
 
     def retire_old_ids(self, connection: Connection) -> None:
         """Set the state of indexes all of whose messages have been promoted."""
-        if not self._has_ids(connection):
+        if not self._has(connection, self.tables.ids):
             return
         earliest, columns = self.earliest(connection), self.tables.ids.c
         mine = (columns.store == self._store, columns.state == FileState.HELD.value)
@@ -376,7 +376,7 @@ class ColdFiles:
     def sent(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
         """Return how many messages have left files or may have been sent, from the start of each file on."""
         columns = self.tables.promotions.c
-        if not names or not self._has_promotions(connection):
+        if not names or not self._has(connection, self.tables.promotions):
             return {}
         query = select(columns.file, func.max(columns.begun)).group_by(columns.file)
         rows = (connection.execute(query.where(columns.file.in_(some))) for some in _parts(names))
@@ -456,36 +456,35 @@ class ColdFiles:
             mine = (columns.store == self._store, columns.state != FileState.HELD.value, columns.changed < long_ago)
             return [(name, place) for name, place in connection.execute(select(columns.name, folder).where(*mine))]
 
-        indexes = of(ids, literal(IDS_FOLDER)) if self._has_ids(connection) else []
+        indexes = of(ids, literal(IDS_FOLDER)) if self._has(connection, self.tables.ids) else []
         return [*of(files, files.due_hour), *indexes]
 
     def forget(self, connection: Connection, names: Sequence[str]) -> None:
         """Forget files that are deleted."""
         for some in _parts(names):
             connection.execute(delete(self.tables.files).where(self.tables.files.c.name.in_(some)))
-            if self._has_ids(connection):
+            if self._has(connection, self.tables.ids):
                 connection.execute(delete(self.tables.ids).where(self.tables.ids.c.name.in_(some)))
-            if self._has_promotions(connection):
+            if self._has(connection, self.tables.promotions):
                 connection.execute(delete(self.tables.promotions).where(self.tables.promotions.c.file.in_(some)))
 
     def known(self, connection: Connection) -> set[str]:
         """Return the names of all files, whatever has become of them."""
-        tables = (self.tables.files, self.tables.ids) if self._has_ids(connection) else (self.tables.files,)
+        tables = (
+            (self.tables.files, self.tables.ids) if self._has(connection, self.tables.ids) else (self.tables.files,)
+        )
         queries = [select(table.c.name).where(table.c.store == self._store) for table in tables]
         return {name for query in queries for name in connection.execute(query).scalars()}
 
-    def _has_ids(self, connection: Connection) -> bool:
-        """Whether the tables are those of revision 2."""
-        return inspect(connection).has_table(self.tables.ids.name, schema=self.tables.ids.schema)
+    @staticmethod
+    def _has(connection: Connection, table: Table) -> bool:
+        """Whether the catalog is of a revision with the table."""
+        return inspect(connection).has_table(table.name, schema=table.schema)
 
     def _add_promotion(self, connection: Connection, name: str, job: int) -> None:
         table = self.tables.promotions
         row = {**dict.fromkeys([*Progress._fields, "begun"], 0), "file": name, "job": job}
         connection.execute(self._dialect.words.insert_new(table, "file").values(row))
-
-    def _has_promotions(self, connection: Connection) -> bool:
-        """Whether the tables are those of revision 3."""
-        return inspect(connection).has_table(self.tables.promotions.name, schema=self.tables.promotions.schema)
 
     def _list(self, connection: Connection, *conditions: ColumnElement[bool]) -> list[ColdFile]:
         columns = self.tables.files.c
