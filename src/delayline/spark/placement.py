@@ -83,7 +83,7 @@ PARTITION: Final = "_delayline_partition"
 DUPLICATE: Final = "_delayline_duplicate"
 DUE_HOUR: Final = "_delayline_hour"
 #: The hash of an id, as in the index of the cold tier's ids, in hexadecimal digits.
-ID_HASH: Final = "_delayline_id_hash"
+INDEX_HASH: Final = "_delayline_index_hash"
 #: The most destinations that the driver looks up before the job; the tasks look up the others.
 MOST_DESTINATIONS: Final = 10_000
 #: The most ids whose refusal by the broker is kept.
@@ -390,11 +390,11 @@ class _Job:
         The tasks ask for the ids of the job only, in the order of the index of the cold tier's ids.
         """
         others = (name for name in SOURCE_COLUMNS.names if name not in {"id", "due"})
-        hashed = messages.withColumn(ID_HASH, F.sha2(F.col("id").cast("binary"), 256))
-        gathered = hashed.repartition(F.substring(ID_HASH, 1, 2))
+        hashed = messages.withColumn(INDEX_HASH, F.sha2(F.col("id").cast("binary"), 256))
+        gathered = hashed.repartition(F.substring(INDEX_HASH, 1, 2))
         if self._store is not None:
             gathered = gathered.coalesce(self._store.connections)
-        ordered = gathered.sortWithinPartitions(ID_HASH, F.col("due").asc_nulls_last(), *others)
+        ordered = gathered.sortWithinPartitions(INDEX_HASH, F.col("due").asc_nulls_last(), *others)
         search = _DuplicateSearch(self._store, None if self._tier is None else ColdFolder(self._tier.path))
         columns = StructType([*SOURCE_COLUMNS, StructField(DUPLICATE, BooleanType())])
         return ordered.select(*SOURCE_COLUMNS.names).mapInArrow(search.run, columns)
