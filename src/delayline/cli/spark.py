@@ -104,7 +104,7 @@ def target_options(command: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--max-connections",
             type=click.IntRange(1),
-            help="The most connections of the tasks at a time; a quarter of what the server has left, at most 32.",
+            help="How many connections the tasks have at a time; by default a quarter of the free ones, at most 32.",
         ),
         click.option(
             "--connect-timeout",

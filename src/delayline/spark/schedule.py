@@ -272,9 +272,9 @@ def schedule_stream(
 
     Each batch is a job like those of `schedule`, named by the query, whose version is the number of the batch. A store
     without a cold tier and a broker takes its rows in pieces, and after a failure the missing ones; on Spark Connect
-    a batch is one transaction. Rows that cannot
-    be messages are left out and counted in the tables of jobs. With a broker, an interrupted batch may be published
-    twice, as far as the broker had confirmed it and this was not recorded yet.
+    a batch is one transaction. Rows that cannot be messages are left out and counted in the tables of jobs. With a
+    broker, an interrupted batch may be published twice, as far as the broker had confirmed it and this was not recorded
+    yet.
 
     Args:
         source: A streaming DataFrame.
