@@ -1,20 +1,34 @@
-"""Messages in the files of a cold tier, held as a Spark task and its driver do."""
+"""A store with a cold tier, and messages in its files, held as a Spark task and its driver do."""
 
 from __future__ import annotations
 
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
+from delayline import TransactionMode
+from delayline.bulk import TwoTierStore
 from delayline.bulk.cold_folder import ColdFolder, HourWriter
 from delayline.delayed.arrow import completed
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
     from datetime import datetime
+    from pathlib import Path
 
-    from delayline.bulk import TwoTierStore
     from delayline.bulk.cold_catalog import ColdFile
+
+
+@asynccontextmanager
+async def opened_tiers(url: str, folder: Path) -> AsyncIterator[TwoTierStore]:
+    """Provide the store of endpoint `sales`, set up, with its files below the folder."""
+    store = TwoTierStore(url, cold_tier=str(folder / "cold"))
+    await store.setup_infrastructure("sales")
+    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
+    yield store
+    await store.close()
 
 
 def rows(*messages: tuple[str, datetime], destination: str = "billing") -> pa.RecordBatch:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.integration.cold_rows import hold, rows
+from tests.integration.cold_rows import hold, opened_tiers, rows
 
 from delayline import ConfigurationError, DelayedMessage, Message, TransactionMode
 from delayline.bulk import TwoTierStore
@@ -39,11 +39,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 async def store(url: str, tmp_path: Path) -> AsyncIterator[TwoTierStore]:
-    one = TwoTierStore(url, cold_tier=str(tmp_path / "cold"))
-    await one.setup_infrastructure("sales")
-    await one.initialize("sales", TransactionMode.RECEIVE_ONLY)
-    yield one
-    await one.close()
+    async with opened_tiers(url, tmp_path) as store:
+        yield store
 
 
 async def put(store: TwoTierStore, *messages: tuple[str, datetime]) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import pytest
-from tests.integration.cold_rows import hold
+from tests.integration.cold_rows import hold, opened_tiers
 from tests.integration.delta_reader import ids_in_table
 
 from delayline import TransactionMode
@@ -30,11 +30,8 @@ HOUR: Final = timedelta(hours=1)
 
 @pytest.fixture
 async def store(postgresql_url: str, tmp_path: Path) -> AsyncIterator[TwoTierStore]:
-    store = TwoTierStore(postgresql_url, cold_tier=str(tmp_path / "cold"))
-    await store.setup_infrastructure("sales")
-    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
-    yield store
-    await store.close()
+    async with opened_tiers(postgresql_url, tmp_path) as store:
+        yield store
 
 
 async def log_of(store: TwoTierStore) -> DeltaLog:

@@ -8,10 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.integration.cold_rows import hold
+from tests.integration.cold_rows import hold, opened_tiers
 from tests.integration.test_cold_tier import ids, put
 
-from delayline import TransactionMode
 from delayline.backends import DUPLICATE_ID, UNKNOWN_QUEUE
 from delayline.bulk import TwoTierStore, promotion
 from delayline.bulk.promotion import FilePromoter
@@ -68,11 +67,8 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.fixture
 async def store(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[TwoTierStore]:
     monkeypatch.setattr(promotion, "SENT_AT_ONCE", 10)
-    store = TwoTierStore(url, cold_tier=str(tmp_path / "cold"))
-    await store.setup_infrastructure("sales")
-    await store.initialize("sales", TransactionMode.RECEIVE_ONLY)
-    yield store
-    await store.close()
+    async with opened_tiers(url, tmp_path) as store:
+        yield store
 
 
 async def held(store: TwoTierStore) -> ColdFile:
