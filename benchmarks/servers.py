@@ -14,7 +14,10 @@ sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`
 
 from tests.servers.azurite import AzuriteServer
 from tests.servers.mariadb import MariadbServer
-from tests.servers.postgresql import PostgresqlServer, free_port
+from tests.servers.ports import free_port
+from tests.servers.postgresql import PostgresqlServer
+
+from benchmarks.processes import cpu_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -49,6 +52,11 @@ def postgresql_server(settings: Sequence[str] = (), flush: int = FLUSH_MICROSECO
         server = PostgresqlServer(settings)
     with contextlib.closing(server):
         yield server
+
+
+def cpu_with(server: PostgresqlServer) -> float:
+    """Return the CPU seconds of this process, of those that it has started, and of the server, no child of it."""
+    return cpu_of(os.getpid()) + cpu_of(server.pid)
 
 
 @contextlib.contextmanager

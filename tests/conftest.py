@@ -13,6 +13,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[1]))  # for `tests.servers`, however pytest was started
 
+from tests.eventually import PATIENCE
 from tests.sampling import select
 from tests.servers import debian
 from tests.servers.azurite import AzuriteServer
@@ -21,6 +22,8 @@ from tests.servers.postgresql import PostgresqlServer
 from tests.servers.programs import CONFIGURED, Programs
 from tests.servers.rabbitmq import RabbitmqServer
 
+from delayline.dashboard import errors
+from delayline.dashboard.service import EndpointService
 from delayline.events import tracebacks
 
 if TYPE_CHECKING:
@@ -61,6 +64,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def no_earlier_failures() -> None:
     """Log the first traceback of each failure in each test: the process counts those that repeat."""
     tracebacks.forget()
+
+
+@pytest.fixture(autouse=True)
+def patient_dashboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pages wait as long as tests do: a busy machine would be shown as a back end without an answer."""
+    monkeypatch.setitem(EndpointService.__init__.__kwdefaults__ or {}, "time_limit", PATIENCE)
+    monkeypatch.setattr(errors, "READ_FOR", PATIENCE)
 
 
 def needs_server(item: pytest.Item, servers: Collection[str] = SERVERS) -> bool:

@@ -10,6 +10,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.eventually import PATIENCE
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 from tests.integration.test_rabbitmq_migration import V1, V2, conventional, put, taken
 
@@ -39,7 +40,7 @@ async def test_a_move_that_is_killed_loses_nothing(rabbitmq: RabbitmqServer, rab
     # When the process that moves them is killed twice in the middle
     for part in (0.2, 0.6):
         mover = start_moving(rabbitmq_url)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while sum(await pending(address, V2)) < part * MESSAGES:
             assert mover.poll() is None, mover.communicate()
             assert time.monotonic() < deadline, "it moves nothing"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final, Self
 import aiohttp
 from aiohttp import web
 from multidict import CIMultiDict
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 from yarl import URL
 
 if TYPE_CHECKING:

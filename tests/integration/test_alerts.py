@@ -18,7 +18,8 @@ import pytest
 from tests.conftest import not_installed, running
 from tests.eventually import eventually_async
 from tests.servers.frozen import Frozen
-from tests.servers.postgresql import PostgresqlServer, free_port
+from tests.servers.ports import free_port
+from tests.servers.postgresql import PostgresqlServer
 from tests.servers.prometheus import PrometheusServer
 from tests.servers.rabbitmq import RabbitmqServer
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psycopg
 import pytest
 from click.testing import CliRunner
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 
 from delayline import (
     BackendUnavailable,

@@ -172,7 +172,7 @@ async def test_a_file_that_is_missing_or_changed_is_reported(store: TwoTierStore
     with pytest.raises(BackendUnusable, match="has 2 rows, but the catalog lists 3"):
         list(store._folder.batches(changed))
     store._folder.delete(file.name, file.due_hour)
-    with pytest.raises(BackendUnusable, match="name the tier's folder"):
+    with pytest.raises(BackendUnusable, match="name the folder of the cold tier"):
         await store.pending()
     assert [one.count for one in await store.count_by_due(HOUR)] == [2]
 

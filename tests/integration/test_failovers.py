@@ -73,7 +73,7 @@ class MariadbFailover:
         url = server.new_database()
         self.url = url.replace("delayline@", "failing@")
         with server.administrator() as cursor:
-            cursor.execute("CREATE USER failing@'127.0.0.1'")
+            cursor.execute("CREATE OR REPLACE USER failing@'127.0.0.1'")
             cursor.execute(f"GRANT ALL ON {url.rsplit('/', 1)[1]}.* TO failing@'127.0.0.1'")
 
     def fail_over(self) -> None:
@@ -146,8 +146,8 @@ async def test_an_endpoint_goes_on_with_new_connections(
         await asyncio.gather(*(endpoint.send("sales", b"", message_id=f"s{n}") for n in range(8)))
         await eventually_async(lambda: len(handled) == 16, "messages arrive")
         # When they take no writes any more
+        old, sent = server.connections(), set[str]()  # seen before: some are replaced while it fails over
         server.fail_over()
-        old, sent = server.connections(), set[str]()
 
         async def is_replaced() -> bool:
             for delay in (None, A_MOMENT):
@@ -216,8 +216,8 @@ async def test_a_connection_that_only_reads_is_replaced_too(
 ) -> None:
     """A replica answers reads for ever, perhaps without what is written to the new primary."""
     await store.store(delayed("before"))
-    server.fail_over()
     old = server.connections()
+    server.fail_over()
     monkeypatch.setattr(sessions, "PING_EVERY", 0.0)
 
     async def is_replaced() -> bool:  # once it is read on, which another connection may be while it notifies others
@@ -241,8 +241,8 @@ async def test_connections_of_handlers_transactions_are_replaced_too(server: Fai
         await endpoint.send("sales", b"", message_id="before")
         await eventually_async(lambda: handled, "a message arrives")
         # When the server takes no writes on them any more, and a send has found that
-        server.fail_over()
         old = server.connections()
+        server.fail_over()
 
         async def is_found() -> bool:
             with contextlib.suppress(BackendUnavailable):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from tests.eventually import PATIENCE
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 
 from delayline import Endpoint, NotStarted, StoredDelivery, SyncEndpoint
 from delayline.azure import AzureStorageQueueTransport, DelayedTableDelivery

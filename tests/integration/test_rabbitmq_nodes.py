@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.integration.rabbitmq_queues import a_channel, a_message, declare, drain, opened, to_queue
 from tests.integration.wire_between import wire_to
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 
 from delayline import BackendUnavailable
 from delayline.errors import BackendUnusable, MessageRejected

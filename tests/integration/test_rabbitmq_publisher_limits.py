@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.conftest import not_installed
 from tests.integration.rabbitmq_queues import a_message, declare, drain, opened, to_queue
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 from tests.servers.rabbitmq import RabbitmqServer
 
 from delayline import BackendUnavailable, InvalidMessage

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from tests.integration.rabbitmq_queues import a_channel, a_message, declare, drain, opened, to_queue
 from tests.integration.wire_between import a_server
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 
 from delayline import (
     BackendUnavailable,

@@ -18,7 +18,8 @@ from sqlalchemy.pool import NullPool
 from tests.conftest import not_installed, running
 from tests.eventually import PATIENCE, eventually, eventually_async
 from tests.servers.mariadb import MariadbServer
-from tests.servers.postgresql import PostgresqlServer, free_port
+from tests.servers.ports import free_port
+from tests.servers.postgresql import PostgresqlServer
 from tests.servers.programs import Programs
 
 from delayline import (
@@ -522,15 +523,15 @@ async def test_a_user_with_rights_on_the_tables_only(
     await TwoDatabases(postgresql_url, mariadb_url).endpoint.setup()
     database = mariadb_url.rpartition("/")[2]
     with mariadb.administrator() as administrator:
-        administrator.execute("CREATE USER limited@'127.0.0.1'")
-        administrator.execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {database}.* TO limited@'127.0.0.1'")
+        administrator.execute("CREATE OR REPLACE USER of_tables@'127.0.0.1'")
+        administrator.execute(f"GRANT SELECT, INSERT, UPDATE, DELETE ON {database}.* TO of_tables@'127.0.0.1'")
         try:
-            pair = TwoDatabases(postgresql_url, mariadb_url.replace("delayline@", "limited@"), setup=False)
+            pair = TwoDatabases(postgresql_url, mariadb_url.replace("delayline@", "of_tables@"), setup=False)
             async with pair.endpoint:
                 await both(pair)
                 assert await pair.exist() == (["1"], ["1"])
         finally:
-            administrator.execute("DROP USER limited@'127.0.0.1'")
+            administrator.execute("DROP USER of_tables@'127.0.0.1'")
 
 
 def test_sql_server_is_refused_with_the_reason() -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Final
 
 from tests.servers.own_process import OwnProcess
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 
 VERSION: Final = "3.35.0"  # the last one that runs on Node 20
 CACHE: Final = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "delayline" / "azurite"
 PROGRAM: Final = CACHE / "node_modules" / "azurite" / "dist" / "src" / "azurite.js"
+KEEP_ALIVE: Final = Path(__file__).with_name("azurite_keep_alive.cjs")
 KEY: Final = base64.b64encode(b"a key that opens nothing but tests").decode()
 #: A storage account for each test is the cheapest way to an empty one.
 ACCOUNTS: Final = 2000
@@ -42,9 +43,9 @@ class AzuriteServer(OwnProcess):
     def start(self) -> None:
         """Start, and wait until it answers."""
         places = [word for service, port in self.ports.items() for word in (f"--{service}Port", str(port))]
-        accounts = ";".join(f"test{number}:{KEY}" for number in range(ACCOUNTS))
-        command = ["node", str(PROGRAM), "--silent", "--location", str(self.folder / "data"), "--skipApiVersionCheck"]
-        self._begin([*command, "--disableTelemetry", *places], os.environ | {"AZURITE_ACCOUNTS": accounts})
+        flags = ["--silent", "--skipApiVersionCheck", "--disableTelemetry", "--location", str(self.folder / "data")]
+        accounts = {"AZURITE_ACCOUNTS": ";".join(f"test{number}:{KEY}" for number in range(ACCOUNTS))}
+        self._begin(["node", "--require", str(KEEP_ALIVE), str(PROGRAM), *flags, *places], os.environ | accounts)
 
     def answers(self) -> bool:
         """Return whether all three services take connections."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pymysql
 from tests.servers.own_process import OwnProcess
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 from tests.servers.programs import CONFIGURED, Programs
 
 if TYPE_CHECKING:

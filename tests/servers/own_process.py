@@ -48,6 +48,7 @@ class OwnProcess:
             if self._process.poll() is not None or time.monotonic() > deadline:
                 logs = [self.folder / "output.log", *(self.folder / "log").glob("*.log")]
                 said = "\n".join(log.read_text(errors="replace")[-2000:] for log in logs)
+                self.kill()
                 raise RuntimeError(f"{self.product} did not start: {said}")
             time.sleep(0.02)
 

@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tests.servers.postgresql import PATIENCE, free_port
+from tests.servers.ports import free_port
+from tests.servers.postgresql import PATIENCE
 
 PROGRAM: Final = Path("/usr/sbin/pgbouncer")
 SETTINGS: Final = """

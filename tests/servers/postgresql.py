@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psycopg
+from tests.servers.ports import free_port
 from tests.servers.programs import CONFIGURED, POSTGRESQL, Programs
 
 if TYPE_CHECKING:
@@ -183,13 +184,6 @@ class PostgresqlServer:
         command = [*self.command(name, user="postgres"), *arguments]  # PostgreSQL refuses to run as root
         with (self.folder / "commands.log").open("a") as log:
             subprocess.run(command, check=True, stdout=log, stderr=log, cwd=self.folder)
-
-
-def free_port() -> int:
-    """Return a free port."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _answers(port: int) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import httpx
 from tests.servers.own_process import OwnProcess
-from tests.servers.postgresql import free_port
+from tests.servers.ports import free_port
 
 ROOT: Final = Path(__file__).parents[2]
 RULES: Final = ROOT / "deploy" / "prometheus" / "delayline-alerts.yml"

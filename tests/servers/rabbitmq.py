@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import httpx
 from tests.servers.own_process import PATIENCE, OwnProcess
-from tests.servers.postgresql import free_port
+from tests.servers.ports import MANAGEMENT_ABOVE, free_port
 from tests.servers.programs import CONFIGURED, RABBITMQ, Programs
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 #: Debian's own command changes the user and the environment; the program behind it takes both as they are.
 PROGRAMS: Final = Path(RABBITMQ)
-#: The management API listens so far above AMQP, as on the ports that RabbitMQ comes with.
-MANAGEMENT_ABOVE: Final = 10_000
 SETTINGS: Final = (
     "loopback_users = none",
     "disk_free_limit.absolute = 50MB",
@@ -61,8 +59,9 @@ class RabbitmqServer(OwnProcess):
     ) -> None:
         self.programs = programs
         self.folder = Path(tempfile.mkdtemp(prefix="delayline-rabbitmq-"))
-        self.port = two_free_ports()
+        self.port = free_port(above=MANAGEMENT_ABOVE)
         self.management_port = self.port + MANAGEMENT_ABOVE
+        self._nodes_port = free_port()
         self._names_port: int = free_port() if beside is None else beside._names_port
         self._cookie: str = secrets.token_hex(10).upper() if beside is None else beside._cookie
         self._feature_flags = feature_flags
@@ -79,7 +78,11 @@ class RabbitmqServer(OwnProcess):
             base_url=self.management_url, auth=("guest", "guest"), timeout=PATIENCE, limits=each_its_own
         )
         self._configure([*self.settings, *settings])
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            self.close()
+            raise
 
     @staticmethod
     def installed(programs: Programs = CONFIGURED) -> bool:
@@ -193,7 +196,7 @@ class RabbitmqServer(OwnProcess):
             "RUNNING_UNDER_SYSTEMD": "true",  # the node is this process itself, not a child of a shell
             "ERL_EPMD_PORT": str(self._names_port),
             "RABBITMQ_NODENAME": self._node,
-            "RABBITMQ_DIST_PORT": str(free_port()),
+            "RABBITMQ_DIST_PORT": str(self._nodes_port),
             "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq.conf"),
             "RABBITMQ_ADVANCED_CONFIG_FILE": str(folder / "advanced.config"),
             "RABBITMQ_CONF_ENV_FILE": str(folder / "no-rabbitmq-env.conf"),
@@ -254,16 +257,6 @@ class RabbitmqCluster:
         """Stop all nodes, and leave nothing behind."""
         for node in reversed(self.nodes):
             node.close()
-
-
-def two_free_ports() -> int:
-    """Return a free port, with a free port for the management API above it."""
-    while True:
-        port = free_port()
-        if port + MANAGEMENT_ABOVE < 2**16:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port + MANAGEMENT_ABOVE)) != 0:
-                    return port
 
 
 def _leader_of(url: str, queue: str) -> str:

@@ -1,14 +1,16 @@
 """What Spark's Python workers are forked from in the tests: one process that has imported what they need.
 
-Spark starts a daemon for each kind of worker in each JVM, and each would import the same things for a second or two.
-Here a daemon that Spark starts only asks for its place to be taken by a fork of that process, with its files, its
-arguments and its variables; where there is no such process it does the work itself.
+Spark starts a daemon for each kind of worker in each JVM, and Spark Connect a process for each foreachBatch. Each would
+import the same things for some seconds, and Spark Connect waits ten at most. Here such a process only asks for its
+place to be taken by a fork of that one process, with its files, its arguments and its variables; where there is no such
+process it does the work itself.
 
 Nothing that has started threads may be forked: settings keep libraries from starting some.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -26,6 +28,9 @@ if TYPE_CHECKING:
 #: The variable that says where the process listens.
 PLACE: Final = "DELAYLINE_TESTS_FORK_AT"
 SERVE: Final = "serve"
+#: The argument of a process that is a foreachBatch's.
+BATCHES: Final = "batches"
+BATCHES_MODULE: Final = "pyspark.sql.connect.streaming.worker.foreach_batch_worker"
 ROOT: Final = Path(__file__).parents[2]
 SINGLE: Final = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 MODULES: Final = ("delayline.composition", "pandas", "psycopg", "pyarrow.parquet", "pymysql", "pyspark.worker")
@@ -62,10 +67,9 @@ def forking() -> Iterator[str]:
 
 def _preload() -> None:
     import gc
-    import importlib
     import pkgutil
 
-    for name in MODULES:
+    for name in (*MODULES, *([BATCHES_MODULE] if importlib.util.find_spec("grpc") else [])):
         importlib.import_module(name)
     for name in PACKAGES:
         for module in pkgutil.iter_modules(importlib.import_module(name).__path__):
@@ -91,9 +95,7 @@ def _serve() -> None:
 
 
 def _take_place(connection: socket.socket) -> None:
-    """Be the daemon that has asked, to the end."""
-    from pyspark.daemon import manager
-
+    """Be the process that has asked, to the end."""
     text, files, _, _ = socket.recv_fds(connection, 1 << 16, 3)
     while more := connection.recv(1 << 16):
         text += more
@@ -107,9 +109,21 @@ def _take_place(connection: socket.socket) -> None:
     sys.argv, sys.path[:] = asked["arguments"], asked["path"]
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        manager()
+        _work()
     finally:
         os._exit(1)
+
+
+def _work() -> None:
+    """Be what the arguments say: a foreachBatch, or a daemon."""
+    if BATCHES in sys.argv:
+        batches = importlib.import_module(BATCHES_MODULE)
+        with batches.get_sock_file_to_executor(timeout=None) as file:
+            batches.main(file, file)
+    else:
+        from pyspark.daemon import manager
+
+        manager()
 
 
 def _ask(place: str) -> None:
@@ -130,11 +144,9 @@ def main() -> None:
     elif PLACE in os.environ:
         _ask(os.environ[PLACE])
     else:
-        from pyspark.daemon import manager
-
         os.environ |= SINGLE
         _preload()
-        manager()
+        _work()
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Final
 
-from tests.spark.daemon import PLACE, ROOT
+from tests.spark.daemon import BATCHES, BATCHES_MODULE, PLACE, ROOT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,12 +20,15 @@ DEFAULTS: Final = {
     "spark.driver.memory": "1g",
     "spark.python.authenticate.socketTimeout": "90s",  # on a busy machine workers are slow to start
 }
-#: The setting above covers tasks. The daemon of planning and committing cannot be set, so this Python replaces it.
+#: The setting above covers tasks. What plans, commits and is a foreachBatch cannot be set, so this Python replaces it.
 PYTHON: Final = """#!/bin/sh
-if [ "$1 $2" = "-m pyspark.daemon" ]; then
-  shift 2
-  set -- -m tests.spark.daemon "$@"
-fi
+case "$1 $2" in
+  "-m pyspark.daemon")
+    shift 2
+    set -- -m tests.spark.daemon "$@" ;;
+  "-m {batches}")
+    set -- -m tests.spark.daemon {argument} ;;
+esac
 exec "{python}" "$@"
 """
 
@@ -34,7 +37,7 @@ def variables(folder: Path, place: str) -> Mapping[str, str]:
     """Return the environment variables; the files that they name are written to the folder. place: from `forking`."""
     (folder / "spark-defaults.conf").write_text("".join(f"{name} {value}\n" for name, value in DEFAULTS.items()))
     python = folder / "python"
-    python.write_text(PYTHON.format(python=sys.executable))
+    python.write_text(PYTHON.format(python=sys.executable, batches=BATCHES_MODULE, argument=BATCHES))
     python.chmod(0o755)
     return {
         "SPARK_CONF_DIR": str(folder),
