@@ -213,8 +213,17 @@ CLOSED_AND_PAUSED = [
 ]
 
 
+CLOSED_AND_DELIVERED = [
+    marshal(commands.Connection.Close(320, "CONNECTION_FORCED", 0, 0), 0),
+    marshal(commands.Basic.Deliver("mine", 1, False, "e", "k"), 2),
+    marshal(header.ContentHeader(0, 5, commands.Basic.Properties()), 2),
+    marshal(body.ContentBody(b"hello"), 2),
+]
+
+
 @settings(max_examples=60)
 @example(CLOSED_AND_PAUSED, 1)
+@example(CLOSED_AND_DELIVERED, 1)
 @given(st.lists(ANY_FRAME | FRAMES | st.binary(max_size=20), max_size=8), st.integers(1, 40))
 def test_any_frames_are_read_alike_whole_and_in_pieces(frames: Sequence[bytes], size: int) -> None:
     """Given frames with any payload, when they come whole or in pieces, then the same is received, or ends it."""

@@ -309,6 +309,7 @@ class AmqpConnection(asyncio.Protocol):
                 _fail(answers.popleft()[1], error)
         for channel in self._channels.values():
             channel.lose(error)
+        self._channels.clear()  # deliveries that come in the same bytes after the broker's close find no consumer
         self._set_flow()
 
     def _tick(self) -> None:
@@ -324,6 +325,8 @@ class AmqpConnection(asyncio.Protocol):
         self._ticking = self._loop.call_later(self._heartbeat / 2, self._tick)
 
     def _on_method(self, number: int, method: Any) -> None:  # noqa: ANN401 - any of pamqp's
+        if self.lost is not None:  # the broker has closed in the same bytes
+            return
         match method:
             case commands.Connection.Close():
                 self._on_connection_close(Closed(method.reply_code or 0, method.reply_text))
@@ -333,7 +336,7 @@ class AmqpConnection(asyncio.Protocol):
                 self._set_blocked(method.reason)
             case commands.Connection.Unblocked():
                 self._set_blocked(None)
-            case commands.Channel.Flow() if self.lost is None:  # else the broker has closed in the same bytes
+            case commands.Channel.Flow():
                 self.send(number, commands.Channel.FlowOk(method.active))
             case commands.Basic.Cancel():
                 if number in self._channels:
