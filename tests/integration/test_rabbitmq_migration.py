@@ -288,6 +288,21 @@ async def test_a_number_that_the_broker_does_not_know_is_not_zero(
         await transport.stop()
 
 
+async def test_the_state_of_a_queue_is_known_although_its_leader_answers_late(
+    rabbitmq: RabbitmqServer, channel: Channel, rabbitmq_url: str
+) -> None:
+    """Given a leader that answers as late as on a busy machine, when queues are looked at, then the number is known."""
+    await put(channel, 64, levels=V2)
+    transport = RabbitMQTransport(rabbitmq_url)
+    await transport.start()
+    try:
+        await asyncio.to_thread(rabbitmq.halt_leader, rabbitmq_url, V2.level(6), 0.7)
+        [state] = await transport.queue_states([V2.level(6)])
+        assert state.messages == 1
+    finally:
+        await transport.stop()
+
+
 async def test_progress_is_reported_level_by_level(channel: Channel, rabbitmq_url: str) -> None:
     await conventional(channel, "sales")
     for number in range(3):

@@ -28,6 +28,8 @@ LEADER_PATIENCE: Final = 0.25
 """Seconds after which a broker answers for the leader of a quorum queue, that it has no messages."""
 COUNT_TRIES: Final = 20
 """How often a queue is counted whose leader does not answer, before its number is said to be unknown."""
+STATE_TRIES: Final = 4
+"""The same where many queues are looked at, one after the other, of the first whose leader does not answer."""
 RETURN_LOOKS: Final = 40
 """How often a queue is counted that gets no more messages back, before they are believed to be elsewhere."""
 RETURN_INTERVAL: Final = 0.05
@@ -41,21 +43,15 @@ RETURNS_UNSEEN: Final = 10
 
 async def must_exist(channel: Channel, queue: str) -> int:
     """Return how many messages the broker says the queue has, 0 also where it cannot say. Raises NotFound for none."""
-    answer = await channel.call(QueueDeclare(queue=queue, passive=True))
-    return answer.message_count if isinstance(answer, commands.Queue.DeclareOk) and answer.message_count else 0
+    return (await _declared(channel, queue)).message_count or 0
 
 
-async def state(channel: Channel, queue: str) -> QueueState:
-    """Return what the broker tells of the queue in one answer. Raises NotFound for none.
+async def state(channel: Channel, queue: str, tries: int) -> QueueState:
+    """Return how many messages a queue has, and whether a consumer takes them. Raises NotFound if there is no queue.
 
-    The number is unknown where the broker answers slowly that there are no messages; see `count`.
+    The number is unknown of a quorum queue whose leader does not answer in so many tries; see `count`.
     """
-    time = asyncio.get_running_loop().time
-    asked = time()
-    answer = await channel.call(QueueDeclare(queue=queue, passive=True))
-    if not isinstance(answer, commands.Queue.DeclareOk):
-        return QueueState(queue)
-    number = answer.message_count or (0 if time() - asked < LEADER_PATIENCE else None)
+    answer, number = await _asked(channel, queue, tries)
     return QueueState(queue, number, received=bool(answer.consumer_count), paused=False)
 
 
@@ -65,19 +61,38 @@ async def count(channel: Channel, queue: str) -> int:
     Raises BackendUnavailable where it is unknown: of a quorum queue whose leader has not answered in time a broker says
     that it has none.
     """
+    _, number = await _asked(channel, queue, COUNT_TRIES)
+    if number is None:
+        raise BackendUnavailable(
+            f"it is unknown how many messages {queue!r} has: its leader has not answered RabbitMQ. Try again later"
+        )
+    return number
+
+
+async def _asked(channel: Channel, queue: str, tries: int) -> tuple[commands.Queue.DeclareOk, int | None]:
+    """Return the broker's last answer of the queue and the number of its messages, None where it is unknown.
+
+    An answer of no messages that was long on its way is asked for again: the leader may not have answered, or the
+    broker or this machine was busy. It is believed where a question that needs no leader takes as long.
+    """
     time = asyncio.get_running_loop().time
-    for _ in range(COUNT_TRIES):
+    while True:
+        tries -= 1
         asked = time()
-        number = await must_exist(channel, queue)
+        answer = await _declared(channel, queue)
         answered = time()
-        if number or answered - asked < LEADER_PATIENCE:
-            return number
+        if answer.message_count or answered - asked < LEADER_PATIENCE:
+            return answer, answer.message_count or 0
         await channel.call(commands.Channel.Flow(active=True))
-        if 2 * answered - asked - time() < LEADER_PATIENCE / 2:  # it was the network that took so long
-            return 0
-    raise BackendUnavailable(
-        f"it is unknown how many messages {queue!r} has: its leader has not answered RabbitMQ. Try again later"
-    )
+        if 2 * answered - asked - time() < LEADER_PATIENCE / 2:
+            return answer, 0
+        if not tries:
+            return answer, None
+
+
+async def _declared(channel: Channel, queue: str) -> commands.Queue.DeclareOk:
+    answer: commands.Queue.DeclareOk = await channel.call(QueueDeclare(queue=queue, passive=True))
+    return answer
 
 
 async def await_returned(channel: Channel, queue: str, number: int) -> None:

@@ -302,10 +302,13 @@ class RabbitMQTransport:
 
     async def queue_states(self, queues: Sequence[str] | None) -> Sequence[QueueState]:
         """Return the states of the queues, of those that were set up here where None; see `SupportsQueueStates`."""
-        states = []
+        states: list[QueueState] = []
+        tries = browsing.STATE_TRIES
         for queue in sorted(self._declared) if queues is None else queues:
             with contextlib.suppress(QueueNotFound):
-                states.append(await self._look(queue, browsing.state))
+                state = await self._look(queue, partial(browsing.state, tries=tries))
+                states.append(state)
+                tries = 1 if state.messages is None else tries  # a node is away, with the leaders of many queues
         return states
 
     @contextlib.asynccontextmanager
