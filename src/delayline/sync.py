@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, TypeVar, Unpack, overload
 
 from delayline.checks import ForkGuard
 from delayline.endpoint import Endpoint
@@ -20,7 +22,7 @@ from delayline.transaction import THREAD_WAITS
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterable, Sequence
     from concurrent.futures import Future
-    from datetime import datetime, timedelta
+    from datetime import datetime
     from pathlib import Path
     from types import TracebackType
 
@@ -42,6 +44,11 @@ logger: logging.Logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+#: How long the end of the interpreter waits for handlers of an endpoint that was not stopped ...
+EXIT_GRACE: Final = timedelta(seconds=2)
+#: ... and for all of its stop, in seconds: a server that does not answer must not keep a process.
+EXIT_WAITS: Final = 5.0
+
 
 class SyncSendOptions(MessageOptions, total=False):
     """What can be said of a message that `SyncEndpoint.send` sends; see there."""
@@ -54,6 +61,8 @@ class SyncEndpoint(RegistersHandlers):
 
     Handlers stay coroutine functions and run on that loop. Start it after a server has forked its workers: in a process
     that was forked later every call raises NotStarted, but `stop`, which does nothing there.
+
+    When the interpreter ends before `stop` was called, that is done then, for at most 5 seconds.
 
     Args:
         endpoint: The endpoint, not started.
@@ -138,6 +147,7 @@ class SyncEndpoint(RegistersHandlers):
             raise
         finally:
             THREAD_WAITS.reset(waits)
+        atexit.register(self._stop_at_exit)
 
     def stop(self) -> None:
         """Finish messages in flight and end the thread. Idempotent."""
@@ -396,7 +406,19 @@ class SyncEndpoint(RegistersHandlers):
 
         async def __aexit__(self, *_: object) -> None: ...
 
+    def _stop_at_exit(self) -> None:
+        """Finish what is under way, which would be done again elsewhere: an outbox's batch is sent, but not deleted."""
+        if self._loop is None or self._process.forked:
+            return
+        stopping = asyncio.run_coroutine_threadsafe(self.endpoint.stop(EXIT_GRACE), self._loop)
+        try:
+            stopping.result(EXIT_WAITS)
+        except Exception as error:
+            log_text = "endpoint %s was not stopped when the interpreter ended: what is in hand is done again: %r"
+            emit(logger, logging.WARNING, Event.ENDPOINT_NOT_STOPPED, log_text, self.endpoint.name, error)
+
     def _end(self) -> None:
+        atexit.unregister(self._stop_at_exit)
         loop, self._loop = self._loop, None
         if loop is None or self._thread is None:
             return

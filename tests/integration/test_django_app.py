@@ -116,9 +116,9 @@ class Project:
         return done.stdout
 
     def reminded(self, number: int, times: int) -> None:
-        """Wait until an order was reminded of so often; what the worker has logged says why not."""
+        """Wait until an order was reminded of so often, or oftener; what the worker has logged says why not."""
         try:
-            eventually(lambda: self.reminders(number) == times, patience=90)
+            eventually(lambda: (self.reminders(number) or 0) >= times, patience=90)
         except AssertionError as error:
             raise AssertionError(f"{error}; the worker: {(self.folder / 'worker.log').read_text()}") from error
 
@@ -191,7 +191,7 @@ def test_orders_are_reminded_of_in_djangos_transactions(project: Project) -> Non
     # Then each committed order is reminded of, and no other
     assert "shop runs: TRANSACTION_SCOPE" in printed
     assert "1 handler" in printed
-    assert (project.reminders(18), project.reminders(19)) == (None, 0)
+    assert [project.reminders(number) for number in (17, 100, 18, 19)] == [1, 1, None, 0]
     assert project.messages("mails") == 1
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -43,6 +45,49 @@ def test_threads_send_and_the_handler_receives(endpoint: Endpoint) -> None:
         assert all_seen.wait(10)
     assert sorted(seen) == sorted(ids)
     assert threads() == []
+
+
+NEVER_STOPPED = """
+import asyncio, logging, sys, threading
+from delayline import Endpoint, MemoryTransport, SyncEndpoint
+
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+endpoint = Endpoint("sales", transport=MemoryTransport())
+begun = threading.Event()
+
+@endpoint.handler
+async def handle(message, context):
+    begun.set()
+    try:
+        await asyncio.sleep(float(sys.argv[1]))
+    except asyncio.CancelledError:
+        await asyncio.sleep(3600)
+    print("handled", flush=True)
+
+sales = SyncEndpoint(endpoint)
+sales.start()
+sales.send("sales", b"")
+begun.wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "printed"),
+    [("0.2", "handled"), ("3600", "what is in hand is done again: TimeoutError()")],
+    ids=["finishes", "left"],
+)
+def test_the_end_of_the_interpreter_stops_it_but_does_not_wait_for_ever(seconds: str, printed: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", NEVER_STOPPED, seconds],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert ended.returncode == 0, ended.stdout
+    assert printed in ended.stdout
+    assert "Traceback" not in ended.stdout
 
 
 def test_it_starts_once_and_stops_as_often_as_you_like(endpoint: Endpoint) -> None:

@@ -212,7 +212,7 @@ class OutboxDelivery(StoredDelivery):
             self._is_forwarding = False
             try:
                 await self.outbox.end_turn()
-            except DelaylineError as error:  # it ends with the connection
+            except (DelaylineError, RuntimeError) as error:  # no new thread at the interpreter's end: it ends there too
                 log_text = "The outbox of %s could not be given up: %s"
                 emit(logger, logging.DEBUG, Event.BACKGROUND_TASK_FAILED, log_text, self.host.endpoint_name, error)
         await super().stop()
