@@ -12,6 +12,7 @@ from tests.unit.conftest import Scenario, build
 from tests.unit.test_pipeline import DOWN, STRONGER, start
 
 from delayline import Message, MessageContext, TransactionMode
+from delayline.receiving.pipeline import Pipeline
 from delayline.testing import Fault
 from delayline.testing.clock import settle
 from delayline.transport import TransportOperation
@@ -262,7 +263,7 @@ async def test_a_receiver_without_prefetching_releases_messages_at_a_stop(clock:
     scenario, gate = build(clock, concurrency=2), asyncio.Event()
     seen = await start(scenario, _succeed)
     pipeline = scenario.endpoint._pipeline
-    assert pipeline is not None
+    assert isinstance(pipeline, Pipeline)
     pipeline._prefetch._prefetching = None
     scenario.transport.inject(Fault("receive", until=gate))
     await fill(scenario, "first")

@@ -143,7 +143,7 @@ class Completion:
             received: The message.
             effects: The handler's sends and changes of pending messages, in its order.
             own: The handler's own transaction, in which all is done.
-            handled: Whether it was handled now, and not before.
+            handled: Whether its handlers have succeeded, now and not before.
 
         Raises:
             AlreadyHandled: It has left its queue meanwhile.

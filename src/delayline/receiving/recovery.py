@@ -106,7 +106,7 @@ class Recovery:
             case MoveToErrors():
                 await self.move_to_errors(received, error)
             case Discard():
-                await self.completion.complete(received, [])
+                await self.completion.complete(received, [], handled=False)
                 self.intake.reports.discarded(message, error)
         return False
 
@@ -136,7 +136,7 @@ class Recovery:
         refused: Exception | None = None
         for operation in forms:
             try:
-                await self.completion.complete(received, [Outgoing(operation, None)])
+                await self.completion.complete(received, [Outgoing(operation, None)], handled=False)
                 break
             except AlreadyHandled:
                 raise
@@ -191,7 +191,7 @@ class Recovery:
         message, delay = received.message, decision.delay
         later = self.composer.again(message, self.intake.queue, delay=delay, headers=decision.headers)
         try:
-            await self.completion.complete(received, [later])
+            await self.completion.complete(received, [later], handled=False)
         except InvalidMessage as refused:  # it can be handled, and not wait
             refused.__context__ = error
             await self.move_to_errors(received, refused)
