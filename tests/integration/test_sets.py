@@ -73,6 +73,18 @@ def set_of(part: SqlDelayedMessageStore | SqlTransport) -> tuple[MessageSet, Act
     return messages, part.action_log(name)
 
 
+async def begun(
+    part: SqlDelayedMessageStore | SqlTransport,
+    request: SetRequest,
+    *,
+    rate: int | None = None,
+    progress: Callable[[ActionRecord], None] | None = None,
+) -> SetJob:
+    messages, log = set_of(part)
+    record = await log.begin(request, await messages.preview(request), actor="me", rate=rate)
+    return SetJob(messages, log, record, CLOCK, progress=progress)
+
+
 async def run(
     part: SqlDelayedMessageStore | SqlTransport,
     request: SetRequest,
@@ -80,9 +92,7 @@ async def run(
     rate: int | None = None,
     progress: Callable[[ActionRecord], None] | None = None,
 ) -> ActionRecord:
-    messages, log = set_of(part)
-    record = await log.begin(request, await messages.preview(request), actor="me", rate=rate)
-    return await SetJob(messages, log, record, CLOCK, progress=progress).run()
+    return await (await begun(part, request, rate=rate, progress=progress)).run()
 
 
 async def waiting(store: SqlDelayedMessageStore) -> dict[str, datetime]:
@@ -197,6 +207,20 @@ async def test_what_matches_no_longer_when_the_job_comes_to_it_is_left(kept: Sql
     # Then
     assert (preview.number, record.done) == (2, 1)
     assert set(await waiting(kept)) == {"m-00001"}
+
+
+async def test_operators_who_begin_at_the_same_moment_share_a_job(kept: SqlDelayedMessageStore, url: str) -> None:
+    stores = [SqlDelayedMessageStore(url), SqlDelayedMessageStore(url)]
+    logs = [store.action_log("shop") for store in stores]
+    for store in stores:
+        await store.initialize("shop", TransactionMode.RECEIVE_ONLY)
+    for number in range(20):
+        request = pending_request(OperatorAction.CANCEL, f"destination=queue-{number}")
+        preview = await set_of(kept)[0].preview(request)
+        begun_jobs = await asyncio.gather(*(log.begin(request, preview, actor="me") for log in 2 * logs))
+        assert len({record.name for record in begun_jobs}) == 1
+    for store in stores:
+        await store.close()
 
 
 async def test_two_operators_on_one_set_share_a_job(kept: SqlDelayedMessageStore, url: str) -> None:
@@ -390,7 +414,8 @@ async def test_two_operators_retry_a_group_once(queues: SqlTransport, url: str) 
     second = SqlTransport(url)
     await second.start()
     request, other = (failed_request(OperatorAction.RETRY, where) for where in ("exception=Often", "id-prefix=a"))
-    records = await asyncio.gather(run(queues, request), run(second, request), run(second, other))
+    jobs = await asyncio.gather(begun(queues, request), begun(second, request), begun(second, other))
+    records = await asyncio.gather(*(job.run() for job in jobs))
     await second.stop()
     assert records[0].name == records[1].name != records[2].name
     assert records[0].done + records[2].done == 400

@@ -126,10 +126,13 @@ class SqlActionLog:
         begin = partial(self._begin, request=request, preview=preview, actor=actor, rate=rate)
         for _ in range(BEGIN_ATTEMPTS):
             try:
-                return await self._database.write(begin)
-            except self._dialect.errors.kinds as error:  # another process has begun the same at the same moment
+                record = await self._database.write(begin)
+            except self._dialect.errors.kinds as error:
                 if not self._dialect.errors.is_duplicate(error):
                     raise
+                record = None
+            if record is not None:  # else another process has begun the same at the same moment
+                return record
         raise BackendUnavailable(f"the job was begun by others {BEGIN_ATTEMPTS} times at the same moment: try again")
 
     async def take(self, name: str, owner: str) -> ActionRecord | None:
@@ -184,7 +187,7 @@ class SqlActionLog:
 
     def _begin(
         self, connection: Connection, *, request: SetRequest, preview: SetPreview, actor: str, rate: int | None
-    ) -> ActionRecord:
+    ) -> ActionRecord | None:
         encoded = request.encoded()
         digest = hashlib.sha256(f"{self._endpoint}\n{encoded}".encode()).hexdigest()[:8]
         begins = f"{request.job_prefix}{digest}-"
@@ -199,35 +202,36 @@ class SqlActionLog:
         record = ActionRecord.begun(
             f"{begins}{1 + len(rows)}", self._endpoint, request, preview, actor=actor, rate=rate, at=at
         )
-        self._insert(connection, record, NO_OWNER)
-        return record
+        new = self._dialect.words.insert_counted(self.table, "name").values(self._values_of(record, NO_OWNER))
+        return record if connection.execute(new).rowcount > 0 else None
 
     def _insert(self, connection: Connection, record: ActionRecord, owner: str) -> None:
+        connection.execute(insert(self.table).values(self._values_of(record, owner)))
+
+    def _values_of(self, record: ActionRecord, owner: str) -> dict[str, Any]:
         kept = self._dialect.values.to_due
-        connection.execute(
-            insert(self.table).values(
-                name=record.name,
-                endpoint=record.endpoint,
-                action=record.action.value,
-                actor=record.actor[:MAXIMUM_ID_LENGTH],
-                what=json.dumps(record.what),
-                request=None if record.request is None else record.request.encoded(),
-                rate=record.rate,
-                state=record.state.value,
-                result=json.dumps(record.result),
-                owner=owner,
-                started=kept(record.started),
-                seen=kept(record.seen),
-                finished=None if record.finished is None else kept(record.finished),
-                expected=record.expected,
-                done=record.done,
-                failed=record.failed,
-                position=record.position,
-                bound=record.bound,
-                held=json.dumps(list(record.held)),
-                problems=json.dumps(list(record.problems)),
-            )
-        )
+        return {
+            "name": record.name,
+            "endpoint": record.endpoint,
+            "action": record.action.value,
+            "actor": record.actor[:MAXIMUM_ID_LENGTH],
+            "what": json.dumps(record.what),
+            "request": None if record.request is None else record.request.encoded(),
+            "rate": record.rate,
+            "state": record.state.value,
+            "result": json.dumps(record.result),
+            "owner": owner,
+            "started": kept(record.started),
+            "seen": kept(record.seen),
+            "finished": None if record.finished is None else kept(record.finished),
+            "expected": record.expected,
+            "done": record.done,
+            "failed": record.failed,
+            "position": record.position,
+            "bound": record.bound,
+            "held": json.dumps(list(record.held)),
+            "problems": json.dumps(list(record.problems)),
+        }
 
     def _rows_if_any(self, connection: Connection, query: Select[Any]) -> list[ActionRecord]:
         """Return the actions; none where nobody has acted yet, and so no table was made."""
