@@ -42,6 +42,7 @@ GROUP: Final = "delayline.backends"
 #: delayline's own back ends by scheme. An entry point cannot replace them.
 OWN_BACKENDS: Final = {
     "memory": "delayline.memory.backend:MemoryBackend",
+    "shards": "delayline.sql.shards.backend:ShardsBackend",
     "azure": "delayline.azure.backend:AzureBackend",
     **dict.fromkeys(("amqp", "amqps"), "delayline.rabbitmq.backend:RabbitMQBackend"),
     **dict.fromkeys(("sqlite", "postgresql", "mariadb", "mysql", "mssql"), "delayline.sql.backend:SqlBackend"),

@@ -104,6 +104,11 @@ class Outages:
         text = "The back end is in reach again, after %.0f s and %d failures."
         emit(logger, logging.WARNING, Event.OUTAGE_ENDED, text, seconds, outage.repeats.failures)
 
+    def has(self, back_end: Hashable) -> bool:
+        """Return whether an outage of the back end lasts."""
+        with self._lock:
+            return back_end in self._outages
+
     def left(self, part: FailureLog) -> None:
         """Forget a part that has stopped; the outage too if it was the last."""
         with self._lock:
@@ -124,6 +129,11 @@ def _begin_anew() -> None:
 
 
 os.register_at_fork(after_in_child=_begin_anew)
+
+
+def is_out_of_reach(back_end: Hashable) -> bool:
+    """Return whether an outage of the back end lasts, as any part of the process has met it; from any thread."""
+    return _outages.has(back_end)
 
 
 def back_end_of(part: object) -> Hashable:

@@ -23,6 +23,7 @@ from delayline.delayed.delivery import (
 )
 from delayline.delayed.host import DeliveryHost, SupportsSatellites
 from delayline.delayed.outbox import OutboxDelivery
+from delayline.delayed.sharded import ShardedDelivery
 from delayline.delayed.store import SupportsRightsCheck
 from delayline.errors import (
     BackendUnavailable,
@@ -48,12 +49,14 @@ from delayline.receiving.pipeline import Pipeline, handler_pipeline
 from delayline.receiving.recoverability import Recoverability
 from delayline.receiving.registration import RegistersHandlers
 from delayline.receiving.satellites import open_satellite
+from delayline.receiving.sharded import ShardedPipeline
 from delayline.receiving.transactions import HandlerRows, HandlerTransactions, handler_rows
 from delayline.recurring import RecurringMessages
 from delayline.requests import Requests
 from delayline.routes import Routes
 from delayline.sending import Sender
 from delayline.set_jobs import MemoryActionLog
+from delayline.shards import SupportsShards
 from delayline.subscriptions import Subscriptions
 from delayline.transaction import (
     Guarantee,
@@ -295,7 +298,7 @@ class Endpoint(RegistersHandlers):
 
     def _reset(self) -> None:
         self._sender: Sender | None = None
-        self._pipeline: Pipeline | None = None
+        self._pipeline: Pipeline | ShardedPipeline | None = None
         self._running = contextlib.AsyncExitStack()
         self._starting: asyncio.Task[None] | None = None
         self._started = False
@@ -867,24 +870,9 @@ class Endpoint(RegistersHandlers):
             await self.inbox.start(self.name)
             self._running.push_async_callback(self.inbox.stop)
         if self._handlers:
-            transactions = _transactions(
-                self.transport, self.transaction_mode, self.inbox, self.transaction_connections
-            )
-            self._running.push_async_callback(transactions.close)
-            transactions.check_drivers(self._handlers.functions)
             await self._subscriptions.begin()
             self._running.callback(self._handlers.close)
-            self._pipeline = handler_pipeline(
-                await open_intake(self._host, self._queue, self.concurrency),
-                self._handlers,
-                transactions=transactions,
-                composer=self._composer,
-                recoverability=self.recoverability,
-                delivery=self.delayed_delivery,
-                destinations=self._sender.destinations,
-                once=self._once,
-            )
-            self._pipeline.start()
+            self._pipeline = await _begin_to_receive(self, self._sender)
             self._running.push_async_callback(self._pipeline.stop)
         elif not self.send_only:
             await _warn_of_no_handlers(self.name, self.transport)
@@ -931,6 +919,37 @@ class Endpoint(RegistersHandlers):
             self._started = False
             if stopped is not None:
                 stopped.set()
+
+
+async def _begin_to_receive(endpoint: Endpoint, sender: Sender) -> Pipeline | ShardedPipeline:
+    """Return the endpoint's pipeline, which receives; over several shards that of each."""
+    transport, delivery = endpoint.transport, endpoint.delayed_delivery
+
+    async def opened(name: str | None, host: DeliveryHost, concurrency: int) -> Pipeline:
+        intake = await open_intake(host, endpoint._queue, concurrency)
+        connections = max(1, endpoint.transaction_connections * concurrency // endpoint.concurrency)
+        transactions = _transactions(host.transport, endpoint.transaction_mode, endpoint.inbox, connections)
+        endpoint._running.push_async_callback(transactions.close)
+        transactions.check_drivers(endpoint._handlers.functions)
+        in_shard = delivery.parts[name] if name is not None and isinstance(delivery, ShardedDelivery) else delivery
+        return handler_pipeline(
+            intake,
+            endpoint._handlers,
+            transactions=transactions,
+            composer=endpoint._composer,
+            recoverability=endpoint.recoverability,
+            delivery=in_shard,
+            destinations=sender.destinations,
+            once=endpoint._once,
+        )
+
+    if isinstance(transport, SupportsShards):
+        sharded = ShardedPipeline(endpoint._host, list(transport.parts), endpoint.concurrency, opened)
+        await sharded.begin()
+        return sharded
+    pipeline = await opened(None, endpoint._host, endpoint.concurrency)
+    pipeline.start()
+    return pipeline
 
 
 async def _watch_loop(endpoint: Endpoint) -> None:

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timedelta
+from itertools import accumulate, islice, repeat
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypedDict, Unpack, get_args
 
 from delayline.clock import latest_of
@@ -87,6 +88,8 @@ LOOKS_AT_DISPATCH_EVERY: Final = 0.02
 DELAYED_DELIVERIES: Final = (
     "pass delayed_delivery=StoredDelivery(...), or DelayLevelDelivery() where its queues are on RabbitMQ"
 )
+#: Rounds of retries whose copies a search by id finds.
+MOST_ROUNDS: Final = 10
 COPIES: Final = uuid.UUID("5b7a1d5e-3f0c-4c7e-9d1e-8a6f0b2c4d10")
 
 
@@ -118,6 +121,15 @@ class PendingChange(NamedTuple):
 
 #: What a handler has asked for, in its order.
 Effect: TypeAlias = Outgoing | PendingChange
+
+
+def _id_of_copy(message_id: str) -> str:
+    return id_from(COPIES, message_id)
+
+
+def copies_of(message_id: str) -> tuple[str, ...]:
+    """Return the ids under which a message waits to be handled again, of its first rounds of retries."""
+    return tuple(islice(accumulate(repeat(message_id), lambda of, _: _id_of_copy(of)), 1, MOST_ROUNDS + 1))
 
 
 def report_sent(observer: Observer, sends: Sequence[Outgoing], seconds: float, error: Exception | None) -> None:
@@ -427,7 +439,7 @@ class Composer:
         due = due_time(now, delay, deliver_at)
         own = received.headers.get(Headers.MESSAGE_ID) or received.id
         named = _waiting(received, due).with_headers({Headers.MESSAGE_ID: own, **(headers or {})})
-        copy = Message(id_from(COPIES, received.id), named.headers, received.body)
+        copy = Message(_id_of_copy(received.id), named.headers, received.body)
         return Outgoing(TransportOperation(copy, queue), _unless_past(due, now))
 
     def _now(self, deliver_at: datetime | None) -> datetime:

@@ -18,6 +18,7 @@ from delayline.events import Event, emit
 from delayline.external import UNSET, checked_transaction, enlisted
 from delayline.grouping import ABANDONED
 from delayline.outgoing import Destinations, Send, hand_over, place, report_sent
+from delayline.shards import SupportsShards
 from delayline.transaction import WAITING_TASK, Transaction
 from delayline.transport import SupportsCancelledDispatch, SupportsTransportTransactions
 
@@ -208,7 +209,7 @@ class Sender:
         shares = all(send.due is None for send in sends) or (
             delivery is not None and delivery.transaction_domain == transport.transaction_domain
         )
-        can_share = shares and transport.transaction_domain is not None
+        can_share = shares and transport.transaction_domain is not None and not isinstance(transport, SupportsShards)
         with self._reported(sends):
             if can_share and isinstance(transport, SupportsTransportTransactions):
                 async with transport.transaction() as transaction:

@@ -173,7 +173,8 @@ def test_passwords_do_not_show(url: str, shown: str) -> None:
         for make in (transport_of, store_of):
             with pytest.raises(
                 ConfigurationError,
-                match=r"schemes are (amqp:, amqps:, )?azure:, mariadb:, memory:, mssql:, mysql:, postgresql:, sqlite:",
+                match=r"schemes are (amqp:, amqps:, )?azure:, mariadb:, memory:, mssql:, mysql:, postgresql:, shards:, "
+                r"sqlite:",
             ) as caught:
                 make(Settings(url=url))
             assert "secret" not in str(caught.value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import Session
-from tests.eventually import eventually_async
+from tests.eventually import PATIENCE, eventually_async
 from tests.integration.test_callers_elsewhere import raw_connection, shop_in
 from tests.integration.test_handler_transactions import engine_at
 
@@ -166,7 +167,7 @@ class Counter:
 
     def __init__(self, url: str, source: Engine | None, *, wrapped: bool = False) -> None:
         self.attempts: list[int] = []
-        self.runs = 0
+        runs, first_two = itertools.count(), threading.Barrier(2)
         self.transport = SqlTransport(url)
         self.endpoint = Endpoint(
             "shop",
@@ -178,11 +179,13 @@ class Counter:
 
         @self.endpoint.handler
         def handle(message: Message, context: MessageContext) -> None:
-            self.runs += 1
+            run = next(runs)
             self.attempts.append(context.attempt)
             connection = context.transaction(source) if source is not None else context.transaction()
             try:
                 number = connection.execute(text(NUMBER)).scalar_one()
+                if source is not None and run in (0, 1):  # both have read before one writes: they conflict
+                    first_two.wait(PATIENCE)
                 connection.execute(text("UPDATE orders SET number = :next WHERE id = 'a'"), {"next": number + 1})
             except Exception as error:
                 if wrapped:
@@ -212,7 +215,7 @@ async def test_handlers_whose_own_transactions_conflict_run_again(
         found = connection.execute(text(NUMBER)).scalar_one()
     assert (found, counter.failed) == (MESSAGES, 0)
     assert set(counter.attempts) == {1}
-    assert counter.runs > MESSAGES, "no conflict came about"
+    assert len(counter.attempts) > MESSAGES, "no conflict came about"
 
 
 @pytest.mark.parametrize("product", ["postgresql", "mariadb118"])
@@ -229,15 +232,17 @@ async def test_coroutines_whose_own_transactions_conflict_run_again(
         connection.execute(text("INSERT INTO orders VALUES ('a', 0)"))
     engine.dispose()
     source, attempts = create_async_engine(named, isolation_level=level), list[int]()
-    transport = SqlTransport(url)
+    first_two, transport = asyncio.Barrier(2), SqlTransport(url)
     endpoint = Endpoint("shop", transport=transport, concurrency=4, recoverability=Recoverability(0, 0))
 
     @endpoint.handler
     async def handle(message: Message, context: MessageContext) -> None:
         attempts.append(context.attempt)
+        run = len(attempts)
         own = await context.transaction(source)
         number = (await own.execute(text(NUMBER))).scalar_one()
-        await asyncio.sleep(0.02)  # for others to read the same
+        if run in (1, 2):  # both have read before one writes: they conflict
+            await asyncio.wait_for(first_two.wait(), PATIENCE)
         await own.execute(text("UPDATE orders SET number = :next WHERE id = 'a'"), {"next": number + 1})
 
     async with endpoint:

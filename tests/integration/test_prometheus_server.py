@@ -116,7 +116,7 @@ async def test_every_query_of_the_board_and_of_the_alerts_is_understood(scraped:
         await asyncio.to_thread(scraped.ask, "query", query=query)
     [group] = (await asyncio.to_thread(scraped.ask, "rules"))["groups"]
     assert {rule["health"] for rule in group["rules"]} <= {"ok", "unknown"}
-    assert len(group["rules"]) == 17
+    assert len(group["rules"]) == 18
 
 
 def test_board_and_alerts_use_documented_metrics_only() -> None:

@@ -136,8 +136,13 @@ class TestLifted:
         assert set(found) == {"nsb.Shop.Orders (new).delivery-limit", "nsb.error.delivery-limit"}
         assert arguments(rabbitmq4, url, "Shop.Orders (new)") == {"x-queue-type": "quorum"}
         # And the broker applies it
-        facts = rabbitmq4.api("GET", f"queues/{vhost_of(url)}/{quote('Shop.Orders (new)')}", params=TOTALS).json()
-        assert facts["policy"] == "nsb.Shop.Orders (new).delivery-limit"
+
+        def is_applied() -> bool:
+            place = f"queues/{vhost_of(url)}/{quote('Shop.Orders (new)')}"
+            facts = rabbitmq4.api("GET", place, params=TOTALS).json()
+            return bool(facts.get("policy") == "nsb.Shop.Orders (new).delivery-limit")
+
+        await eventually_async(is_applied)
 
     async def test_for_an_endpoint_with_all_its_queues(self, rabbitmq4: RabbitmqServer, rabbitmq4_url: str) -> None:
         url = with_api(rabbitmq4, rabbitmq4_url)
@@ -246,8 +251,13 @@ class TestLifted:
             assert limit.seen
             assert not limit.drops, limit
         await transport.stop()
-        found = rabbitmq4.api("GET", f"queues/{place}", params=TOTALS).json()
-        assert {one["name"]: one["policy"] for one in found} == {name: f"nsb.{name}.delivery-limit" for name in names}
+
+        def has_policies() -> bool:  # which the management plugin tells some seconds later on a busy machine
+            found = rabbitmq4.api("GET", f"queues/{place}", params=TOTALS).json()
+            policies = {queue["name"]: queue.get("policy") for queue in found}
+            return policies == {name: f"nsb.{name}.delivery-limit" for name in names}
+
+        await eventually_async(has_policies)
         rabbitmq4.api("DELETE", f"vhosts/{place}")
 
     async def test_not_of_classic_queues(self, rabbitmq4: RabbitmqServer, rabbitmq4_url: str) -> None:

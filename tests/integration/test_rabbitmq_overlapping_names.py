@@ -187,4 +187,8 @@ async def test_a_stop_returns_copies_that_are_not_decided(rabbitmq_url: str) -> 
                 await sales.send(LONGER, b"", message_id=f"copy{number}", delay=SECOND)
             await sales.send(SHORTER, b"", message_id="own", delay=2 * SECOND)
             await own.number(1)
-        assert await count_after_stop(url, SHORTER) + await count_after_stop(url, "error") == 3
+
+        async def all_are_kept() -> bool:  # a level or a queue of a busy broker may give them back later
+            return await count_after_stop(url, SHORTER) + await count_after_stop(url, "error") == 3
+
+        await eventually_async(all_are_kept)

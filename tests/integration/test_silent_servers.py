@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import psycopg
 import pytest
+from tests.eventually import PATIENCE
 from tests.servers.frozen import Frozen
 
 from delayline import (
@@ -179,7 +180,7 @@ async def test_a_send_to_a_silent_server_fails_within_the_limit(
             assert any("outcome is unknown" in text for text in texts), texts
         # When the server answers again, then so do sends
         frozen.go_on()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while (await seconds_of(endpoint.send("error", b"after", delay=delay)))[1] is not None:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.1)
@@ -283,7 +284,7 @@ async def test_nothing_is_lost_or_doubled_by_silence(
                 sending += 5
                 await asyncio.sleep(0.3)
             frozen.go_on() if how == "frozen" else setattr(swallower, "swallows", False)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + PATIENCE
             while True:
                 sending += 1
                 await send(sending)
@@ -292,10 +293,11 @@ async def test_nothing_is_lost_or_doubled_by_silence(
                 assert time.monotonic() < deadline, round_
                 await asyncio.sleep(0.1)
         transport: Any = endpoint.transport
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while not set(accepted) <= set(done):
-            found = await transport.browse("done", 10_000)
-            done = Counter(message.body.decode() for message in found)
+            with contextlib.suppress(BackendUnavailable):  # a slow machine is silent once more, and asked again
+                found = await transport.browse("done", 10_000)
+                done = Counter(message.body.decode() for message in found)
             assert time.monotonic() < deadline, set(accepted) - set(done)
             await asyncio.sleep(0.2)
     assert unknown

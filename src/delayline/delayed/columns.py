@@ -68,6 +68,11 @@ class StoredColumn:
         return self.name.title().replace("_", "")
 
     @property
+    def published_name(self) -> str:
+        """Its name in the document's table for SQL Server; our own have names like those there."""
+        return (self.published and self.published.name) or self.capitalised
+
+    @property
     def is_content(self) -> bool:
         """Whether its values may be large, and count for the size of a message."""
         return self.kind in {ColumnKind.HEADERS, ColumnKind.BYTES}

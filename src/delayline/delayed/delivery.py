@@ -40,6 +40,7 @@ from delayline.events import Event, emit
 from delayline.external import SupportsExternalTransactions
 from delayline.grouping import ABANDONED, Grouping
 from delayline.message import DelayedMessage
+from delayline.shards import SupportsShards
 from delayline.transaction import SupportsHighestMode, TransactionMode
 
 if TYPE_CHECKING:
@@ -228,7 +229,7 @@ class StoredDelivery:
         self.batch_size: int = whole_number("batch_size", batch_size, at_least=1)
         self.batch_bytes: int = whole_number("batch_bytes", batch_bytes, at_least=1)
         self.fair_by: FairBy | None = None if fair_by is None else FairBy.of(fair_by)
-        if self.fair_by is not None:
+        if self.fair_by is not None and not isinstance(store, SupportsShards):
             served_fairly(store).be_fair(self.fair_by)
         self.polling = polling
         self._host: DeliveryHost | None = None
@@ -239,6 +240,12 @@ class StoredDelivery:
         self._unsubscribe: Callable[[], None] | None = None
         """Ends the store's notifications of the poller."""
         self._closers: list[Callable[[], None]] = []
+        given: object = store
+        if isinstance(given, SupportsShards):
+            from delayline.delayed import sharded
+
+            self.__class__ = sharded.ShardedDelivery
+            sharded.divide(self, fair_by=fair_by)
 
     @property
     def transaction_domain(self) -> Hashable | None:

@@ -31,6 +31,7 @@ import logging
 import time
 from collections import Counter
 from datetime import datetime, timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from delayline.circuit_breaker import first_of, is_cancelled
@@ -39,10 +40,11 @@ from delayline.delayed.mover import OF_BACK_END, Batch
 from delayline.delayed.one_at_a_time import OneAtATime
 from delayline.delayed.pauses import SLEEP_WHILE_PAUSED, SupportsDispatchPauses
 from delayline.delayed.store import Forwarded
-from delayline.errors import StorageFull
+from delayline.errors import StorageFull, TransactionConflict
 from delayline.events import Event, emit
 from delayline.failures import brief
 from delayline.observer import UNKNOWN_DESTINATION
+from delayline.transaction import CONFLICTS_IN_A_ROW, again_after_conflicts
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -120,6 +122,7 @@ class Poller:
         self._task: asyncio.Task[None] | None = None
         #: How many messages of a failed batch are still to be moved singly.
         self._singles_left = 0
+        self._conflicts = 0
         #: Whether the next batch is fetched although the store can move messages: some message needs the poller.
         self._bypass_forwarding = False
         #: The next due time where a query for it is not needed: after a move in the database, and after a sleep.
@@ -233,10 +236,15 @@ class Poller:
         except Exception as error:
             if not batch.messages:
                 raise
+            if isinstance(error, TransactionConflict) and not batch.unremoved and self._conflicts < CONFLICTS_IN_A_ROW:
+                self._conflicts += 1  # undone as a whole, in favour of another: nobody's fault
+                await self._release(batch.messages)
+                return len(batch.messages)
             if batch.unremoved:
                 self._report_dispatched(batch)
             batch = Batch(batch.messages, kept=batch.kept, unremoved=batch.unremoved)
             await self._batch_failed(batch, error)
+        self._conflicts = 0
         self._fetch_breaker.success()
         self._find_alike(batch, begins=begins)
         if batch.sent:
@@ -256,7 +264,9 @@ class Poller:
         if self._forwarding is None:
             return 0
         try:
-            forwarded = await self._forwarding.forward_due(now, self._batch_size, max_bytes=self._batch_bytes)
+            forwarded = await again_after_conflicts(
+                partial(self._forwarding.forward_due, now, self._batch_size, max_bytes=self._batch_bytes)
+            )
         except OF_BACK_END as error:
             if self._observer is not None:
                 self._observer.polled(0, error)

@@ -28,6 +28,7 @@ from delayline.message import (
     from_wire_time,
     to_wire_time,
 )
+from delayline.shards import SupportsShards
 from delayline.transaction import savepoint
 
 if TYPE_CHECKING:
@@ -195,7 +196,9 @@ class ScheduledStore(SupportsSchedules, SupportsManagement, SupportsLookup, Supp
 
 
 def scheduled(store: object) -> ScheduledStore:
-    """Return the store if it keeps schedules; raises ConfigurationError if not."""
+    """Return the store if it keeps schedules, of several shards the first; raises ConfigurationError if not."""
+    if isinstance(store, SupportsShards):
+        store = next(iter(store.parts.values()))
     if (
         isinstance(store, SupportsSchedules)
         and isinstance(store, SupportsManagement)

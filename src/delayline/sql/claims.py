@@ -49,6 +49,10 @@ class Claims(Protocol):
 class ServerClaims(Claims, Protocol):
     """Claims on the rows of a table, held by a connection."""
 
+    def lock_again(self) -> None:
+        """Lock what is claimed again, if the connection that has locked it is lost; blocks."""
+        ...
+
     def close(self) -> None:
         """Give up every claim."""
         ...

@@ -9,6 +9,7 @@ message is received again with that note still there.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import secrets
 import time
@@ -104,6 +105,7 @@ class CrashCounts:
         self._number: int | None = None
         """The receiver's; None before its first look."""
         self._is_counting = True
+        self._closed = asyncio.Event()
         self._suspects: set[int] = set()
         self._counts: dict[int, int] = {}
         """How many deliveries of suspects that are held here ended without an outcome."""
@@ -119,11 +121,16 @@ class CrashCounts:
         Raises:
             BackendUnavailable: The database does not answer.
         """
-        if self._number is None and self._is_counting:
-            await self._count(self._open(concurrency))
+        if self._number is None and self._is_counting and not self._closed.is_set():
+            try:
+                await self._count(self._open(concurrency))
+            finally:
+                if self._closed.is_set():  # while the row was written, and so it found none to delete
+                    await self.close()
 
     async def close(self) -> None:
         """Note that the receiver stops in order: what it still handles is not counted."""
+        self._closed.set()
         number, self._number = self._number, None
         if number is None:
             return

@@ -229,6 +229,7 @@ def engine_at(given: SqlDatabase, size: int, *, asynchronous: bool) -> Engine | 
     database = database_at(given)
     if isinstance(database, ServerDatabase):  # as our own connections, whatever the server's default is
         pool["isolation_level"] = "READ COMMITTED"
+        parsed = database.dialect.connections.url_of_engine(parsed)
     if not asynchronous:
         dialect = database.dialect.sql
         engine = create_engine(parsed.set(drivername=f"{dialect.name}+{dialect.driver}"), **pool)

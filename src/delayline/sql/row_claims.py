@@ -26,6 +26,7 @@ from delayline.sql.server_clock import steady
 from delayline.sql.server_database import ServerDatabase
 from delayline.sql.statements import WAITING, store_channel
 from delayline.sql.watermark import FullLooks, Seen, Watermark
+from delayline.transaction import again_after_conflicts
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -202,7 +203,7 @@ class ServerRowClaims:
     async def next_due(self) -> Any:  # noqa: ANN401 - what the due column keeps
         """Return the earliest due time of any message; registers how long this process sleeps, for the others."""
         with self._then_look_fully():
-            return await self._database.read(self._next_due)
+            return await again_after_conflicts(partial(self._database.read, self._next_due))
 
     def look_fully(self, found: Callable[[datetime], None]) -> Callable[[], None]:
         """Call `found` with the due time of each message found below the watermark; return how to stop."""

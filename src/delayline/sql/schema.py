@@ -84,6 +84,10 @@ def text(length: int) -> TypeEngine[str]:
 
 #: Prefix of the tables that delayline creates for itself; it is refused for tables of users.
 OWN_PREFIX: Final = "delayline_"
+#: The table of the files of cold tiers, in which messages wait, too.
+COLD_FILES: Final = f"{OWN_PREFIX}cold_files"
+#: The state of a file whose messages wait in it.
+FILE_HELD: Final = "held"
 #: How the default table name of a delayed message store ends, after the endpoint's name; a timeout manager's likewise.
 STORE_SUFFIX: Final = ".timeouts"
 
@@ -129,7 +133,10 @@ class TableGroup:
     usable_from: int = 1
     """The oldest revision whose code can use the tables; raise it only if older code would do harm."""
     convert_rows: Callable[[str | None], Sequence[Executable]] = no_statements
-    """The statements that convert the rows of older revisions, in a schema; harmless when they run twice."""
+    """The statements that convert the rows of older revisions, in a schema; harmless when they run twice.
+
+    Where a group has tables that are no longer made, they are run if these exist.
+    """
 
 
 _groups: dict[str, TableGroup] = {}
@@ -162,6 +169,8 @@ def versions_table(schema: str | None = None) -> Table:
 FAIR_GROUP: Final = "fair_group"
 #: Key in the `info` of an index that set-up adds to existing tables: the setting that needs it.
 ADDED_LATER: Final = "delayline added later"
+#: Key in the `info` of a table that older versions have made: set-up upgrades it where it is, and makes none.
+NO_LONGER_MADE: Final = "delayline no longer made"
 #: Key in the `info` of tables of messages: whoever reads them may pass over rows that others have locked.
 HOLDS_MESSAGES: Final = "delayline holds messages"
 

@@ -177,6 +177,10 @@ class ServerConnections(Connections):
     def limit_connect(self, arguments: dict[str, Any]) -> None:
         """Add the time limits to the driver's connect options; options in the URL win."""
 
+    def url_of_engine(self, url: URL) -> URL:
+        """Return the URL of an Engine for the same tables."""
+        return url
+
     def descriptor(self, driver: Any) -> int | None:  # noqa: ANN401 - each driver has its own
         """Return the socket of the driver's connection; None where the driver limits its waits itself."""
         del driver
@@ -232,6 +236,15 @@ class ServerConnections(Connections):
 
     def look(self) -> Connection:
         """Return a connection: being connected changes nothing on a server."""
+        return self.connect()
+
+    @property
+    def sets_up_elsewhere(self) -> bool:
+        """Whether another server creates tables than the one that is connected to."""
+        return False
+
+    def connect_to_set_up(self) -> Connection:
+        """Return a new connection to the server that creates tables."""
         return self.connect()
 
     def connect(self) -> Connection:

@@ -190,6 +190,13 @@ class ServerDatabase(Database):
         """Run `work` on some connection, each of its statements by itself."""
         return await self.run(partial(self.use_session, work))
 
+    async def set_up(self, missing: Callable[[Connection], object], work: Callable[[Connection], None]) -> None:
+        """Write what is missing; where another server creates tables on a connection to that."""
+        if not self.dialect.connections.sets_up_elsewhere:
+            await super().set_up(missing, work)
+        elif await self._is_missing(missing):
+            await self.run(partial(self.sessions.set_up, work))
+
     async def insert(
         self, statement: Prepared, rows: Sequence[StoredRow], transaction: Transaction | None = None
     ) -> None:
@@ -302,17 +309,19 @@ class ServerDatabase(Database):
     def _outdated(self) -> None:
         if self._notifications is not None:
             self._notifications.renew()
+        for claims in list(self._claims.values()):
+            self.spawn(claims.lock_again)
 
     def _rest(self) -> None:
         if self._loop_statements is not None:
             self._loop_statements.rest()
 
     def _ask_the_time(self) -> None:
-        self.use_session(self._read_the_time)
+        def read(connection: Connection) -> None:
+            requested = steady()
+            self._clock.answered(self.dialect.values.from_due(self._now.one(connection)), requested)
 
-    def _read_the_time(self, connection: Connection) -> None:
-        requested = steady()
-        self._clock.answered(self.dialect.values.from_due(self._now.one(connection)), requested)
+        self.use_session(read)
 
     def _connect(self) -> None:
         self._translated(self.dialect.connections.check)

@@ -91,6 +91,12 @@ class SessionClaims(ABC):
             if self._released:
                 self._session.run(self._unlock_released)
 
+    def lock_again(self) -> None:
+        """Lock what is claimed again, if the connection that has locked it is lost; blocks for a round trip."""
+        if self._claimed:
+            with self._in_session():
+                self._session.run(self._lock_again)
+
     def number_claimed_after(self, row: int) -> int:
         """Return how many rows this process holds whose numbers are higher."""
         with self._lock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import threading
 import time
 from functools import partial
@@ -37,15 +38,23 @@ PING_TIMEOUT: Final = 5.0  # seconds at most that the answer to that may take
 PING_EVERY: Final = 30.0
 PROBE_AFTER: Final = 5.0  # seconds at most after a missed answer until the server is asked again
 DEADLOCKS: Final = 5  # in a row; after that the caller decides
+#: Seconds at most before the first repetition, doubled for each further: those who met once would meet again.
+LONGEST_FIRST_PAUSE: Final = 0.005
 #: Kept for ever: closing inherited connections would end the parent process's.
 inherited: Final[list[object]] = []
 
 
 class Session:
-    """A connection, for as long as it lasts, and then another. Used by a single thread at a time."""
+    """A connection, for as long as it lasts, and then another. Used by a single thread at a time.
 
-    def __init__(self, pool: SessionPool) -> None:
+    Args:
+        pool: Knows whether the server answers.
+        connect: Makes the connections; None for those of the pool.
+    """
+
+    def __init__(self, pool: SessionPool, connect: Callable[[], Connection] | None = None) -> None:
         self._pool = pool
+        self._make = connect or pool.dialect.connections.connect
         dialect = pool.dialect
         self._connections, self._errors, self._transactions = dialect.connections, dialect.errors, dialect.transactions
         self._connection: Connection | None = None
@@ -100,12 +109,15 @@ class Session:
         return self.run(partial(self._again, work), commits=commits)
 
     def _again(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
+        longest = LONGEST_FIRST_PAUSE
         for _ in range(DEADLOCKS):
             try:
                 return work(connection)
             except self._errors.kinds as error:
                 if not self._errors.is_deadlock(error):
                     raise
+            time.sleep(random.uniform(0, longest))  # noqa: S311 - spreads load
+            longest *= 2
         return work(connection)
 
     @property
@@ -284,7 +296,7 @@ class Session:
     def _connect(self) -> Connection:
         began, limit = time.monotonic(), self._connections.connect_timeout
         try:
-            return self._connections.connect()
+            return self._make()
         except self._errors.kinds:
             if time.monotonic() - began >= 0.9 * limit:
                 self._pool.missed(self, began)
@@ -347,6 +359,14 @@ class SessionPool:
             yield session
         finally:
             self.give_back(session)
+
+    def set_up(self, work: Callable[[Connection], None]) -> None:
+        """Run `work` in a transaction on a new connection to the server that creates tables; on a worker thread."""
+        session = Session(self, self._connections.connect_to_set_up)
+        try:
+            session.run_despite_deadlocks(partial(session.in_transaction, work))
+        finally:
+            session.close()
 
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next work."""

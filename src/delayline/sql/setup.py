@@ -17,7 +17,7 @@ from sqlalchemy.schema import CreateIndex, CreateTable, DropTable, ExecutableDDL
 from sqlalchemy.types import TypeDecorator
 
 from delayline.errors import BackendUnusable, NewerSchema
-from delayline.sql.schema import ADDED_LATER, QUEUES, registered_groups, versions_table
+from delayline.sql.schema import ADDED_LATER, NO_LONGER_MADE, QUEUES, registered_groups, versions_table
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -158,10 +158,12 @@ class RequiredTables:
                 steps += map(CreateIndex, _missing_indexes(connection, table, self._dialect))
                 steps += _rekeying(inspector, table)
                 steps += self._dialect.catalog.mending(connection, table)
-            else:
+            elif NO_LONGER_MADE not in table.info:
                 steps += _creation(table)
         for group in groups:
-            exists = any(_has_table(inspector, table) for table in self._tables([group]))
+            tables = self._tables([group])
+            earlier = [table for table in tables if NO_LONGER_MADE in table.info]
+            exists = any(_has_table(inspector, table) for table in earlier or tables)
             if exists and (group.feature not in recorded or recorded[group.feature].revision < group.revision):
                 steps += group.convert_rows(self._schema)
             if group.feature not in recorded:
@@ -176,7 +178,7 @@ class RequiredTables:
         versions = self._versions
         steps = _creation(versions)
         for table in self._tables(self._groups):
-            steps += _creation(table)
+            steps += [] if NO_LONGER_MADE in table.info else _creation(table)
         for group in self._groups:
             row = {"feature": group.feature, "version": group.usable_from, "revision": group.revision}
             steps.append(self._dialect.words.insert_new(versions, "feature").values(row))
@@ -188,6 +190,8 @@ class RequiredTables:
         if FIRST_FEATURE in recorded:
             self._check_shapes(connection, inspector)
         for table in self._tables(self._groups):
+            if NO_LONGER_MADE in table.info:
+                continue
             if FIRST_FEATURE not in recorded or not _has_table(inspector, table):
                 raise BackendUnusable(f"table {table.fullname!r} does not exist: run `delayline setup` first")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from delayline.observer import Action, QueueRole
 from delayline.receiving.pipeline import OLDEST_HANDLER
+from delayline.shards import OUT_OF_REACH
 from delayline.telemetry.measurements import Histogram, Measurements, Snapshot
 from delayline.telemetry.pending import BUCKETS, Pending, pending_question
 from delayline.telemetry.probes import ready_of
@@ -480,6 +481,14 @@ OWN: Final = (
         "Prepared transactions whose outcome is not settled yet (two databases only).",
         (),
         _measure("two_phase.in_doubt"),
+    ),
+    Metric(
+        "delayline.shards.out_of_reach",
+        GAUGE,
+        "{shard}",
+        "Shards that do not answer, whose messages wait (several shards only).",
+        (),
+        _measure(OUT_OF_REACH),
     ),
 )
 

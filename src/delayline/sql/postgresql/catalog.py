@@ -6,10 +6,12 @@ import contextlib
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, ClassVar, Final
 
+from sqlalchemy.schema import CreateTable
+
 from delayline.errors import BackendUnusable
 from delayline.sql import journal_triggers
 from delayline.sql.dialect import Catalog, TableIdentity
-from delayline.sql.postgresql import numbers, rights
+from delayline.sql.postgresql import citus, numbers, rights
 from delayline.sql.schema import must_fit
 from delayline.sql.server import run
 
@@ -55,8 +57,8 @@ ORDER BY 1
 """
 DISTRIBUTED: Final = (
     "{place} has distributed {tables} over several servers, as Citus does: claims would exclude nobody there, and "
-    "notifications arrive nowhere. Keep delayline's tables local (SELECT undistribute_table(...)), or name a server "
-    "that is not distributed"
+    "notifications arrive nowhere. Keep delayline's tables local (SELECT undistribute_table(...)), name a server that "
+    "is not distributed or, if a whole schema is distributed, add ?citus_schema=NAME to the URL of the coordinator"
 )
 
 
@@ -88,14 +90,24 @@ class PostgresqlCatalog(Catalog):
     def mending(self, connection: Connection, table: Table) -> Sequence[Executable]:
         """Return the statements that set sequences behind their rows: replication does not copy sequences.
 
-        Raises BackendUnusable for a table that Citus has distributed.
+        Raises BackendUnusable for a table that Citus has distributed, unless the URL names its schema.
         """
         name = self._dialect.sql.identifier_preparer.format_table(table).replace(
             "%%", "%"
         )  # a value, no part of a statement
+        owned = self._dialect.connections.owned
+        if owned is not None:
+            owned.check_table(connection, name)
+            return citus.logged(connection, name)
         if distributed(connection, DISTRIBUTED_TABLE, name):
             raise BackendUnusable(DISTRIBUTED.format(place=self._dialect, tables=repr(table.name)))
         return numbers.catching_up(connection, name)
+
+    def make(self, connection: Connection, step: Executable) -> None:
+        """Run a DDL statement; in a schema of Citus every table is logged, as only those can be moved."""
+        if self._dialect.connections.owned is not None and isinstance(step, CreateTable):
+            step = CreateTable(citus.logged_copy(step.element))
+        super().make(connection, step)
 
     @contextlib.contextmanager
     def setting_up(self, connection: Connection) -> Iterator[None]:
@@ -133,5 +145,8 @@ class PostgresqlCatalog(Catalog):
         return self._dialect.sql.identifier_preparer.format_table(table).replace("%%", "%")
 
     def _distributed_findings(self, connection: Connection) -> list[Finding]:
+        owned = self._dialect.connections.owned
+        if owned is not None:
+            return owned.findings(connection)
         names = ", ".join(distributed(connection, OF_SCHEMAS))
         return [("distributed tables", False, DISTRIBUTED.format(place=self._dialect, tables=names))] if names else []

@@ -81,8 +81,11 @@ class AdvisoryLockClaims(SessionClaims):
         self._dialect = dialect
         shared = SharedSession(self._session, self._in_use, self._in_session, self._lock_again)
         self._statements = LoopStatements(database, dialect.connections, shared)
-        digest = hashlib.sha256(table.encode()).digest()
-        self._base = int.from_bytes(digest[:3], "big", signed=True) << 40  # row numbers stay below
+        self._owned = dialect.connections.owned
+        base = int.from_bytes(hashlib.sha256(table.encode()).digest()[:3], "big", signed=True)
+        if self._owned is not None:
+            base >>= 1  # in Citus row numbers are as large as 1 << 60: their upper part is the server's number
+        self._base = base << 40  # row numbers stay below
         self.receivers: WaitingReceivers = WaitingReceivers()
 
     def try_lock(self, connection: Connection, rows: Sequence[int]) -> set[int]:
@@ -92,6 +95,7 @@ class AdvisoryLockClaims(SessionClaims):
     def exchange(self, connection: Connection, released: Sequence[int], rows: Sequence[int]) -> set[int]:
         """Unlock the released rows, then lock free rows, in a single round trip."""
         locked = run(connection, ADVISORY_EXCHANGE, list(released), self._base, list(rows), self._base)
+        self._check_owner(connection)
         return {row for (row,) in locked}
 
     def unlock(self, connection: Connection, rows: Sequence[int]) -> None:
@@ -199,7 +203,8 @@ class AdvisoryLockClaims(SessionClaims):
                 claim(self._session.run(partial(self._run_locking, on_thread)))
 
         try:
-            await self._statements.run(statement, values, lambda result: claim(read(result)))
+            if self._owned is None:
+                await self._statements.run(statement, values, lambda result: claim(read(result)))
             if not outcomes:
                 await self._database.run(run_in_session)
         except asyncio.CancelledError:
@@ -217,10 +222,23 @@ class AdvisoryLockClaims(SessionClaims):
     def _run_locking(self, work: Callable[[Connection], Result], connection: Connection) -> Result:
         self._lock_again(connection)
         try:
-            return work(connection)
+            result = work(connection)
+            self._check_owner(connection)
         except BaseException:
             self._unlock_unclaimed(connection)
             raise
+        return result
+
+    def _lock_again(self, connection: Connection) -> None:
+        is_new = connection is not self._locked_by
+        super()._lock_again(connection)
+        if is_new and self._owned is not None:
+            self._owned.wait_for_others()
+
+    def _check_owner(self, connection: Connection) -> None:
+        """Raise if what was locked was locked on a server that does not own the schema."""
+        if self._owned is not None:
+            self._owned.check(connection)
 
     def _unlock_others(self) -> None:
         """Unlock rows that a failed statement has locked."""

@@ -6,7 +6,10 @@ import re
 from typing import TYPE_CHECKING, Any, Final
 
 from delayline.errors import BackendUnusable, ConfigurationError
+from delayline.sql.postgresql import citus
 from delayline.sql.postgresql.catalog import USUAL
+from delayline.sql.postgresql.citus import CITUS_SCHEMA, OwnedSchema
+from delayline.sql.postgresql.engines import check_engine
 from delayline.sql.postgresql.errors import PostgresqlErrors
 from delayline.sql.server import ServerConnections, run, watch_of
 from delayline.sql.urls import Host, listed
@@ -58,6 +61,8 @@ SELECT least(
   (SELECT nullif(rolconnlimit, -1) - (SELECT count(*) FROM pg_stat_activity WHERE usesysid = oid)
     FROM pg_roles WHERE rolname = current_user))
 """
+#: What a schema's name may have, as a value of `search_path` in quotes.
+SCHEMA_NAME: Final = re.compile(r'[^\s"\\,\0]{1,63}')
 #: Is refused by poolers in transaction mode, whose other clients would get a session with the settings.
 SERVER_OPTIONS: Final = "-c jit=off"
 #: Names of settings in the options of a URL.
@@ -84,9 +89,12 @@ class PostgresqlConnections(ServerConnections):
 
     def __init__(self, url: URL) -> None:
         self.pgbouncer: bool = _flag("pgbouncer", url.query.get("pgbouncer", "false"))
-        url, arguments = url.difference_update_query(["pgbouncer"]), PSYCOPG_ARGUMENTS
+        self.owned: OwnedSchema | None = _owned_schema(url, pgbouncer=self.pgbouncer)
+        url, arguments = url.difference_update_query(["pgbouncer", CITUS_SCHEMA]), PSYCOPG_ARGUMENTS
         self._given: frozenset[str] = frozenset()
         self.errors: PostgresqlErrors = PostgresqlErrors(self)
+        self.notifies: bool = True
+        """Whether the engine has LISTEN and NOTIFY, as far as is known."""
         if self.pgbouncer:
             arguments = {**PSYCOPG_ARGUMENTS, "prepare_threshold": None}
         else:
@@ -95,6 +103,8 @@ class PostgresqlConnections(ServerConnections):
             self._given = frozenset(name.lower().replace("-", "_") for name in NAMED.findall(options))
             url = url.set(query={**url.query, "options": f"{SERVER_OPTIONS} {options}".strip()})
         super().__init__(url, connect_args=arguments, paramstyle="format", use_native_hstore=False)
+        if self.owned is not None:
+            self.identity: URL = self.identity.update_query_dict({CITUS_SCHEMA: self.owned.name})
         one_writes = self.url.query.get("target_session_attrs") in ("read-write", "primary")
         self._any_order = one_writes and len(self.hosts) > 1 and "hostaddr" not in self.url.query
         self._reached: Host | None = None
@@ -107,9 +117,21 @@ class PostgresqlConnections(ServerConnections):
         """
         hosts = self.hosts
         arguments.setdefault("connect_timeout", max(1, round(self.connect_timeout / len(hosts))))
-        if self._any_order and self._reached in hosts:
+        if self.owned is not None:
+            if (server := self.owned.server(self.connect)) is not None:
+                arguments |= listed([server])
+        elif self._any_order and self._reached in hosts:
             arguments |= listed(sorted(hosts, key=lambda host: host != self._reached))
         arguments.setdefault("tcp_user_timeout", round(self.server_timeout * 1000))
+
+    def url_of_engine(self, url: URL) -> URL:
+        """Return the URL of an Engine, whose connections find the tables in the schema of Citus, too."""
+        if self.owned is None:
+            return url
+        theirs = url.query.get("options", ())
+        options = theirs if isinstance(theirs, str) else " ".join(theirs)
+        url = url.difference_update_query([CITUS_SCHEMA])
+        return url.update_query_dict({"options": f"{options} -c search_path={self.owned.quoted}".strip()})
 
     def adopt(self, driver: Any) -> object:  # noqa: ANN401 - psycopg is an extra
         """Return the connection in autocommit; `connect` does the rest."""
@@ -129,6 +151,18 @@ class PostgresqlConnections(ServerConnections):
 
     def connect(self) -> Connection:
         """Return a new connection in autocommit, with the settings that statements need."""
+        return self._connect_once() if self.owned is None else self.owned.connect(self._connect_once)
+
+    @property
+    def sets_up_elsewhere(self) -> bool:
+        """Whether the tables are in a schema of Citus, whose coordinator creates them."""
+        return self.owned is not None
+
+    def connect_to_set_up(self) -> Connection:
+        """Return a new connection to the server that creates tables."""
+        return self._connect_once() if self.owned is None else self.owned.connect_to_set_up(self._connect_once)
+
+    def _connect_once(self) -> Connection:
         from delayline.sql.postgresql.binary import use_binary
 
         connection = self.connect_driver()
@@ -152,6 +186,8 @@ class PostgresqlConnections(ServerConnections):
         settings = {"lock_timeout": str(max(1, round(self.lock_timeout * 1000))), **SETTINGS}
         if driver_of(connection).info.server_version >= 14_00_00:
             settings |= SINCE_14
+        if self.owned is not None:
+            settings |= {**citus.SETTINGS, "search_path": self.owned.quoted}
         ours = {name: value for name, value in settings.items() if name not in self._given}
         run(connection, SET, list(ours), list(ours.values()))
 
@@ -167,10 +203,12 @@ class PostgresqlConnections(ServerConnections):
         return max(0, int(run(connection, UNUSED)[0][0]))
 
     def check(self) -> None:
-        """Connect once. Raises BackendUnusable for a version that is too old."""
+        """Connect once. Raises BackendUnusable for a version that is too old, and for an engine that cannot be used."""
         with self.connect() as connection:
             watch_of(connection).begin(self.server_timeout)
             version = int(run(connection, "SHOW server_version_num")[0][0])
+            if not self.pgbouncer:  # where nothing is claimed
+                check_engine(self, connection)
         if version // 10_000 < OLDEST_POSTGRESQL:
             raise BackendUnusable(
                 f"{self} is version {version // 10_000}; delayline needs {OLDEST_POSTGRESQL} or newer"
@@ -181,8 +219,8 @@ class PostgresqlConnections(ServerConnections):
         return bool(run(connection, "SHOW transaction_read_only")[0][0] == "off")
 
     def ping(self, connection: Connection) -> bool:
-        """Ask whether the session has become read-only."""
-        return self.takes_writes(connection)
+        """Ask whether the session has become read-only, or Citus has moved the schema to another server."""
+        return self.takes_writes(connection) and (self.owned is None or self.owned.is_owner(connection))
 
 
 def driver_of(connection: Connection) -> Any:  # noqa: ANN401 - psycopg is an extra
@@ -195,3 +233,20 @@ def _flag(name: str, value: object) -> bool:
     if value not in ("true", "false"):
         raise ConfigurationError(f"{name} must be true or false, not {value!r}")
     return value == "true"
+
+
+def _owned_schema(url: URL, *, pgbouncer: bool) -> OwnedSchema | None:
+    """Return the schema of Citus that the URL names. Raises ConfigurationError."""
+    name = url.query.get(CITUS_SCHEMA)
+    if name is None:
+        return None
+    if not isinstance(name, str) or not SCHEMA_NAME.fullmatch(name):
+        raise ConfigurationError(
+            f"{CITUS_SCHEMA} must be the name of one schema, without blanks, quotes or commas, not {name!r}"
+        )
+    if pgbouncer:
+        raise ConfigurationError(
+            f"{CITUS_SCHEMA} and pgbouncer=true exclude each other: which server a pooler leads to is not known. Name "
+            "the coordinator itself"
+        )
+    return OwnedSchema(name)

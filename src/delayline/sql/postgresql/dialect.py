@@ -81,8 +81,8 @@ class PostgresqlValues(ColumnValues):
         return cast(extract("epoch", due) * 1_000_000, BigInteger)
 
     def in_seconds(self, seconds: int) -> ColumnElement[Any]:
-        """Return the server's time so many seconds from now."""
-        return literal_column(f"clock_timestamp() + interval '{seconds} seconds'")
+        """Return the server's time so many seconds from now; Citus takes no other function in an UPDATE."""
+        return literal_column(f"statement_timestamp() + interval '{seconds} seconds'")
 
 
 class PostgresqlWords(StatementWords):
@@ -299,7 +299,7 @@ class Postgresql(Server):
 
     def loop_statements(self, database: ServerSessions) -> LoopStatements | None:
         """Let the event loop run statements by itself, which takes prepared statements."""
-        if self.connections.pgbouncer:
+        if self.connections.pgbouncer or self.connections.owned is not None:
             return None
         from delayline.sql.postgresql.binary import LoopStatements
 

@@ -39,6 +39,8 @@ UNUSABLE_TEXTS: Final = {
     "permission denied for database": "As its owner: GRANT CONNECT ON DATABASE",
     "does not exist": "Create it, or name another database in the URL",
 }
+#: What engines answer that lack something: not supported, a syntax error, no such function.
+NOT_SUPPORTED: Final = frozenset({UNSUPPORTED, "42601", "42883"})
 TOO_MANY: Final = "53300"
 TOO_MANY_SESSIONS: Final = (
     "too many clients",
@@ -114,6 +116,10 @@ class PostgresqlErrors(ServerErrors):
     def outdates_sessions(self, error: Exception) -> bool:
         """Return whether the session is read-only, or its prepared statements are for tables of another shape."""
         return _state(error) in {READ_ONLY, UNSUPPORTED}
+
+    def is_not_supported(self, error: Exception) -> bool:
+        """Return whether the engine does not know the statement or a function of it."""
+        return _state(error) in NOT_SUPPORTED
 
     def is_full(self, error: Exception) -> bool:
         """Return whether the server, the database or the user has no connection left."""

@@ -37,7 +37,7 @@ HEADS: Final = """
   SELECT seq, due, destination, octet_length(headers) + octet_length(body) AS size,
     position(%s::bytea IN headers) = 0 AND position(%s::bytea IN headers) = 0
       AND EXISTS (SELECT FROM {queues} WHERE name = destination) AS movable
-  FROM {table} WHERE {condition}{unpaused} AND (leased_until IS NULL OR leased_until < clock_timestamp())
+  FROM {table} WHERE {condition}{unpaused} AND (leased_until IS NULL OR leased_until < statement_timestamp())
   ORDER BY {order} LIMIT {limit} FOR UPDATE SKIP LOCKED
 """
 BY_DUE_TIME: Final = {"condition": "due <= %s AND due >= %s", "order": "due, seq", "limit": "%s"}

@@ -23,16 +23,19 @@ from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError
 from delayline.events import Event, emit
 from delayline.sql.deadlines import STOPPING
 from delayline.sql.notifications import Listeners
+from delayline.sql.postgresql.citus import OWNER_LOOKED_UP_EVERY
 from delayline.sql.schema import queue_tables
 from delayline.sql.server import run, watch_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from datetime import datetime
 
     from sqlalchemy import Connection
 
-    from delayline.sql.server import Server, ServerSessions
+    from delayline.sql.postgresql.citus import OwnedSchema
+    from delayline.sql.postgresql.dialect import Postgresql
+    from delayline.sql.server import ServerSessions
 
 logger: logging.Logger = logging.getLogger(__name__)
 
@@ -64,7 +67,7 @@ INSERT INTO {sleeping} (channel, listener, until) VALUES (%s, %s, %s)
 ON CONFLICT (channel, listener) DO UPDATE SET until = EXCLUDED.until
 """
 AWAKE: Final = "DELETE FROM {sleeping} WHERE listener = %s"
-SWEEP: Final = "DELETE FROM {sleeping} WHERE until < clock_timestamp() - interval '1 day'"
+SWEEP: Final = "DELETE FROM {sleeping} WHERE until < statement_timestamp() - interval '1 day'"
 
 
 class PostgresqlNotifications:
@@ -76,7 +79,7 @@ class PostgresqlNotifications:
 
     reach_others = True
 
-    def __init__(self, database: ServerSessions, dialect: Server) -> None:
+    def __init__(self, database: ServerSessions, dialect: Postgresql) -> None:
         self._database = database
         self._dialect = dialect
         self.listeners: Listeners = Listeners()
@@ -99,6 +102,21 @@ class PostgresqlNotifications:
     def takes_writes(self, connection: Connection) -> bool:
         """Return whether the server behind the connection still takes writes; raises a driver's error."""
         return self._dialect.connections.ping(connection)
+
+    @property
+    def notifies(self) -> bool:
+        """Whether the engine has notifications, as far as is known."""
+        return self._dialect.connections.notifies
+
+    @property
+    def owned(self) -> OwnedSchema | None:
+        """The schema of Citus that everything is in, if it is."""
+        return self._dialect.connections.owned
+
+    def check_owner(self, schema: OwnedSchema) -> None:
+        """Have every connection replaced, and what is handled locked again, if Citus has moved the schema."""
+        with contextlib.suppress(DelaylineError):
+            self._database.use_session(schema.check)
 
     @property
     def server_timeout(self) -> float:
@@ -191,7 +209,8 @@ class PostgresqlNotifications:
 
     def notify_in(self, connection: Connection, channel: str, at: int) -> None:
         """Notify every listener, in this process too, when the transaction on the connection commits."""
-        run(connection, NOTIFY, channel_name(channel), f"caller {at}")
+        if self.notifies:
+            run(connection, NOTIFY, channel_name(channel), f"caller {at}")
 
     def renew(self) -> None:
         """Listen on another connection: the server behind the present connection is not the primary any more."""
@@ -255,13 +274,29 @@ class PostgresqlNotifications:
 
     def _send(self, connection: Connection, unsent: dict[str, int]) -> None:
         for channel, at in unsent.items():
+            if not self.notifies:
+                return
             name, payload, sleeping = channel_name(channel), f"{self.me} {at}", self._sleeping.get(channel)
             due = from_microseconds(at)
             if (
                 sleeping is None
                 or run(connection, MUST_NOTIFY.format(sleeping=sleeping), due, name, self.me, due)[0][0]
             ):
-                run(connection, NOTIFY, name, payload)
+                with self.noting_refusals():
+                    run(connection, NOTIFY, name, payload)
+
+    @contextlib.contextmanager
+    def noting_refusals(self) -> Iterator[None]:
+        """Note that the engine lacks notifications if it refuses the statement: there is a look every second then."""
+        try:
+            yield
+        except self._dialect.errors.kinds as error:
+            if not self._dialect.errors.is_not_supported(error):
+                raise
+            if self.notifies:
+                self._dialect.connections.notifies = False
+                log_text = "%s has no notifications, looking every %g s instead: %s"
+                emit(logger, logging.WARNING, Event.LISTENING_LOST, log_text, self._dialect, POLL_EVERY, error)
 
     def _listen(self) -> None:
         try:
@@ -274,9 +309,10 @@ class PostgresqlNotifications:
         while not self.closing:
             try:
                 renewals = self.renewals
-                with self._dialect.connections.connect() as connection:
-                    self.spawn_sending(is_urgent=True)
-                    NotificationListener(self, connection, renewals).run()
+                if self.notifies:
+                    with self._dialect.connections.connect() as connection:
+                        self.spawn_sending(is_urgent=True)
+                        NotificationListener(self, connection, renewals).run()
             except Exception as error:  # without this thread no listener of this process would be notified
                 template = "Notifications do not come any more, looking every %g s instead: %s"
                 failure = (
@@ -313,6 +349,7 @@ class NotificationListener:
         self._channels: set[str] = set()
         self._probed = -math.inf
         self._proven = True
+        self._looked_up = -math.inf
         self._watch = watch_of(connection)
         self._limit = owner.server_timeout
         self._renewals = renewals
@@ -323,10 +360,15 @@ class NotificationListener:
         with contextlib.closing(selector):
             selector.register(owner.wake, selectors.EVENT_READ)
             selector.register(self._driver.fileno(), selectors.EVENT_READ)
-            self._ask(f'LISTEN "{channel_name(owner.me)}"')
+            with owner.noting_refusals():
+                self._ask(f'LISTEN "{channel_name(owner.me)}"')
+            if not owner.notifies:
+                return
             self._join()
             owner.listens()
             while not owner.closing and owner.renewals == self._renewals:
+                if owner.owned is not None:
+                    self._must_own(owner.owned)
                 ready = {key.fd for key, _ in selector.select(self._patience())}
                 if owner.wake in ready:
                     os.read(owner.wake, 1024)
@@ -357,6 +399,19 @@ class NotificationListener:
         if not writes:
             raise BackendUnavailable("the server has become read-only, a replica perhaps")
 
+    def _must_own(self, schema: OwnedSchema) -> None:
+        """Raise, and have every connection replaced, if Citus has moved the schema to another server."""
+        now = time.monotonic()
+        if now - self._looked_up < OWNER_LOOKED_UP_EVERY:
+            return
+        self._looked_up = now
+        self._watch.begin(self._limit)
+        is_owner = schema.is_owner(self._connection)
+        self._watch.end()
+        if not is_owner:
+            self._owner.check_owner(schema)
+            raise BackendUnavailable(f"Citus has moved schema {schema.name!r} to another server")
+
     def _receive(self) -> None:
         names = {channel_name(channel): channel for channel in self._channels}
         for notification in self._driver.notifies(timeout=0):
@@ -367,7 +422,8 @@ class NotificationListener:
             self._proven = True
 
     def _patience(self) -> float:
-        return PROBE_EVERY if self._proven else POLL_EVERY
+        usual = PROBE_EVERY if self._proven else POLL_EVERY
+        return usual if self._owner.owned is None else min(usual, OWNER_LOOKED_UP_EVERY)
 
     def _probe(self) -> None:
         """Send ourselves a notification on another connection; until it comes, poll."""
