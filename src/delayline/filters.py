@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final, Self
@@ -160,6 +160,8 @@ class MessageFilter:
     """The type of the exception that a failed message has failed with, as a type of messages."""
     group: str | None = None
     """The key of the group that a failed message is in, as the dashboard's page of a group has it in its address."""
+    copies: tuple[str, ...] | None = field(default=None, compare=False, repr=False)
+    """Ids that a search takes for `message_id` too: those of copies of the message; no part of the filter's text."""
 
     def __post_init__(self) -> None:
         """Refuse conditions that mean nothing. Raises ConfigurationError."""
@@ -262,6 +264,12 @@ class MessageFilter:
             and _names(self.exception, failure.exception)
         )
 
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The only ids that fulfil the condition on it; empty where others do, too."""
+        exact = None if self.message_id is None else pattern_of(self.message_id).exact
+        return () if exact is None else (exact, *(self.copies or ()))
+
     def matches(self, message: Message, destination: str, due: datetime | None = None) -> bool:
         """Return whether a message fulfils all conditions.
 
@@ -270,7 +278,9 @@ class MessageFilter:
             destination: The queue it is for, or that it failed in.
             due: Its due time; a message without one fulfils no condition on due times.
         """
-        if not _fits(self.message_id, message.id) or not _fits(self.destination, destination):
+        if not (_fits(self.message_id, message.id) or message.id in (self.copies or ())):
+            return False
+        if not _fits(self.destination, destination):
             return False
         if self.checks_due and due is None:
             return False

@@ -24,6 +24,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationE
 from delayline.failures import back_off
 from delayline.filters import MessageFilter, pattern_of
 from delayline.opening import open_pending, open_transport, open_waiting
+from delayline.outgoing import copies_of
 from delayline.places import (
     MessageMatch,
     MessagePlace,
@@ -173,6 +174,8 @@ class Search:
         self._places = sorted(
             (each for each in places if each.place.kind in self.kinds), key=lambda each: _order_of(each.place)
         )
+        for message_id in self.filter.ids[:1]:
+            self.filter = replace(self.filter, copies=copies_of(message_id))
         self._start = position
         self._outage_limit = outage_limit
         self._began = time.monotonic()
@@ -250,13 +253,19 @@ class Search:
         attempts, since = 0, time.monotonic()
         while True:
             try:
-                return await place.page(self.filter, after, most)
+                page = await place.page(self.filter, after, most)
             except BackendUnavailable:
                 attempts += 1
                 wait = back_off(attempts).total_seconds() / 4
                 if time.monotonic() + wait - since > self._outage_limit:
                     raise
                 await asyncio.sleep(wait)
+            else:
+                return replace(page, matches=list(map(self._told, page.matches)))
+
+    def _told(self, match: MessageMatch) -> MessageMatch:
+        """Return a match that says of a copy what it is."""
+        return replace(match, state=f"{match.state}, tried before") if match.id in (self.filter.copies or ()) else match
 
 
 def _order_of(place: MessagePlace) -> tuple[int, str]:
@@ -316,11 +325,11 @@ class ListedPending:
     async def _messages(self, wanted: MessageFilter, start: datetime | None) -> AsyncGenerator[FoundMessage, None]:
         """Yield messages, earliest due first, from a due time on."""
         lookup = self._management if isinstance(self._management, SupportsLookup) else None
-        exact = None if wanted.message_id is None else pattern_of(wanted.message_id).exact
-        if lookup is not None and exact is not None:
-            found = await lookup.find(exact, body_limit=0 if wanted.body is None else LARGEST_BODY)
-            if found is not None:
-                yield found
+        if lookup is not None and wanted.ids:
+            for message_id in wanted.ids:
+                found = await lookup.find(message_id, body_limit=0 if wanted.body is None else LARGEST_BODY)
+                if found is not None:
+                    yield found
             return
         offset = 0
         if lookup is None or wanted.body is not None:  # a lookup returns no bodies

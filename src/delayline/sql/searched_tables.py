@@ -30,7 +30,7 @@ from delayline.places import (
 )
 from delayline.sql.journal import journal_tables
 from delayline.sql.schema import STORE_SUFFIX, endpoint_names
-from delayline.sql.set_pages import content_conditions, fitting, waiting_conditions
+from delayline.sql.set_pages import content_conditions, fitting, id_conditions, waiting_conditions
 from delayline.sql.statements import DIRTY
 
 if TYPE_CHECKING:
@@ -259,8 +259,7 @@ class SearchedStore(SearchedTable):
         return waiting_conditions(self._table, self._database.dialect, wanted)
 
     def _by_id(self, wanted: MessageFilter) -> ColumnElement[bool] | None:
-        exact = None if wanted.message_id is None else pattern_of(wanted.message_id).exact
-        return None if exact is None else self._table.c.id == exact
+        return self._table.c.id.in_(wanted.ids) if wanted.ids else None
 
     def _columns(self, *, reads_bodies: bool) -> Sequence[ColumnElement[Any]]:
         columns = self._table.c
@@ -336,8 +335,7 @@ class SearchedQueues(SearchedTable):
     def _conditions(self, wanted: MessageFilter) -> list[ColumnElement[bool]]:
         columns = self._queued.c
         conditions = content_conditions(self._queued, self._database.dialect, wanted)
-        if wanted.message_id is not None:
-            conditions += fitting(columns.id, pattern_of(wanted.message_id))
+        conditions += id_conditions(columns.id, wanted)
         if self.place.kind is PlaceKind.QUEUES:
             conditions.append(columns.queue != self._error_queue)
             if wanted.destination is not None:
@@ -398,8 +396,7 @@ class SearchedJournal(SearchedTable):
         return self._entries
 
     def _by_id(self, wanted: MessageFilter) -> ColumnElement[bool] | None:
-        exact = None if wanted.message_id is None else pattern_of(wanted.message_id).exact
-        return None if exact is None else self._entries.c.id == exact
+        return self._entries.c.id.in_(wanted.ids) if wanted.ids else None
 
     def _conditions(self, wanted: MessageFilter) -> list[ColumnElement[bool]]:
         return waiting_conditions(self._entries, self._database.dialect, wanted)
@@ -448,6 +445,4 @@ class SearchedJournal(SearchedTable):
 
 def _names_only_an_id(wanted: MessageFilter) -> bool:
     """Return whether no headers and bodies are read: of those with the id only."""
-    if wanted.message_id is None or wanted.body is not None or wanted.checks_headers:
-        return False
-    return pattern_of(wanted.message_id).exact is not None
+    return bool(wanted.ids) and wanted.body is None and not wanted.checks_headers

@@ -86,8 +86,7 @@ def waiting_conditions(table: Table, dialect: Dialect, wanted: MessageFilter) ->
     """
     columns, to_due = table.c, dialect.values.to_due
     conditions = content_conditions(table, dialect, wanted)
-    if wanted.message_id is not None:
-        conditions += fitting(columns.id, pattern_of(wanted.message_id))
+    conditions += id_conditions(columns.id, wanted)
     if wanted.destination is not None:
         conditions += fitting(dialect.words.exact(columns.destination), pattern_of(wanted.destination))
     if wanted.due_from is not None:
@@ -111,6 +110,13 @@ def content_conditions(table: Table, dialect: Dialect, wanted: MessageFilter) ->
 def _containing(column: ColumnElement[bytes], dialect: Dialect, parts: Sequence[bytes]) -> ColumnElement[bool]:
     found = [dialect.values.containing(column, bindparam(None, part, type_=column.type)) for part in parts]
     return and_(true(), *(each for each in found if each is not None))
+
+
+def id_conditions(column: ColumnElement[str], wanted: MessageFilter) -> list[ColumnElement[bool]]:
+    """Return the conditions of a filter on ids, as far as the database can check them."""
+    if wanted.copies and wanted.ids:
+        return [column.in_(wanted.ids)]
+    return [] if wanted.message_id is None else fitting(column, pattern_of(wanted.message_id))
 
 
 def fitting(column: ColumnElement[str], pattern: TextPattern) -> list[ColumnElement[bool]]:
