@@ -60,12 +60,20 @@ def store_of(settings: Settings, *, two_phase: TwoPhaseCommit | None = None) -> 
     """Return a new delayed message store of the settings. Raises ConfigurationError."""
     url = settings.resolved_store_url
     if settings.cold_tier is not None:
-        backend_with_tables(url, "store with a cold tier")
-        from delayline.bulk.two_tier_store import TwoTierStore
+        from delayline.sql.shards.backend import map_named
+
+        shards = map_named(url, schema=settings.schema)
+        if shards is None:
+            backend_with_tables(url, "store with a cold tier")
+        from delayline.bulk.two_tier_store import ShardedTwoTierStore, TwoTierStore
 
         if two_phase is not None:
             raise ConfigurationError(
                 "a store with a cold tier takes part in no two-phase commit: leave out one of them"
+            )
+        if shards is not None:
+            return ShardedTwoTierStore(
+                shards, cold_tier=settings.cold_tier, table_name=settings.table_name, journal=settings.journal
             )
         return TwoTierStore(
             url,

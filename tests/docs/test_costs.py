@@ -9,10 +9,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
+from tests.eventually import eventually_async
 
 from delayline import Endpoint, Message, MessageContext, SqlDelayedMessageStore, SqlTransport, StoredDelivery
 from delayline.events import Event
-from delayline.sql import receiver
+from delayline.sql import crashes, queue_limits, receiver
 from delayline.testing import ManualClock, Signals
 
 if TYPE_CHECKING:
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
 SOON = timedelta(seconds=1)
 CONNECTING = ("PRAGMA",)
+LOOKS = 50
+LOOKS_AT_INTERVALS = {
+    receiver: "QUEUE_LOOK_EVERY",
+    queue_limits: "LIMITS_READ_EVERY",
+    crashes: "CRASHES_READ_EVERY",
+}
 
 
 class Statements:
@@ -32,6 +39,16 @@ class Statements:
     def note(self, statement: str) -> None:
         if not statement.startswith(CONNECTING):
             self._seen.append(statement)
+
+    def have_ended(self) -> Callable[[], bool]:
+        """Return a condition: that there was no other statement while it was asked fifty times, so all are waiting."""
+        asked: list[int] = []
+
+        def is_quiet() -> bool:
+            asked.append(len(self._seen))
+            return len(asked) > LOOKS and asked[-LOOKS] == asked[-1]
+
+        return is_quiet
 
     def taken(self) -> dict[str, int]:
         counts = Counter(statement.split()[0] for statement in self._seen)
@@ -122,7 +139,8 @@ async def test_the_poller(url: str, statements: Statements, signals: Signals) ->
 
 
 async def test_a_receiver(url: str, statements: Statements, signals: Signals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(receiver, "QUEUE_LOOK_EVERY", 3600.0)  # a slow machine would count one of these looks too
+    for module, interval in LOOKS_AT_INTERVALS.items():  # a slow machine would count some of these looks too
+        monkeypatch.setattr(module, interval, 3600.0)
     billing = Endpoint("billing", transport=SqlTransport(url, poll_interval=timedelta(hours=1)))
 
     @billing.handler
@@ -133,11 +151,11 @@ async def test_a_receiver(url: str, statements: Statements, signals: Signals, mo
     async with billing, sales(url, ManualClock(), polling=False) as sender:
         await sender.send("billing", "the first of its process: it looks at the tables' version as well")
         await signals.wait_for(Event.HANDLED)
-        await asyncio.sleep(0.1)  # until the receiver has looked once more and waits
+        await eventually_async(statements.have_ended())  # the receiver has looked once more
         statements.taken()
         await sender.send("billing", "now")
         await signals.wait_for(Event.HANDLED, 2)
-        await asyncio.sleep(0.1)
+        await eventually_async(statements.have_ended())
 
         sent = Counter({"BEGIN": 1, "INSERT": 1, "COMMIT": 1})
         rounds = 1  # it finds the message, and the receiver waits for the next notification

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
 from sqlalchemy import make_url
 from tests.eventually import eventually_async
+from tests.integration.test_pieces import piece_rows
 
 from delayline import Headers, Message, MessageFilter
 from delayline.actions import JobState, OperatorAction
+from delayline.bulk.jobs import JobName, PieceParameters
+from delayline.bulk.pieces import PieceWriter
 from delayline.composition import endpoint_from, transport_of
 from delayline.dashboard.model import LevelForecast, PendingPage, Unavailable
 from delayline.dashboard.service import EndpointService
@@ -102,6 +106,30 @@ async def test_every_part_that_the_back_end_has_is_shown(settings: Settings, ser
     else:
         assert [one.event for one in life.events] == ["scheduled"]
         assert [jobs.schedules, jobs.dispatchers, jobs.migrations, jobs.cold_tier] == [[], [], [], []]
+
+
+@pytest.mark.parametrize("settings", ["postgresql", "mariadb"], indirect=True)
+async def test_jobs_in_pieces_are_listed(settings: Settings, service: EndpointService) -> None:
+    # Given a job that has ended, and one under way
+    writer = PieceWriter(settings.url, "sales.timeouts")
+    parameters = PieceParameters(0, 8, "keep")
+    done, under_way = [
+        await asyncio.to_thread(writer.open, JobName("nightly", version), parameters) for version in (1, 2)
+    ]
+    for job in (done, under_way):
+        rows = piece_rows({f"{job.number}-a": 1, f"{job.number}-b": 2}, rejected=(2,))
+        await asyncio.to_thread(writer.store, job.number, rows, "keep")
+    await asyncio.to_thread(writer.finish, done.number)
+    # Then both are there, with what they have done
+    jobs = await service.jobs.all()
+    assert not isinstance(jobs.schedules, Unavailable)
+    found = {row.name: row for row in jobs.schedules}
+    assert {name: (row.state, row.done, row.total) for name, row in found.items()} == {
+        "nightly version 1": ("done", 2, 3),
+        "nightly version 2": ("open", 2, None),
+    }
+    assert found["nightly version 1"].details == {"duplicates": "0", "rejected": "1"}
+    assert found["nightly version 2"].details["pieces"] == "2"
 
 
 async def test_messages_are_found_and_changed(service: EndpointService) -> None:

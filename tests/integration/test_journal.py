@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from sqlalchemy import create_engine, text
+from tests.eventually import eventually_async
 
 from delayline import (
     ConfigurationError,
@@ -15,12 +16,17 @@ from delayline import (
     Endpoint,
     Message,
     MessageContext,
+    MessageFilter,
+    Recoverability,
     SqlDelayedMessageStore,
     SqlTransport,
     StoredDelivery,
     TransactionMode,
 )
 from delayline.delayed.store import Outcome
+from delayline.outgoing import copies_of
+from delayline.searching import Search, open_places
+from delayline.settings import Settings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -170,6 +176,53 @@ async def test_an_endpoint_records_which_delayed_messages_it_has_handled(
     assert all(entries.index(("handled", name)) > entries.index(("dispatched", name)) for name in ids)
     assert {(row.store, row.destination) for row in journaled.rows() if row.event == "handled"} == {(NAME, "billing")}
     assert "at once" in attempts
+
+
+@pytest.mark.parametrize("mode", [TransactionMode.RECEIVE_ONLY, TransactionMode.TRANSACTION_SCOPE])
+async def test_a_message_that_fails_is_not_recorded_as_handled(
+    journaled: JournaledStore, mode: TransactionMode
+) -> None:
+    # Given an endpoint that fails, and tries again once in an hour
+    await journaled.store.close()
+    endpoint = Endpoint(
+        "billing",
+        transport=SqlTransport(journaled.url),
+        delayed_delivery=StoredDelivery(SqlDelayedMessageStore(journaled.url, table_name=NAME)),
+        transaction_mode=mode,
+        recoverability=Recoverability(immediate_retries=0, delayed_retries=1, time_increase=timedelta(hours=1)),
+    )
+
+    @endpoint.handler
+    async def bill(message: Message, context: MessageContext) -> None:
+        raise ValueError(message.id)
+
+    async with endpoint:
+        await endpoint.send("billing", b"", message_id="m", delay=timedelta(milliseconds=1))
+
+        async def found() -> set[str]:
+            settings = Settings(url=journaled.url, endpoint="billing", table_name=NAME)
+            async with open_places(settings) as places:
+                pages = Search(places, MessageFilter(message_id="m")).pages()
+                return {f"{match.place.kind}: {match.state}" async for page in pages for match in page.matches}
+
+        # When it has failed once, then the search finds the copy that waits
+        await eventually_async(lambda: len(journaled.entries()) == 3)
+        [copy] = copies_of("m")[:1]
+        assert journaled.entries() == [("scheduled", "m"), ("dispatched", "m"), ("scheduled", copy)]
+        assert await found() == {
+            "pending: pending, tried before",
+            "journal: dispatched",
+            "journal: scheduled, tried before",
+        }
+        # And when it has failed again, it is in the error queue, and was never handled
+        assert await endpoint.delayed.send_now(copy) is Outcome.DONE
+        await eventually_async(lambda: ("dispatched", copy) in journaled.entries())
+
+        async def in_error_queue() -> bool:
+            return "errors: failed" in await found()
+
+        await eventually_async(in_error_queue)
+    assert "handled" not in {event for event, _ in journaled.entries()}
 
 
 async def test_a_disabled_journal_keeps_its_entries(journaled: JournaledStore) -> None:

@@ -9,16 +9,20 @@ import re
 import sqlite3
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psycopg
 import pytest
 from click.testing import CliRunner
 
 from delayline import SqlDelayedMessageStore, SqlTransport, TransactionMode
-from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
+from delayline.bulk import cold_catalog, dispatchers, job_tables, stream_claims
 from delayline.bulk.fingerprint import Fingerprint
+from delayline.bulk.jobs import JobName, JobState, PieceParameters
+from delayline.bulk.pieces import PieceWriter
+from delayline.bulk.whole_jobs import WholeJob
 from delayline.bulk.writer import BulkWriter
 from delayline.cli import main
 from delayline.errors import BackendUnusable, DifferentInput, NewerSchema
@@ -31,10 +35,13 @@ from delayline.sql.journal import JOURNAL
 from delayline.sql.schedules import SCHEDULES
 from delayline.sql.schema import CRASHES, DECISIONS, QUEUES, SUBSCRIPTIONS, registered_groups
 from delayline.sql.setup import RequiredTables
+from delayline.sql.shards.versions import SHARD_MAPS
 from delayline.telemetry.history import MINUTES
 from delayline.testing.conformance.messages import AT, delayed, operation
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from tests.servers.postgresql import PostgresqlServer
 
     from delayline.sql.schema import TableGroup
@@ -249,8 +256,7 @@ COLUMNS = {
     JOURNAL: "delayline_journal.destination",
     cold_catalog.COLD_TIER: "delayline_cold_files.messages",
     dispatchers.DISPATCHERS: "delayline_dispatchers.owner",
-    ledger.LEDGER: "delayline_spark_runs.stored",
-    partitions.PARTITIONS: "delayline_spark_pieces.content",
+    job_tables.JOBS: "delayline_jobs.stored",
     stream_claims.STREAM_CLAIMS: "delayline_spark_taken.destination",
     migrations.MIGRATIONS: "delayline_migration_parts.endpoint",
     MINUTES: "delayline_minutes.content",
@@ -258,9 +264,10 @@ COLUMNS = {
     SCHEDULES: "delayline_schedules.missed",
     ACTIONS: "delayline_actions.position",
     PAUSES: "delayline_pauses.since",
+    SHARD_MAPS: "delayline_shard_maps.states",
 }
 #: The features whose tables revision 2 had.
-CAME_SINCE = (MINUTES, CRASHES, SUBSCRIPTIONS, INBOX, SCHEDULES, ACTIONS, PAUSES)
+CAME_SINCE = (MINUTES, CRASHES, SUBSCRIPTIONS, INBOX, SCHEDULES, ACTIONS, PAUSES, SHARD_MAPS)
 OF_REVISION_2 = [group for group in COLUMNS if group not in CAME_SINCE]
 
 
@@ -308,6 +315,10 @@ async def test_tables_of_revision_2_are_upgraded_in_place(revision_2: str) -> No
     await store.close()
 
 
+async def in_thread(work: Callable[..., Any], *arguments: object, **named: object) -> Any:  # noqa: ANN401 - its result
+    return await asyncio.to_thread(work, *arguments, **named)
+
+
 async def test_the_names_of_runs_are_taken_apart_in_place(revision_2: str) -> None:
     # Given the ledger of an older delayline, in which the names of runs begin with their sinks and kinds
     query = "0b0f5f6e-7f0f-4d8e-9a55-9a2f6c3f7c11"
@@ -347,12 +358,26 @@ async def test_the_names_of_runs_are_taken_apart_in_place(revision_2: str) -> No
     # And the store's run is found, but refused for an input with another number of rows
     writer = BulkWriter(revision_2, "sales.timeouts")
     await asyncio.to_thread(writer.create)
-    repeated = await asyncio.to_thread(writer.commit, [], run="nightly", fingerprint=Fingerprint(7))
-    assert (repeated.stored, repeated.repeated) == (7, True)
+    whole = WholeJob(JobName("nightly"), PieceParameters(0, 0, "raise", at_once=True))
+    commit = partial(in_thread, writer.commit, [])
+    repeated = await commit(job=whole._replace(fingerprint=Fingerprint(12)))
+    assert (repeated.stored, repeated.cold, repeated.repeated) == (7, 5, True)
     with pytest.raises(
-        DifferentInput, match="'nightly' was used for another input: it had 7 rows, and this input has 8"
+        DifferentInput, match="'nightly' was used for another input: it had 12 rows, and this input has 8"
     ):
-        await asyncio.to_thread(writer.commit, [], run="nightly", fingerprint=Fingerprint(8))
+        await commit(job=whole._replace(fingerprint=Fingerprint(8)))
+    # And its streams go on after the last batch, with what a broker has got of it
+    stream = JobName(f"stream  {query}", 7)
+    pieces = PieceWriter(revision_2, "sales.timeouts")
+    entry = await in_thread(pieces.begun, stream, stream=True)
+    assert entry is not None
+    assert (entry.state, entry.committed.stored, entry.committed.sent) == (JobState.DONE, 20, 30)
+    with pytest.raises(DifferentInput, match="comes after batch 7 was stored"):
+        await commit(job=WholeJob(JobName(stream.name, 6), PieceParameters(0, 0, "raise", stream=True, at_once=True)))
+    # And all of that is listed, as what an older delayline has not done is not there
+    listed = await asyncio.to_thread(pieces.jobs, 10)
+    assert sorted(str(job.name) for job in listed) == ["nightly", str(stream)]
+    assert await in_thread(pieces.begun, JobName("yearly")) is None
 
 
 async def test_an_upgrade_that_was_killed_after_dropping_the_versions_is_completed(revision_2: str) -> None:
@@ -397,7 +422,6 @@ def test_a_dry_run_shows_the_tables_of_features(url: str) -> None:
     shown = run(*arguments, "--dry-run")
     assert re.findall(r"CREATE TABLE (\w+)", shown) == [
         "delayline_schema",
-        "delayline_spark_runs",
         "delayline_jobs",
         "delayline_job_pieces",
         "delayline_dispatchers",

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 import uuid
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -16,11 +17,15 @@ from sqlalchemy import text
 
 from delayline import BackendUnavailable, ConfigurationError, DuplicateMessage, TransactionMode
 from delayline.bulk.fingerprint import Fingerprint
-from delayline.bulk.ledger import Committed, RunKind, Sink
+from delayline.bulk.jobs import Committed, JobName, JobState, PieceCounts, PieceParameters
+from delayline.bulk.pieces import PieceWriter
+from delayline.bulk.whole_jobs import WholeJob
 from delayline.bulk.writer import STREAMS, BulkWriter
+from delayline.dashboard.jobs import schedules
 from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnusable, DifferentInput
 from delayline.sql import SqlDelayedMessageStore
+from delayline.sql.databases import database_at
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -70,6 +75,16 @@ def rows(
         "body": pa.array([body] * len(ids), pa.binary()),
     }
     return pa.RecordBatch.from_pydict(columns)
+
+
+def named(name: str, fingerprint: Fingerprint | None = None, on_conflict: OnConflict = "raise") -> WholeJob:
+    """Return a job of that name."""
+    return WholeJob(JobName(name), PieceParameters(0, 0, on_conflict, at_once=True), fingerprint)
+
+
+def batch_of(stream: str, number: int) -> WholeJob:
+    """Return a batch of a stream."""
+    return WholeJob(JobName(stream, number), PieceParameters(0, 0, "raise", stream=True, at_once=True))
 
 
 async def empty(url: str) -> None:
@@ -159,11 +174,11 @@ def test_an_id_that_waits_already_fails_the_whole_job_and_is_named(
     first, second = make_job(), make_job()
     first.commit([first.write([rows("a")])])
     with pytest.raises(DuplicateMessage, match=r"'a' waits already.*nothing was stored"):
-        second.commit([second.write([rows("b", "a")])], run="second")
+        second.commit([second.write([rows("b", "a")])], job=named("second"))
     assert ids(url) == ["a"]
     # And the run is free to be run again
     third = make_job()
-    assert third.commit([third.write([rows("b")])], run="second") == Committed(1)
+    assert third.commit([third.write([rows("b")])], job=named("second")) == Committed(1)
 
 
 def test_an_id_that_comes_twice_fails_the_whole_job(url: str, make_job: Callable[..., BulkWriter]) -> None:
@@ -253,43 +268,70 @@ def test_of_rows_with_one_id_the_one_due_first_is_kept(
 
 def test_a_run_that_is_run_again_does_nothing(url: str, make_job: Callable[..., BulkWriter]) -> None:
     first, second = make_job(), make_job()
-    assert first.committed("nightly") is None
-    first.commit([first.write([rows("a")], rejected=lambda: 2)], run="nightly")
-    again = second.commit([second.write([rows("a", "b")])], run="nightly")
+    assert first.committed(JobName("nightly")) is None
+    first.commit([first.write([rows("a")], rejected=lambda: 2)], job=named("nightly"))
+    again = second.commit([second.write([rows("a", "b")])], job=named("nightly"))
     assert again == Committed(1, rejected=2, repeated=True)
-    assert second.committed("nightly") == Committed(1, rejected=2)
+    assert second.committed(JobName("nightly")) == Committed(1, rejected=2)
     assert ids(url) == ["a"]
 
 
 def test_a_name_is_kept_with_its_input(url: str, make_job: Callable[..., BulkWriter]) -> None:
     # Given a run that has committed
     first, again, other = make_job(), make_job(), make_job()
-    first.commit([first.write([rows("a")])], run="nightly", fingerprint=Fingerprint.of(rows("a")))
+    first.commit([first.write([rows("a")])], job=named("nightly", Fingerprint.of(rows("a"))))
     # Then the same rows are taken for a repetition, and others are refused with the name
-    repeated = again.commit([again.write([rows("a")])], run="nightly", fingerprint=Fingerprint.of(rows("a")))
+    repeated = again.commit([again.write([rows("a")])], job=named("nightly", Fingerprint.of(rows("a"))))
     assert repeated.repeated
     with pytest.raises(DifferentInput, match=r"the run 'nightly' .* it had 1 rows, and this input has 2"):
-        other.commit([other.write([rows("b", "c")])], run="nightly", fingerprint=Fingerprint.of(rows("b", "c")))
+        other.commit([other.write([rows("b", "c")])], job=named("nightly", Fingerprint.of(rows("b", "c"))))
     with pytest.raises(DifferentInput, match="the rows of this input have other ids"):
-        other.commit([other.write([rows("b")])], run="nightly", fingerprint=Fingerprint.of(rows("b")))
+        other.commit([other.write([rows("b")])], job=named("nightly", Fingerprint.of(rows("b"))))
     changed = other.write([rows("a", body=b"changed")])
     seen = Fingerprint.of(rows("a", body=b"changed"))
-    assert other.commit([changed], run="nightly", fingerprint=seen, on_conflict="keep").repeated
+    assert other.commit([changed], job=named("nightly", seen, "keep"), on_conflict="keep").repeated
     with pytest.raises(DifferentInput, match="the rows of this input have other contents"):
-        other.commit([changed], run="nightly", fingerprint=seen, on_conflict="replace")
-    # And a sink's and a stream's row are not those of a job with such a name
-    assert other.committed("nightly", sink=Sink.COLD) is None
-    assert other.committed("nightly", kind=RunKind.STREAM) is None
+        other.commit([changed], job=named("nightly", seen, "replace"), on_conflict="replace")
+    # And a stream with the name of a job is refused, and a job in pieces
+    with pytest.raises(ConfigurationError, match="'nightly' has begun without the batches of a stream"):
+        other.commit([changed], job=batch_of("nightly", 0))
+    begun_in_pieces = PieceWriter(url, TABLE).open(JobName("weekly"), PieceParameters(0, 8, "keep")).name
+    with pytest.raises(ConfigurationError, match="'weekly' has begun in pieces, and not with all rows at once"):
+        other.committed(begun_in_pieces)
+    with pytest.raises(ConfigurationError, match="'weekly' has begun in pieces, and not with all rows at once"):
+        other.commit([changed], job=named("weekly"))
     assert ids(url) == ["a"]
+
+
+def test_a_job_is_listed_with_those_in_pieces(url: str, make_job: Callable[..., BulkWriter]) -> None:
+    # Given a job in pieces, and one with all rows at once, some of which have gone to a cold tier
+    pieces = PieceWriter(url, TABLE)
+    pieces.finish(pieces.open(JobName("weekly"), PieceParameters(0, 8, "keep")).number)
+    job, cold = make_job(), PieceCounts(cold=5, duplicates=2)
+    whole = named("nightly")
+    whole = whole._replace(parameters=replace(whole.parameters, has_cold_tier=True))
+    done = job.commit([job.write([rows("a")], rejected=lambda: 1)], job=whole, beside=cold)
+    assert done == Committed(1, duplicates=2, rejected=1, cold=5) == make_job().committed(JobName("nightly"))
+    # Then both are listed, as by the command and the dashboard
+    listed = {job.name.name: job for job in pieces.jobs(10)}
+    assert set(listed) == {"nightly", "weekly"}
+    assert (listed["nightly"].state, listed["nightly"].committed) == (JobState.DONE, done)
+    dialect = database_at(url).dialect
+    table = dialect.catalog.store_table(TABLE, None)
+    with dialect.connections.look() as connection:
+        shown = {row.name: row for row in schedules(connection, dialect, table.schema, store=table)}
+    assert set(shown) == set(listed)
+    assert (shown["nightly"].state, shown["nightly"].total, shown["nightly"].done) == ("done", 9, 6)
+    assert shown["nightly"].details == {"cold": "5", "duplicates": "2", "rejected": "1"}
 
 
 def test_a_streams_batch_is_refused_after_a_later_one(url: str, make_job: Callable[..., BulkWriter]) -> None:
     """As from a checkpoint that was restored from a backup: its next batches have other rows."""
     first, second, old = (make_job(STREAMS) for _ in range(3))
     for batch, job in enumerate((first, second)):
-        job.commit([job.write([rows(f"{batch}")])], run="loader", batch=batch, kind=RunKind.STREAM)
+        job.commit([job.write([rows(f"{batch}")])], job=batch_of("loader", batch))
     with pytest.raises(DifferentInput, match="batch 0 of 'loader' comes after batch 1 was stored"):
-        old.commit([old.write([rows("other")])], run="loader", batch=0, kind=RunKind.STREAM)
+        old.commit([old.write([rows("other")])], job=batch_of("loader", 0))
     assert ids(url) == ["0", "1"]
 
 
@@ -299,7 +341,7 @@ def test_of_two_drivers_of_one_run_one_commits(url: str, make_job: Callable[...,
     results: list[Committed] = []
 
     def commit(job: BulkWriter, number: int) -> None:
-        results.append(job.commit([attempts[number]], run="shared"))
+        results.append(job.commit([attempts[number]], job=named("shared")))
 
     threads = [threading.Thread(target=commit, args=(job, number)) for number, job in enumerate(jobs)]
     for thread in threads:
@@ -313,13 +355,13 @@ def test_of_two_drivers_of_one_run_one_commits(url: str, make_job: Callable[...,
 def test_a_streams_batch_is_committed_once_and_batches_go_on(url: str, make_job: Callable[..., BulkWriter]) -> None:
     first, again, second = (make_job(STREAMS) for _ in range(3))
     others = again.write([rows("c")])
-    first.commit([first.write([rows("a")])], run="loader", batch=0)
+    first.commit([first.write([rows("a")])], job=batch_of("loader", 0))
     # When the batch comes again, as after a crash between our commit and the stream's
-    assert again.commit([again.write([rows("a")])], run="loader", batch=0).repeated
+    assert again.commit([again.write([rows("a")])], job=batch_of("loader", 0)).repeated
     # Then it is not stored again, and the next one is, and what another stream has staged is left to it
-    assert not second.commit([second.write([rows("b")])], run="loader", batch=1).repeated
+    assert not second.commit([second.write([rows("b")])], job=batch_of("loader", 1)).repeated
     assert ids(url) == ["a", "b"]
-    assert again.commit([others], run="another", batch=0) == Committed(1)
+    assert again.commit([others], job=batch_of("another", 0)) == Committed(1)
 
 
 def test_the_pre_commit_hook_shares_the_transaction(url: str, make_job: Callable[..., BulkWriter]) -> None:
@@ -335,9 +377,9 @@ def test_the_pre_commit_hook_shares_the_transaction(url: str, make_job: Callable
 
     job.commit([job.write([rows("a", "b")])], pre_commit=without_b)
     with pytest.raises(LookupError, match="faster"):
-        failing.commit([failing.write([rows("c")])], run="failing", pre_commit=refuse)
+        failing.commit([failing.write([rows("c")])], job=named("failing"), pre_commit=refuse)
     assert ids(url) == ["a"] and seen == [1]
-    assert failing.committed("failing") is None
+    assert failing.committed(JobName("failing")) is None
 
 
 def test_a_poller_that_sleeps_is_woken_by_the_commit(url: str, make_job: Callable[..., BulkWriter]) -> None:
@@ -396,7 +438,7 @@ def test_a_store_that_is_not_set_up_is_refused_before_any_task(url: str) -> None
 @pytest.mark.parametrize("run", ["", "  ", "x" * 251, "a\nb"])
 def test_names_of_runs_that_could_not_be_kept_are_refused(tmp_path: Path, run: str) -> None:
     with pytest.raises(ConfigurationError, match="printable characters"):
-        BulkWriter(f"sqlite:///{tmp_path / 'x.db'}", TABLE).commit([], run=run)
+        BulkWriter(f"sqlite:///{tmp_path / 'x.db'}", TABLE).commit([], job=named(run))
 
 
 def test_rows_that_the_server_has_lost_are_missed(
@@ -408,9 +450,9 @@ def test_rows_that_the_server_has_lost_are_missed(
     with psycopg.connect(postgresql_url) as connection:
         connection.execute(f'TRUNCATE "{job.name}"')
     with pytest.raises(BackendUnavailable, match="0 of 2 staged rows: it has crashed"):
-        job.commit([attempt], run="lost")
+        job.commit([attempt], job=named("lost"))
     assert ids(postgresql_url) == []
-    assert job.committed("lost") is None
+    assert job.committed(JobName("lost")) is None
 
 
 def test_a_zombie_that_still_writes_does_not_stop_the_end_of_its_job(

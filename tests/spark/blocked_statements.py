@@ -66,10 +66,19 @@ def blocked_statements(url: str, *where: str) -> Iterator[BlockedStatements]:
 
 def _process_at(port: int, server: int) -> int:
     """Return the process at this end of a connection to a server on this machine."""
-    ends = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
-    [inode] = [end[9] for end in ends if end[1:3] == [f"0100007F:{one:04X}" for one in (port, server)]]
-    for file in Path("/proc").glob("[0-9]*/fd/*"):
-        with suppress(OSError):
-            if str(file.readlink()) == f"socket:[{inode}]":
-                return int(file.parts[2])
-    raise AssertionError(f"no process has port {port}")
+    ends = [f"0100007F:{one:04X}" for one in (port, server)]
+    found: list[int] = []
+
+    def look() -> list[int]:
+        lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()]
+        sockets = [f"socket:[{line[9]}]" for line in lines if line[1:3] == ends]
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # others end while all are looked at
+                for file in (process / "fd").iterdir():
+                    with suppress(OSError):
+                        if str(file.readlink()) in sockets:
+                            found.append(int(process.name))
+        return found
+
+    eventually(look, f"a process has port {port}")
+    return found[0]

@@ -11,7 +11,10 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))  # for `tests.spark`, however pytest was started
 
+from tests.integration.test_rabbitmq_migration import V2
+from tests.spark.broker import with_levels
 from tests.spark.daemon import forking
+from tests.spark.sharded import NAMES, Shards
 from tests.spark.spark_settings import variables
 from tests.spark.stores import StoreAt
 from tests.spark.tiers import Tiers
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from pyspark.sql import SparkSession
+    from tests.servers.mariadb import MariadbServer
+    from tests.servers.postgresql import PostgresqlServer
 
 #: Two cores, and three attempts a task: plain `local[2]` never tries again.
 MASTER: Final = "local[2,3]"
@@ -97,3 +102,19 @@ def tiers(store: StoreAt, tmp_path: Path, spark: SparkSession) -> Tiers:
 def any_tiers(any_store: StoreAt, tmp_path: Path, spark: SparkSession) -> Tiers:
     """Provide a store on each product with a cold tier."""
     return Tiers(any_store, tmp_path / "cold", spark)
+
+
+@pytest.fixture
+def shards(postgresql: PostgresqlServer, mariadb: MariadbServer, tmp_path: Path) -> Iterator[Shards]:
+    """Provide a shard on each product."""
+    urls = [postgresql.new_database(), mariadb.new_database(), f"sqlite:///{tmp_path / 'three.db'}"]
+    yield Shards(tmp_path, dict(zip(NAMES, urls, strict=True)))
+    postgresql.drop_database(urls[0])
+    mariadb.drop_database(urls[1])
+
+
+@pytest.fixture
+def broker(rabbitmq_url: str) -> str:
+    """Provide a broker with delay levels and the queue `billing`."""
+    with_levels(rabbitmq_url, V2)
+    return rabbitmq_url

@@ -16,6 +16,7 @@ from delayline.bulk.journal_export import JournalExport
 from delayline.bulk.pieces import PieceWriter
 from delayline.bulk.writer import BulkWriter
 from delayline.spark import Dispatcher, export, promote, schedule
+from delayline.spark.cold_tier import ColdTier
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from delayline.spark import JobTarget
 
 UNTIL: Final = FIRST + 5 * HOUR
-#: The method of each step, and whether the driver is killed before it.
+#: The method of each step of a job with all rows at once, and whether the driver is killed before it.
 COMMIT: Final = {
     "staged": ("commit", True),
     "moved": ("_stored", False),
@@ -34,6 +35,14 @@ PIECES: Final = {
     "begun": ("open", False),
     "stored": ("finish", True),
     "ended": ("finish", False),
+}
+#: The same of a job in pieces with a cold tier, with its class, and whether the far messages are there then.
+TIERS: Final = {
+    "begun": (PieceWriter, "open", False, False),
+    "written": (ColdTier, "register", True, False),
+    "registering": (ColdTier, "register", False, False),
+    "registered": (PieceWriter, "finish", True, True),
+    "ended": (PieceWriter, "finish", False, True),
 }
 #: The same of a promotion.
 PROMOTION: Final = {
@@ -50,13 +59,19 @@ EXPORT: Final = {
 def scheduling(spark: SparkSession, step: str, target: JobTarget, source: str) -> None:
     name, before = COMMIT[step]
     kill_at(BulkWriter, name, before=before)
-    schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
+    schedule(source, target, hot_horizon=HOUR, run="campaign", atomic="job", spark=spark)
 
 
 def scheduling_pieces(spark: SparkSession, step: str, target: JobTarget, source: str) -> None:
     name, before = PIECES[step]
     kill_at(PieceWriter, name, before=before)
     schedule(source, target, run="campaign", spark=spark)
+
+
+def scheduling_tiers(spark: SparkSession, step: str, target: JobTarget, source: str) -> None:
+    where, name, before, _ = TIERS[step]
+    kill_at(where, name, before=before)
+    schedule(source, target, hot_horizon=HOUR, run="campaign", spark=spark)
 
 
 def promoting(spark: SparkSession, step: str, target: JobTarget) -> None:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     import pyarrow as pa
 
+    from delayline.bulk.batches import BatchName
     from delayline.migration.target import Attempted, Delivered, Staged, Target
 
 
@@ -84,7 +85,7 @@ class KillingSession(DeliverySession):
     async def end(self) -> Sequence[Staged]:
         return await self._session.end()
 
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[BatchName, int]) -> None:
         self._session.commit(staged, attempts)
 
     def discard(self) -> None:

@@ -55,8 +55,9 @@ class Pipeline(NamedTuple):
         return [Dispatcher(one, shards=1, spark=spark) for one in self.settings]
 
     def campaign(self, spark: SparkSession) -> Scheduled:
-        """Schedule into both tiers."""
-        return schedule(f"{self.folder}/campaign.parquet", self.target, hot_horizon=HOUR, run="campaign", spark=spark)
+        """Schedule into both tiers at once."""
+        how: dict[str, Any] = {"hot_horizon": HOUR, "run": "campaign", "atomic": "job"}
+        return schedule(f"{self.folder}/campaign.parquet", self.target, spark=spark, **how)
 
     def stream(self, spark: SparkSession, **trigger: Any) -> StreamingQuery:  # noqa: ANN401 - Spark's own
         """Begin to schedule file by file."""

@@ -11,6 +11,7 @@ import pytest
 
 from delayline import ConfigurationError
 from delayline.spark import audit, write_report
+from delayline.spark.audit import COMPRESSED
 from delayline.spark.journal import ENTRIES
 
 if TYPE_CHECKING:
@@ -121,6 +122,27 @@ def test_every_message_gets_its_verdict(spark: SparkSession, journal: DataFrame)
 def test_messages_that_came_due_just_now_are_not_lost(journal: DataFrame) -> None:
     with audit(journal, store=STORE, until=second(30), patience=timedelta(minutes=1)) as found:
         assert names(found.lost) == []
+
+
+def test_what_spark_caches_for_others_is_compressed_as_before(spark: SparkSession, journal: DataFrame) -> None:
+    """Given a session that compresses what it caches, or does not, when a journal is audited, then it stays so."""
+    for compressed in ("true", "false"):
+        spark.conf.set(COMPRESSED, compressed)
+        try:
+            with audit(journal, store=STORE):
+                assert spark.conf.get(COMPRESSED) == compressed
+        finally:
+            spark.conf.unset(COMPRESSED)
+
+
+def test_an_entry_without_a_due_time_hides_none(spark: SparkSession, journal: DataFrame) -> None:
+    """Given a damaged entry without a due time after others, when audited, then the due time before it counts."""
+    damaged = journal.where("id = 'lost'").selectExpr(
+        "seq + 500 AS seq", "store", "'rescheduled' AS event", "id", "destination", "CAST(NULL AS TIMESTAMP) AS due",
+        "at", "retries",
+    )  # fmt: skip
+    with audit(journal.unionByName(damaged), store=STORE, until=second(600)) as found:
+        assert "lost" in names(found.lost)
 
 
 def test_recorded_arrivals_are_audited(spark: SparkSession, journal: DataFrame) -> None:

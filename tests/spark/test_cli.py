@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 from sqlalchemy import make_url
 from tests.conftest import not_installed
+from tests.eventually import PATIENCE
 from tests.spark.conftest import JDBC_DRIVER
 from tests.spark.stores import ENDPOINT, PAST, StoreAt, many
 
@@ -80,7 +81,7 @@ def test_far_messages_are_stored_in_files_promoted_and_compacted(
     assert document(run("spark", "promote", *place))["stored"] == 0
 
     def stop_when_promoted() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while len(store.ids()) < 3 and time.monotonic() < deadline:
             time.sleep(0.2)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -169,7 +170,7 @@ def test_a_dispatcher_runs_until_stopped(run: Callable[..., Result], store: Stor
     settings = Settings(endpoint=ENDPOINT, url=store.url)
 
     def stop_when_empty() -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE
         while store.ids() and time.monotonic() < deadline:
             time.sleep(0.2)
         stop_dispatcher(settings)
@@ -215,8 +216,8 @@ def test_jobs_are_listed_with_what_they_have_stored(
     assert run("spark", "jobs", json=False).stdout == "no jobs\n"
     file = str(tmp_path / "rows.parquet")
     many(spark, 20).write.parquet(file)
-    for version in ("1", "2"):
-        assert run("spark", "schedule", file, "--run", "nightly", "--version", version).exit_code == 0
+    for version, more in (("1", []), ("2", ["--atomic", "job", "--job-folder", str(tmp_path / "jobs")])):
+        assert run("spark", "schedule", file, "--run", "nightly", "--version", version, *more).exit_code == 0
     counts = [
         (job["job"], job["version"], job["state"], job["stored"], job["duplicates"])
         for job in document(run("spark", "jobs"))["jobs"]

@@ -302,7 +302,7 @@ def test_usage_errors_are_reported_in_one_line(spark: SparkSession, tiers: Tiers
     assert promote(blocked, spark=spark) == Promoted()
     tiers.schedule(frame(spark, "a"))
     elsewhere = JobTarget(tiers.hot.url, endpoint="sales", cold_tier=str(tmp_path / "elsewhere"))
-    with pytest.raises(BackendUnusable, match="name the tier's folder"):
+    with pytest.raises(BackendUnusable, match="name the folder of the cold tier"):
         promote(elsewhere, horizon=DUE + HOUR - datetime.now(UTC), spark=spark)
     assert tiers.promote(DUE + HOUR).stored == 1
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 NUMBER: Final = 500
 IDS: Final = sorted(f"m{number}" for number in range(NUMBER))
-LEDGER: Final = "delayline_spark_runs"
+LEDGER: Final = "delayline_jobs"
 #: Steps of a commit, by what holds it up there.
 STEPS: Final = {
     "staged": f"BEFORE INSERT ON {LEDGER}",

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 import pytest
 from tests.integration.test_rabbitmq_migration import V2
-from tests.spark.broker import in_levels, with_levels
+from tests.spark.broker import in_levels
 from tests.spark.stores import ENDPOINT, StoreAt, frame
 
 from delayline import ConfigurationError, Headers
-from delayline.errors import BackendUnusable, DelaylineError
+from delayline.bulk.jobs import JobState
+from delayline.errors import BackendUnusable, DelaylineError, DifferentInput
 from delayline.message import to_wire_time
 from delayline.rabbitmq.backend import RabbitMQBackend
 from delayline.rabbitmq.message_sink import DelayLevelSink
-from delayline.spark import JobTarget, schedule, schedule_stream
+from delayline.spark import JobTarget, placement, schedule, schedule_stream
+from delayline.spark.options import StoreOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,20 +31,20 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from tests.spark.tiers import Tiers
 
+    from delayline.bulk.jobs import Job
     from delayline.rabbitmq.message_sink import DelayLevelWriter
 
 HOUR = timedelta(hours=1)
 
 
-@pytest.fixture
-def broker(rabbitmq_url: str) -> str:
-    """Provide a broker with delay levels and the queue `billing`."""
-    with_levels(rabbitmq_url, V2)
-    return rabbitmq_url
-
-
 def beside(store: StoreAt, broker: str, **more: Any) -> JobTarget:  # noqa: ANN401 - JobTarget's own
     return JobTarget(store.url, endpoint=ENDPOINT, delay_levels=broker, **more)
+
+
+def job_of(store: StoreAt) -> Job:
+    """Return the only job, as `delayline spark jobs` lists it."""
+    [job] = StoreOptions.of(store.options).pieces().jobs(10)
+    return job
 
 
 def sent(broker: str) -> Counter[str]:
@@ -98,7 +100,8 @@ def test_near_messages_go_to_the_levels_and_far_ones_to_the_store(
 def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
     spark: SparkSession, store: StoreAt, broker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    numbers, per_piece = 3000, 12
+    numbers, at_once = 3000, 12
+    monkeypatch.setattr(placement, "SENT_AT_ONCE", at_once)
     (tmp_path / "broken").touch()
     broken, killed = str(tmp_path / "broken"), str(tmp_path / "killed")
 
@@ -124,20 +127,51 @@ def test_a_job_that_dies_goes_on_where_the_broker_has_confirmed(
             return session
 
     monkeypatch.setattr(RabbitMQBackend, "sink", lambda self, *arguments, **_: Dying(*arguments))
-    # Given a job of which an executor is killed, and which fails for good, between the broker's confirm and the mark
+    # Given a job of which a worker is killed, and which fails for good, between the broker's confirm and the record
     with pytest.raises(DelaylineError, match="fails on purpose"):
         schedule(numbered(spark, numbers), beside(store, broker), run="nightly")
-    assert store.ids() == []
-    before = sent(broker)
-    assert 0 < len(before) < numbers
+    before, job = sent(broker), job_of(store)
+    assert job.state is JobState.OPEN and 0 < job.committed.sent < before.total() < numbers
+    assert len(store.ids()) == job.committed.stored > 0
+    # When other rows come under its name, they are refused
+    with pytest.raises(DifferentInput, match="the job 'nightly' has begun with another input"):
+        schedule(numbered(spark, numbers).withColumn("id", prefixed(1)), beside(store, broker), run="nightly")
+    assert not sent(broker)
     # When it is run again
     (tmp_path / "broken").unlink()
     done = schedule(numbered(spark, numbers), beside(store, broker), run="nightly")
-    # Then nothing is missing, and only parts in doubt arrived twice: one for each killed task
+    # Then nothing is missing, and only what was under way in a task that was killed or failed arrived twice
     after = sent(broker)
     assert (done.sent, done.stored, done.duplicates) == (numbers * 9 // 10, numbers // 10, 0)
     assert len(before.keys() | after.keys()) == done.sent and len(store.ids()) == done.stored
-    assert 0 < (before + after).total() - done.sent <= 2 * 3 * per_piece
+    assert 0 < (before + after).total() - done.sent <= 2 * 3 * at_once
+    assert (job_of(store).state, job_of(store).committed.sent) == (JobState.DONE, done.sent)
+    # And nothing is left to do
+    again = schedule(numbered(spark, numbers), beside(store, broker), run="nightly")
+    assert (again.repeated, again.sent, again.stored) == (True, done.sent, done.stored)
+    assert not sent(broker)
+
+
+@pytest.mark.slow
+def test_a_job_that_has_sent_its_near_messages_goes_on_with_the_files(
+    spark: SparkSession, tiers: Tiers, broker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Given a job that fails when its near messages are in the levels, and the far ones have to be registered
+    target = beside(tiers.hot, broker, cold_tier=str(tiers.folder))
+
+    def fail(began: float) -> None:
+        raise ConnectionError("fails on purpose")
+
+    with monkeypatch.context() as patched, pytest.raises(ConnectionError, match="fails on purpose"):
+        patched.setattr(placement, "check_job_duration", fail)
+        schedule(numbered(spark, 30), target, run="nightly")
+    assert (sent(broker).total(), tiers.ids(), job_of(tiers.hot).state) == (27, [], JobState.OPEN)
+    # When it is run again
+    done = schedule(numbered(spark, 30), target, run="nightly")
+    # Then these alone are placed
+    assert (done.sent, done.cold, done.duplicates, done.repeated) == (27, 3, 0, False)
+    assert (len(tiers.ids()), job_of(tiers.hot).state) == (3, JobState.DONE)
+    assert not sent(broker)
 
 
 def test_a_broker_alone_gets_everything_it_can_hold(
@@ -154,6 +188,7 @@ def test_a_broker_alone_gets_everything_it_can_hold(
     wrong: list[tuple[JobTarget, dict[str, Any], str]] = [
         (target, {"run": "nightly"}, "needs a database that records it"),
         (target, {"on_conflict": "replace"}, "needs a search by id, and delay levels have none"),
+        (beside(store, broker), {"atomic": "job"}, "cannot be had from a broker"),
         (JobTarget(broker, endpoint=ENDPOINT, cold_tier="cold"), {}, "needs a database for its catalog"),
         (JobTarget(broker, endpoint=ENDPOINT, delay_levels=broker), {}, "are two brokers"),
         (beside(store, f"{rabbitmq_url}?delays=v1"), {}, "there are no complete delay levels"),

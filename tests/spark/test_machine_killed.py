@@ -41,7 +41,7 @@ SOON: Final = timedelta(seconds=25)
 #: Where four transactions are when the machine dies: a job's before it begins, a stream's third batch half way, one
 #: that dispatches half way, and one that removes messages that a broker has confirmed.
 IN_FLIGHT: Final = [
-    f"BEFORE INSERT ON {LEDGER} FOR EACH ROW WHEN (NEW.run = 'campaign')",
+    f"BEFORE INSERT ON {LEDGER} FOR EACH ROW WHEN (NEW.name = 'campaign')",
     "BEFORE INSERT ON \"sales.timeouts\" FOR EACH ROW WHEN (NEW.id = 's2-50')",
     "BEFORE DELETE ON \"sales.timeouts\" FOR EACH ROW WHEN (OLD.id = 'd1-50')",
     "BEFORE DELETE ON \"shop.timeouts\" FOR EACH ROW WHEN (OLD.id = 'r1-50')",

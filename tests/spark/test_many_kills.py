@@ -1,5 +1,7 @@
 """Jobs and streams whose workers, executors, drivers and database are killed again and again: each message counts once.
 
+A broker, which has no transaction with the database, gets what was under way at a kill again, and no more.
+
 `make test-all` kills a few of each. The examination takes an hour; `DELAYLINE_KILLS_SEED` repeats its choices:
 
     DELAYLINE_KILLS=200 pytest --log-cli-level=warning tests/spark/test_many_kills.py
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -27,13 +29,16 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.exc import DBAPIError
 from tests.conftest import running
 from tests.eventually import eventually
+from tests.integration.test_rabbitmq_migration import V2
 from tests.servers.mariadb import MariadbServer
 from tests.servers.postgresql import PostgresqlServer
+from tests.spark.broker import in_levels
 from tests.spark.daemon import PLACE
 from tests.spark.pipeline_process import kill_session, processes_of
 from tests.spark.stores import ENDPOINT, StoreAt
 
 from delayline.bulk.jobs import JobName, PieceParameters
+from delayline.bulk.level_pieces import SENT_AT_ONCE
 from delayline.spark import JobTarget, schedule, schedule_stream, spark_session
 from delayline.spark.options import StoreOptions
 from delayline.spark.pieces import PIECES
@@ -50,6 +55,10 @@ SEED: Final = os.environ.get("DELAYLINE_KILLS_SEED", "1")
 #: Rows of a job, and of all files of a stream: enough for some seconds of work, as the table is slow.
 ROWS: Final = 3000
 FILES: Final = 6
+#: The same of a job for a broker, which is faster.
+ROWS_SENT: Final = 120_000
+#: Tasks of a job that run at once.
+TASKS: Final = 2
 FOLDER: Final = "files.parquet"
 MOST_RUNS: Final = 5  # that a job may need beside those that were killed: a dead database ends a job
 RUN_PATIENCE: Final = 600
@@ -85,11 +94,12 @@ class Server(Protocol):
     def new_database(self) -> str: ...
 
 
-def drive(kind: str, url: str, folder: str, name: str) -> None:
+def drive(kind: str, url: str, folder: str, name: str, broker: str | None = None) -> None:
     """Run a job, or a stream to its end, as a driver with two executors."""
-    spark, target = spark_session("local-cluster[2,1,1024]", conf=SETTINGS), JobTarget(url, endpoint=ENDPOINT)
-    if kind == "batch":
-        schedule(f"{folder}/{FOLDER}", target, run=name, spark=spark)
+    spark = spark_session(f"local-cluster[{TASKS},1,1024]", conf=SETTINGS)
+    target = JobTarget(url, endpoint=ENDPOINT, job_folder=f"{folder}/jobs", delay_levels=broker)
+    if kind != "stream":
+        schedule(f"{folder}/{FOLDER}", target, run=name, atomic="piece" if kind == "batch" else "job", spark=spark)
         return
     source = spark.readStream.schema(spark.read.parquet(f"{folder}/{FOLDER}").schema).option("maxFilesPerTrigger", "1")
     query = schedule_stream(
@@ -192,19 +202,36 @@ def command_of(pid: int) -> str:
         return ""
 
 
-def write(folder: Path, prefix: str) -> list[str]:
+def write(folder: Path, prefix: str, *, rows: int = ROWS, due: datetime = DUE) -> list[str]:
     """Write the files of a job; return the ids of its messages."""
     (folder / FOLDER).mkdir(parents=True)
     for file in range(FILES):
-        ids = [f"{prefix}-{file}-{number}" for number in range(ROWS // FILES)]
+        ids = [f"{prefix}-{file}-{number}" for number in range(rows // FILES)]
         columns = {
             "id": ids,
             "destination": ["billing"] * len(ids),
-            "due": [DUE] * len(ids),
+            "due": [due] * len(ids),
             "body": [b"{}"] * len(ids),
         }
         pq.write_table(pa.table(columns), folder / FOLDER / f"{file}.parquet")
-    return [f"{prefix}-{file}-{number}" for file in range(FILES) for number in range(ROWS // FILES)]
+    return [f"{prefix}-{file}-{number}" for file in range(FILES) for number in range(rows // FILES)]
+
+
+def run_to_its_end(killer: Killer, kind: str, url: str, folder: Path, name: str, *broker: str) -> None:
+    """Run a job again and again, until its driver has done it."""
+    environment = {name: value for name, value in os.environ.items() if name != PLACE}
+    command, log_file = [sys.executable, "-c", PROGRAM, kind, url, str(folder), name, *broker], folder / "log"
+    for _ in range(MOST_RUNS + KILLS):
+        with log_file.open("ab") as log:
+            driver = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            code = killer.kill_while(driver, KILLS)
+        finally:
+            kill_session(driver.pid)
+            driver.wait()
+        if code == 0:
+            return
+    raise AssertionError(log_file.read_text()[-5000:])
 
 
 @pytest.fixture(params=[PostgresqlServer, MariadbServer])
@@ -216,32 +243,19 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 @pytest.mark.long
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize("kind", ["batch", "stream"])
+@pytest.mark.parametrize("kind", ["batch", "all or nothing", "stream"])
 def test_each_message_is_stored_once(kind: str, server: Server, tmp_path: Path) -> None:
     store = StoreAt(server.new_database())
     pieces = StoreOptions.of(JobTarget(store.url, endpoint=ENDPOINT).options).pieces()
     pieces.open(JobName("for its tables"), PieceParameters(0, PIECES, "keep"))
     consumer, killer, expected = Consumer(store.url), Killer(server, SEED + kind), list[str]()
-    environment = {name: value for name, value in os.environ.items() if name != PLACE}
     with consumer.taking():
         # Given jobs, one after another, parts of which are killed
         while killer.kills.total() < KILLS:
             name = f"job{len(expected)}"
             expected += write(tmp_path / name, name)
             # When each is run until it has ended
-            for _ in range(MOST_RUNS + KILLS):
-                command = [sys.executable, "-c", PROGRAM, kind, store.url, str(tmp_path / name), name]
-                with (tmp_path / f"{name}.log").open("ab") as log:
-                    driver = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
-                try:
-                    code = killer.kill_while(driver, KILLS)
-                finally:
-                    kill_session(driver.pid)
-                    driver.wait()
-                if code == 0:
-                    break
-            else:
-                raise AssertionError((tmp_path / f"{name}.log").read_text()[-5000:])
+            run_to_its_end(killer, kind, store.url, tmp_path / name, name)
     # Then each of their messages was stored once
     eventually(lambda: consumer.take() == 0)
     taken = consumer.taken()
@@ -249,3 +263,28 @@ def test_each_message_is_stored_once(kind: str, server: Server, tmp_path: Path) 
     logger.warning("%s: kills %s, messages %d", kind, dict(killer.kills), len(expected))
     assert (set(expected) - set(taken), {key: times for key, times in taken.items() if times > 1}) == (set(), {})
     assert taken.total() == len(expected)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(7200)
+def test_each_message_is_sent_and_only_what_was_under_way_is_sent_again(
+    server: Server, broker: str, tmp_path: Path
+) -> None:
+    store, killer, expected = StoreAt(server.new_database()), Killer(server, f"{SEED}levels"), list[str]()
+    seen = Counter[str]()
+    # Given jobs for a broker, one after another, parts of which are killed
+    while killer.kills.total() < KILLS:
+        name = f"job{len(expected)}"
+        due = datetime.now(UTC) + timedelta(hours=12)
+        expected += write(tmp_path / name, name, rows=ROWS_SENT, due=due)
+        # When each is run until it has ended
+        run_to_its_end(killer, "batch", store.url, tmp_path / name, name, broker)
+        seen.update(one.header.properties.message_id for one in in_levels(broker, V2))
+    # Then each of their messages was sent, and for each kill no more than a part of each task again
+    repeated = seen.total() - len(seen)
+    logger.warning("levels: kills %s, messages %d, sent again %d", dict(killer.kills), len(expected), repeated)
+    assert set(expected) == set(seen)
+    of_one, of_all = (
+        sum(killer.kills[part] for part in parts) for parts in (("worker", "executor"), ("driver", "database"))
+    )
+    assert repeated <= (of_one + TASKS * of_all) * SENT_AT_ONCE

@@ -18,6 +18,7 @@ from kombu.transport.native_delayed_delivery import (
     calculate_routing_key,
     declare_native_delayed_delivery_exchanges_and_queues,
 )
+from tests.eventually import PATIENCE
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.arrivals import arrivals_at
 from tests.spark.broker import count, in_levels
@@ -178,7 +179,7 @@ def worker(rabbitmq_url: str, tmp_path: Path) -> Iterator[dict[str, str]]:
 def exported(environment: dict[str, str], number: int, log: Path) -> str:
     """Return what Celery's command writes once the worker holds so many tasks."""
     command = [sys.executable, "-m", "celery", "-A", "tests.spark.celery_app", "inspect", "scheduled", "--json"]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while True:
         answer = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if answer.returncode == 0 and sum(map(len, json.loads(answer.stdout).values())) == number:

@@ -8,23 +8,25 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import psycopg
 import pytest
 from sqlalchemy import delete, insert, text
+from tests.eventually import PATIENCE, eventually
+from tests.integration.earlier_ledger import make_earlier_ledger
 from tests.integration.test_rabbitmq_migration import V2
 from tests.spark.broker import count, in_levels, with_levels
 from tests.spark.kills import DriverKilled, KillingTarget, TaskKills
 from tests.spark.legacy import Legacy, Timeout, fill, some
 from tests.spark.stores import StoreAt
 
-from delayline.bulk.ledger import CLOSED
+from delayline.bulk.batches import CLOSED, BatchName
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration import Migration, Plan, source_at, target_at
 from delayline.migration.holding_table import create_holding_table, drop_holding_table
-from delayline.migration.journal import HeldPartition, MigrationJournal, MigrationRun, RunState, batch_name
+from delayline.migration.journal import HeldPartition, MigrationJournal, MigrationRun, RunState
 from delayline.migration.rows import record_batch
 from delayline.migration.run import MigrationResult
 from delayline.migration.source import BATCH_COLUMN, NUMBER_COLUMN, SourcePartition
@@ -121,6 +123,35 @@ def test_a_commit_with_a_lost_answer_counts_once(
     assert verified.repeatable == []
 
 
+@pytest.mark.parametrize("then", ["resume", "abort"])
+def test_a_batch_that_an_older_delayline_has_stored_is_not_stored_again(
+    spark: SparkSession, legacy: Legacy, store: StoreAt, tmp_path: Path, then: str
+) -> None:
+    # Given a run whose tasks died after the target's commit of its batch, which is recorded as an older delayline did
+    legacy.add(ENDPOINT, *some(4))
+    with pytest.raises(DelaylineError):
+        Migration(plan_with_kills(legacy, store, tmp_path, number=9)).run(spark)
+    run = f"migration {run_named(legacy.source, None).name} 0 0"
+    make_earlier_ledger(store.url)
+    with psycopg.connect(store.url, autocommit=True) as admin:
+        moved = admin.execute(
+            "INSERT INTO delayline_spark_runs (run, kind, batch, stored, duplicates, rejected) "
+            "SELECT %s, 'migration', attempt, stored, 0, 0 FROM delayline_job_pieces RETURNING stored",
+            [run],
+        )
+        assert moved.fetchall() == [(4,)]
+        admin.execute("TRUNCATE delayline_jobs, delayline_job_pieces")
+        # And whose messages have been dispatched since
+        admin.execute('TRUNCATE "sales.timeouts"')
+    # When it is resumed, or aborted
+    if then == "resume":
+        assert Migration(plan(legacy, store.url)).resume(spark).complete
+    else:
+        Migration(plan(legacy, store.url)).abort()
+    # Then the messages neither come to the target again nor back to the source
+    assert (store.ids(), legacy.ids(ENDPOINT)) == ([], [])
+
+
 @pytest.mark.slow
 def test_rejected_rows_are_those_of_the_counted_attempt(
     spark: SparkSession, legacy: Legacy, store: StoreAt, tmp_path: Path
@@ -152,7 +183,7 @@ def test_a_task_that_outlives_an_abort_commits_nothing(
         async with contextlib.AsyncExitStack() as stack:
             await writer.open(stack)
             rows = record_batch((timeout.id, "billing", timeout.time, "{}", b"") for timeout in some(4))
-            return await writer.store_batch(batch_name(run_named(legacy.source, None).name, 0, 0), 1, rows)
+            return await writer.store_batch(BatchName(run_named(legacy.source, None).name, 0, 0), 1, rows)
 
     # Then its batch is closed
     assert asyncio.run(go_on()) == CLOSED
@@ -369,15 +400,17 @@ def test_a_killed_migration_to_rabbitmq_loses_nothing_and_lists_possible_doubles
 
     # When the process is killed in the middle
     process = subprocess.Popen(
-        [sys.executable, "-m", "delayline", "migrate", "run", *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    deadline = time.monotonic() + 120
-    while count(rabbitmq_url, V2) < 500:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it moves nothing"
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
+        [sys.executable, "-m", "delayline", "migrate", "run", *arguments], start_new_session=True
+    )
+    try:
+        eventually(
+            lambda: process.poll() is not None or count(rabbitmq_url, V2) >= 500, "hundreds are moved", 3 * PATIENCE
+        )
+        assert process.poll() is None
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
     assert run_named(legacy.source, None).state == "running"
 
     # And it is resumed

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql import SparkSession
 
+    from delayline.bulk.batches import BatchName
     from delayline.migration.target import Staged, Target
 
 ENDPOINT = "sales"
@@ -184,7 +185,7 @@ def test_a_round_whose_batches_were_closed_commits_nothing(
     legacy.add(ENDPOINT, *(Timeout(number) for number in range(1, 4)))
     ids, plan, commit = legacy.ids(ENDPOINT), Plan(legacy.source, cold(tiers), [ENDPOINT]), TiersSession.commit
 
-    def close_and_commit(self: TiersSession, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+    def close_and_commit(self: TiersSession, staged: Sequence[Staged], attempts: Mapping[BatchName, int]) -> None:
         cold(tiers).close(ENDPOINT, list(attempts))
         commit(self, staged, attempts)
 
@@ -207,7 +208,7 @@ def test_a_tier_that_cannot_be_is_refused_before_anything_moves(
         ({"url": tiers.hot.url, "cold_tier": str(tmp_path / "file")}, BackendUnusable, "cannot look through"),
         ({"url": f"sqlite:///{tmp_path / 'none.db'}", "cold_tier": "x"}, BackendUnusable, "none.db"),
         ({"url": tiers.hot.url, "cold_tier": "ftp://me:hunter2@host"}, ConfigurationError, r"ftp://\*\*\*@host"),
-        ({"url": "amqp://broker", "cold_tier": "x"}, ConfigurationError, "has no cold tier"),
+        ({"url": "amqp://broker", "cold_tier": "x"}, ConfigurationError, "nothing moves to a cold tier of"),
     ):
         with pytest.raises(error, match=why):
             Migration(Plan(legacy.source, target_at(**wrong), [ENDPOINT])).run(spark)  # type: ignore[arg-type]

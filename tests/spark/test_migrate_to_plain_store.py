@@ -18,6 +18,7 @@ from tests.spark.legacy import LATER, Legacy, Timeout, some
 from tests.spark.stores import StoreAt
 
 from delayline import SqlTransport, TransactionMode
+from delayline.bulk.batches import BatchName
 from delayline.delayed.delivery import StoredDelivery
 from delayline.errors import BackendUnavailable, BackendUnusable, DelaylineError, InvalidMessage
 from delayline.migration import Migration, Plan, target_at
@@ -152,7 +153,7 @@ def test_a_message_that_the_store_refuses_keeps_no_other_from_it(tmp_path: Path)
         session._store = folding
         try:
             messages = record_batch((one, "billing", LATER, None, b"") for one in ("a", "A", "b"))
-            return await session.deliver(messages, Attempted("batch", 1, nothing))
+            return await session.deliver(messages, Attempted(BatchName("r", 0, 0), 1, nothing))
         finally:
             await folding.close()
 

@@ -340,8 +340,8 @@ def test_jobs_say_on_spark_s_pages_and_in_metrics_what_they_do(spark: SparkSessi
     # Then each has its counts as metrics
     first, *others = [observation.get for observation in seen]
     assert first.pop("bytes") > 0
-    assert first == {"rows": 5, "stored": 2, "duplicates": 2, "rejected": 1}
-    assert others == [{"rows": 5, "stored": 0, "duplicates": 4, "rejected": 1, "bytes": None}] * 2
+    assert first == {"rows": 5, "stored": 2, "duplicates": 2, "rejected": 1, "sent": 0, "cold": 0}
+    assert others == [{"rows": 5, "stored": 0, "duplicates": 4, "rejected": 1, "sent": 0, "cold": 0, "bytes": None}] * 2
     # And its Spark jobs a description and a tag, which are gone with it
     found = spark.sparkContext._jsc.sc().statusStore().jobsList(None)
     jobs = [found.apply(number) for number in range(found.size())]

@@ -46,7 +46,8 @@ def test_a_database_that_crashes_in_the_middle_of_jobs(
         return False
 
     def job(**settings: Any) -> int:  # noqa: ANN401 - schedule's own
-        return schedule(in_python(data, crash), tiers.target, hot_horizon=HOUR * 1_000_000, **settings).stored
+        how = {"hot_horizon": HOUR * 1_000_000, "atomic": "job", **settings}
+        return schedule(in_python(data, crash), tiers.target, **how).stored
 
     # Given a server that crashes when some tasks have staged their rows, and others have not
     # Then the job says that it has lost them, and nothing is stored; or every task came after the crash, once more
@@ -75,7 +76,8 @@ def test_a_store_that_the_executors_cannot_reach(
 
     # Then that is reported in a line
     with pytest.raises(BackendUnavailable) as caught:
-        schedule(in_python(many(spark, NUMBER), go), tiers.target, hot_horizon=HOUR * 1_000_000, spark=spark)
+        how: dict[str, Any] = {"hot_horizon": HOUR * 1_000_000, "atomic": "job", "spark": spark}
+        schedule(in_python(many(spark, NUMBER), go), tiers.target, **how)
     assert str(crashing.port) in str(caught.value) and "\n" not in str(caught.value)
     assert "\tat " not in capfd.readouterr().err
     # And nothing is half there

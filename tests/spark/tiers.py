@@ -32,6 +32,7 @@ class Tiers(StoreAt):
         self.hot = store
         self.folder = folder
         self.target = JobTarget(store.url, endpoint=ENDPOINT, cold_tier=str(folder))
+        self.alone = JobTarget(store.url, endpoint=ENDPOINT)
         self._spark = spark
 
     def schedule(self, data: DataFrame | Path, **settings: Any) -> Scheduled:  # noqa: ANN401 - schedule's own

@@ -14,6 +14,7 @@ import pytest
 import delayline
 import delayline.searching
 import delayline.spi
+import delayline.sql.shards
 import delayline.telemetry
 import delayline.timeouts
 
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 
 #: Reached like the others, and imported on first use: they need an extra.
 WITH_AN_EXTRA = {"AzureStorageQueueTransport", "DelayLevelDelivery", "DelayedTableDelivery", "RabbitMQTransport"}
-MODULES = [delayline, delayline.searching, delayline.spi, delayline.telemetry, delayline.timeouts]
+MODULES = [
+    delayline, delayline.searching, delayline.spi, delayline.sql.shards, delayline.telemetry, delayline.timeouts
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: str(module.__name__))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from delayline.bulk.cold_folder import without_secrets
+from delayline.bulk.shared_folder import without_secrets
 from delayline.masking import masked
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from delayline import BackendUnavailable, DelayedMessage, MemoryDelayedMessageStore, MemoryTransport
 from delayline.backends import Backend, BackendOptions
+from delayline.bulk.batches import BatchName
 from delayline.errors import InvalidMessage
 from delayline.migration import target_at
 from delayline.migration.rows import record_batch
@@ -71,7 +72,7 @@ async def deliver(target: MessagesTarget, *ids: str) -> Mapping[int, str]:
     async with AsyncExitStack() as stack:
         await session.open(stack)
         rows = record_batch((message_id, "billing", DUE, '{"a": "1"}', b"body") for message_id in ids)
-        return (await session.deliver(rows, Attempted("batch", 1, record))).refused
+        return (await session.deliver(rows, Attempted(BatchName("r", 0, 0), 1, record))).refused
 
 
 async def test_a_message_that_cannot_be_kept_is_refused_alone(target: MessagesTarget) -> None:

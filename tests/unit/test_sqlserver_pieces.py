@@ -2,87 +2,25 @@
 
 from __future__ import annotations
 
-import re
-import sqlite3
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, cast
 
 import pyarrow as pa
 import pytest
+from mssql_python.exceptions import IntegrityError
 from sqlalchemy import select
-from sqlalchemy.engine import make_url
+from tests.unit.sqlserver_translation import Translated, dialect
 
+from delayline.bulk.job_tables import job_tables
 from delayline.bulk.jobs import JobPieces
-from delayline.bulk.ledger import job_tables
 from delayline.delayed.arrow import completed
 from delayline.errors import ConfigurationError
-from delayline.sql.sqlserver.dialect import SqlServer
 from delayline.sql.sqlserver.staging import SqlServerStage
 
 if TYPE_CHECKING:
     from sqlalchemy import Connection
 
 DUE: Final = datetime(2030, 1, 2, 3, 4, 5, 678_901, tzinfo=UTC)
-TABLES: Final = """
-CREATE TABLE [sales.timeouts] ([Id] TEXT PRIMARY KEY, [Destination], [State], [Time], [Headers], [RetryCount]);
-CREATE TABLE delayline_leases (store, id, until);
-"""
-#: What SQLite writes in another way.
-WORDS: Final = {
-    r"\[dbo\]\.": "",
-    r"CAST\(\? AS DATETIME\)": "?",
-    r" COLLATE Latin1_General_100_BIN2": "",
-    "DATALENGTH": "length",
-    r"SYSUTCDATETIME\(\)": "datetime('now')",
-    "SAVE TRANSACTION": "SAVEPOINT",
-    "ROLLBACK TRANSACTION": "ROLLBACK TO",
-}
-NEW_ROW: Final = re.compile(r"\(VALUES \(([?, ]+)\)\) AS new \(([^)]+)\)")
-
-
-class Translated:
-    """A connection whose statements in T-SQL are run by SQLite."""
-
-    def __init__(self) -> None:
-        self.database = sqlite3.connect(":memory:", isolation_level=None)
-        self.database.executescript(TABLES)
-        self.info: dict[str, Any] = {"savepoints": 0}
-
-    @property
-    def connection(self) -> Translated:
-        return self
-
-    def cursor(self) -> Any:  # noqa: ANN401 - SQLite's, translating
-        outer = self
-
-        class Cursor(sqlite3.Cursor):
-            def execute(self, sql: str, values: Any = ()) -> Any:  # noqa: ANN401
-                return super().execute(outer.translated(sql), values)
-
-            def executemany(self, sql: str, rows: Any) -> Any:  # noqa: ANN401
-                return super().executemany(outer.translated(sql), rows)
-
-        return self.database.cursor(Cursor)
-
-    def translated(self, sql: str) -> str:
-        """Return SQLite's words."""
-        for words, other in WORDS.items():
-            sql = re.sub(words, other, sql)
-
-        def as_select(match: re.Match[str]) -> str:
-            pairs = zip(match[1].split(", "), match[2].split(", "), strict=True)
-            return f"(SELECT {', '.join(f'{value} AS {name}' for value, name in pairs)}) AS new"
-
-        return NEW_ROW.sub(as_select, sql)
-
-    def rows(self) -> dict[str, tuple[Any, ...]]:
-        """Return the store's rows by id."""
-        found = self.database.execute("SELECT [Id], [Destination], [Headers], [State] FROM [sales.timeouts]")
-        return {row[0]: row[1:] for row in found}
-
-
-def dialect() -> SqlServer:
-    return SqlServer(make_url("mssql://sa:s3cret@host/db"))
 
 
 def batch(*ids: str, destination: str = "billing") -> pa.RecordBatch:
@@ -123,7 +61,7 @@ def test_pieces_are_stored_with_headers_as_the_document_has_them(translated: Con
 
 
 def test_an_id_that_waits_already_fails_the_way_for_new_ids(translated: Connection) -> None:
-    with pytest.raises(sqlite3.IntegrityError):
+    with pytest.raises(IntegrityError):
         stage().append(translated, batch("c", "a"))
 
 

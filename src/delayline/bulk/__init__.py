@@ -1,5 +1,5 @@
-"""Bulk work on SQL stores: staging and ledgers for Spark jobs and migrations, the cold tier's files and catalog."""
+"""Bulk work on SQL stores: staging and the ledger of Spark jobs and migrations, the cold tier's files and catalog."""
 
-from delayline.bulk.two_tier_store import TwoTierStore
+from delayline.bulk.two_tier_store import ShardedTwoTierStore, TwoTierStore
 
-__all__ = ["TwoTierStore"]
+__all__ = ["ShardedTwoTierStore", "TwoTierStore"]

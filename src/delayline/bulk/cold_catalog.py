@@ -33,7 +33,7 @@ from sqlalchemy import (
 from delayline.clock import from_microseconds
 from delayline.message import MAXIMUM_DESTINATION_LENGTH, MAXIMUM_ID_LENGTH
 from delayline.sql.prepared import LONGEST_LIST
-from delayline.sql.schema import DUE, MAXIMUM_TABLE_NAME_LENGTH, TableGroup, register, text
+from delayline.sql.schema import COLD_FILES, DUE, FILE_HELD, MAXIMUM_TABLE_NAME_LENGTH, TableGroup, register, text
 from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ OBSOLETE_FILES_KEPT_FOR: Final = timedelta(days=1)
 class FileState(StrEnum):
     """The state of a file."""
 
-    HELD = "held"
+    HELD = FILE_HELD
     PROMOTED = "promoted"
     """Its messages are in the store."""
     COMPACTED = "compacted"
@@ -128,7 +128,7 @@ class ColdTables:
             Column("tier", String(16), nullable=False),  # prefix of the names of its files
         )
         self.files: Table = Table(
-            "delayline_cold_files",
+            COLD_FILES,
             metadata,
             Column("name", text(LONGEST_COLD_FILE_NAME), primary_key=True),
             Column("store", text(MAXIMUM_TABLE_NAME_LENGTH), nullable=False),

@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import os
-import re
 import uuid
 from collections import Counter
 from functools import partial
-from importlib.util import find_spec
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from delayline.bulk.cold_catalog import IDS_FOLDER, MICROS_A_HOUR, ColdFile, hour_of
+from delayline.bulk.shared_folder import SharedFolder
 from delayline.delayed.columns import BULK_NAMES
-from delayline.errors import BackendUnusable, ConfigurationError, MissingExtra
-from delayline.masking import masked
+from delayline.errors import BackendUnusable
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -37,8 +34,6 @@ if TYPE_CHECKING:
 ROWS_AT_ONCE: Final = 10_000
 #: A file's rows at most: a task takes a file, so an hour of many messages is several.
 ROWS_A_FILE: Final = 250_000
-#: Hadoop's names of S3, as Spark users write them.
-S3: Final = re.compile(r"^s3[an]://")
 FILE_SUFFIX: Final = ".parquet"
 #: Of Parquet too, but not of messages.
 IDS_SUFFIX: Final = ".ids"
@@ -54,7 +49,7 @@ class FoundFile(NamedTuple):
     changed: datetime
 
 
-class ColdFolder:
+class ColdFolder(SharedFolder):
     """Where the files of a store's cold tier are; pickled to tasks. Every method blocks.
 
     Args:
@@ -67,12 +62,12 @@ class ColdFolder:
         MissingExtra: pyarrow is not installed.
     """
 
+    setting: ClassVar[str] = "cold_tier"
+    purpose: ClassVar[str] = "the cold tier"
+
     def __init__(self, path: str, tier: str = "") -> None:
-        if find_spec("pyarrow") is None:
-            raise MissingExtra("spark", "the cold tier")
-        self.path: str = path if "://" in path else str(Path(path.removeprefix("file:")).absolute())
+        super().__init__(path)
         self.tier = tier
-        _ = self._place
 
     def new_name(self) -> str:
         """Return a name that no other file has."""
@@ -89,20 +84,6 @@ class ColdFolder:
             system.create_dir(f"{root}/due_hour={due_hour}", recursive=True)
             address = self._address(name, due_hour)
             return pq.ParquetWriter(address, MESSAGE_SCHEMA, filesystem=system, compression="zstd", compression_level=1)
-
-    def settle(self, name: str, due_hour: str) -> None:
-        """Let a file that is complete outlast a power cut, where it is local."""
-        from pyarrow.fs import LocalFileSystem
-
-        system, _ = self._place
-        if isinstance(system, LocalFileSystem):
-            file = Path(self._address(name, due_hour))
-            for path in (file, file.parent, file.parent.parent):
-                descriptor = os.open(path, os.O_RDONLY)
-                try:
-                    os.fsync(descriptor)
-                finally:
-                    os.close(descriptor)
 
     def batches(
         self, file: ColdFile, dead: Sequence[str] = (), *, columns: Sequence[str] = BULK_NAMES
@@ -155,7 +136,7 @@ class ColdFolder:
                 entries, address, filesystem=system, row_group_size=IDS_A_GROUP, use_dictionary=["file"],
                 compression="zstd", compression_level=1,
             )  # fmt: skip
-            self.settle(name, IDS_FOLDER)
+            self.settle(address)
         return name
 
     def ranges_of_ids(self, name: str) -> tuple[NDArray[Any], NDArray[Any]]:
@@ -225,11 +206,6 @@ class ColdFolder:
         ids = pa.concat_arrays([batch.column("id") for batch in self.batches(file, columns=("id",))])
         return int(pc.index(ids, message_id).as_py())
 
-    @property
-    def uri(self) -> str:
-        """The folder as libraries outside of Arrow take it."""
-        return S3.sub("s3://", self.path)
-
     def has(self, name: str) -> bool:
         """Return whether there is a folder of that name in it."""
         from pyarrow.fs import FileType
@@ -275,29 +251,6 @@ class ColdFolder:
         with contextlib.suppress(OSError):
             Path(self._address(name, due_hour)).parent.rmdir()  # of a local folder; object stores have none
 
-    def __getstate__(self) -> dict[str, object]:
-        return {"path": self.path, "tier": self.tier}
-
-    @property
-    def _place(self) -> tuple[Any, str]:
-        """The file system, and the folder there."""
-        from pyarrow import ArrowInvalid
-        from pyarrow.fs import FileSystem, LocalFileSystem
-
-        if "://" not in self.path:
-            return LocalFileSystem(), self.path
-        kept: tuple[Any, str] | None = self.__dict__.get("_kept_place")
-        if kept is None:
-            try:
-                system, root = FileSystem.from_uri(S3.sub("s3://", self.path))
-            except (ArrowInvalid, OSError, NotImplementedError) as error:
-                raise ConfigurationError(
-                    f"cold_tier={without_secrets(self.path)!r} cannot be used: {without_secrets(str(error))}. "
-                    "Give a folder, or a URI that begins with file, s3, gs, hdfs or abfss"
-                ) from None
-            kept = self.__dict__["_kept_place"] = system, root.rstrip("/")
-        return kept
-
     def _address(self, name: str, due_hour: str) -> str:
         if due_hour == IDS_FOLDER:
             return f"{self._place[1]}/{IDS_FOLDER}/{name}{IDS_SUFFIX}"
@@ -310,21 +263,6 @@ class ColdFolder:
             for row in rows_in(batch):
                 if destination is None or row.destination == destination:
                     yield row
-
-    @contextlib.contextmanager
-    def _plainly(self, what: str) -> Iterator[None]:
-        from pyarrow import ArrowException
-
-        try:
-            yield
-        except FileNotFoundError as error:
-            raise BackendUnusable(
-                f"cannot {what}: {error}. Does cold_tier={without_secrets(self.path)!r} name the tier's folder?"
-            ) from error
-        except (OSError, ArrowException) as error:
-            raise BackendUnusable(
-                f"cannot {what}: {without_secrets(str(error))}. Check that the folder can be read and written"
-            ) from error
 
 
 class HourWriter:
@@ -412,7 +350,7 @@ class _Growing:
     def close(self) -> ColdFile:
         with self._folder._plainly(f"write to {self._folder.path}"):
             self._writer.close()
-            self._folder.settle(self._name, self._due_hour)
+            self._folder.settle(self._folder._address(self._name, self._due_hour))
         return ColdFile(self._name, self._due_hour, self.messages, self._first, self._last, dict(self._destinations))
 
 
@@ -421,8 +359,3 @@ def _due(batch: pa.RecordBatch) -> Any:  # noqa: ANN401 - NumPy's array
     from delayline.delayed.arrow import microseconds
 
     return microseconds(batch.column("due")).to_numpy(zero_copy_only=False)
-
-
-def without_secrets(text: str) -> str:
-    """Return the text without keys, their names and passwords of a URI in it."""
-    return re.sub(r"//[^/@\s]*@", "//***@", masked(text))

@@ -11,11 +11,12 @@ from sqlalchemy import BigInteger, Column, Float, Integer, MetaData, Table, dele
 
 from delayline.bulk.writer import blocking
 from delayline.clock import ONE_SECOND
-from delayline.errors import BackendUnusable
+from delayline.errors import BackendUnusable, ConfigurationError
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import long_work
 from delayline.sql.schema import DUE, MAXIMUM_NAME_LENGTH, TableGroup, register, text
 from delayline.sql.setup import RequiredTables
+from delayline.sql.shards.backend import map_named
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,9 +100,17 @@ DISPATCHERS: Final = register(TableGroup("dispatchers", _tables_of))
 
 
 class DispatcherControl:
-    """The rows of all dispatchers in a schema of a database, where their store is."""
+    """The rows of all dispatchers in a schema of a database, where their store is.
+
+    Raises ConfigurationError for a map of shards, which has no place that is there whichever shard is down.
+    """
 
     def __init__(self, url: str, *, schema: str | None = None) -> None:
+        if map_named(url) is not None:
+            raise ConfigurationError(
+                "a dispatcher takes a single store, not a map of shards: use `delayline run`, whose processes have a "
+                "poller in each shard"
+            )
         self._database = database_at(url)
         self._dialect = self._database.dialect
         self._tables = dispatcher_tables(self._dialect.catalog.schema_of(schema))

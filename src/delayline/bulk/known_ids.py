@@ -101,12 +101,17 @@ class KnownIds:
 
     async def among(self, ids: pa.Array) -> NDArray[Any]:
         """Return which of the ids wait, a null never; fastest for ids in the order of their hashes."""
-        known: NDArray[Any] = np.zeros(len(ids), dtype=bool)
-        if self._cold is not None:  # before the store: an id promoted meanwhile is seen twice and not missed
-            known[[position for position, _ in (await self._cold.locate(ids)).files]] = True
+        known = await self.in_files(ids)  # before the store: an id promoted meanwhile is seen twice and not missed
         texts = ids.to_pylist()
         keys = [key for key, is_known in zip(texts, known.tolist(), strict=True) if key and not is_known]
         rows = await self._database.read(partial(self._waiting.rows_each, keys=keys)) if keys else []
         waiting = {row[0] for row in rows}
         known[[position for position, key in enumerate(texts) if key in waiting]] = True
+        return known
+
+    async def in_files(self, ids: pa.Array) -> NDArray[Any]:
+        """Return which of the ids wait in the cold tier, as `among`."""
+        known: NDArray[Any] = np.zeros(len(ids), dtype=bool)
+        if self._cold is not None:
+            known[[position for position, _ in (await self._cold.locate(ids)).files]] = True
         return known

@@ -5,29 +5,32 @@ from __future__ import annotations
 import random
 import secrets
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
 
+from delayline.bulk.earlier_runs import EarlierRuns
 from delayline.bulk.fingerprint import Fingerprint
 from delayline.bulk.jobs import NUMBER_BITS, Job, JobName, JobPieces, PieceCounts, PieceParameters
+from delayline.bulk.known_ids import KnownIds
 from delayline.bulk.writer import blocking, breaks_a_key, check_store, earliest_due, register_table
 from delayline.delayed.arrow import completed
-from delayline.errors import BackendUnavailable, ConfigurationError
+from delayline.errors import BackendUnavailable
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
 from delayline.sql.statements import store_channel
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine
+    from collections.abc import Callable, Coroutine, Sequence
 
     from numpy.typing import NDArray
     from sqlalchemy import Connection, Table
 
+    from delayline.bulk.cold_folder import ColdFolder
     from delayline.delayed.store import OnConflict
 
 Result = TypeVar("Result")
@@ -44,7 +47,7 @@ class PieceRows:
     """Whole pieces of a job, checked and ready to be stored.
 
     Args:
-        messages: The columns of the messages that can be stored; their ids are distinct.
+        messages: The columns of the messages that can be stored, best in the order of their ids, which are distinct.
         pieces: The piece of each message.
         rejected: The piece of each row that cannot be a message.
         duplicates: The piece of each row whose id is in an earlier row.
@@ -68,6 +71,17 @@ class PieceRows:
             self.rejected[np.isin(self.rejected, pieces)],
             self.duplicates[np.isin(self.duplicates, pieces)],
             {piece: self.inputs[piece] for piece in pieces},
+        )
+
+    def without(self, waiting: NDArray[Any]) -> PieceRows:
+        """Return the rows with these messages counted as duplicates, as their ids wait already."""
+        if not waiting.any():
+            return self
+        return replace(
+            self,
+            messages=self.messages.filter(pa.array(~waiting)),
+            pieces=self.pieces[~waiting],
+            duplicates=np.concatenate((self.duplicates, self.pieces[waiting])),
         )
 
 
@@ -132,11 +146,22 @@ class StoreWriter:
 
 
 class PieceWriter(StoreWriter):
-    """Writer of a job that commits in pieces to a delayed message store. Every method blocks."""
+    """Writer of a job that commits in pieces to a delayed message store. Every method blocks.
 
-    def __init__(self, url: str, table_name: str, *, schema: str | None = None) -> None:
+    Args:
+        url: The store's database.
+        table_name: The store's table.
+        schema: The table's schema; by default the connection's.
+        folder: The files of the store's cold tier, in which ids may wait too.
+    """
+
+    def __init__(
+        self, url: str, table_name: str, *, schema: str | None = None, folder: ColdFolder | None = None
+    ) -> None:
         super().__init__(url, table_name, schema=schema)
+        self._known = KnownIds(self._database, self._table, folder)
         self._ledger = JobPieces(self._database.dialect, self._table)
+        self._earlier = EarlierRuns(self._database.dialect, self._table)
 
     def open(self, name: JobName, parameters: PieceParameters) -> Job:
         """Begin the job, or go on with it. Raises BackendUnusable if the store is not set up."""
@@ -150,18 +175,38 @@ class PieceWriter(StoreWriter):
         found: list[Job] = self._run(self._database.read, partial(self._ledger.jobs, limit=limit))
         return found
 
-    def refuse(self, name: JobName) -> None:
-        """Raise ConfigurationError if there is a job of that name, for another that does not commit in pieces."""
-        if self._run(self._database.read, partial(self._ledger.named, name=name)) is not None:
-            raise ConfigurationError(
-                f"the job {str(name)!r} has begun in pieces, and not with all rows at once: run it again as it was, or "
-                "give the new job a name of its own"
-            )
+    def begun(self, name: JobName, *, stream: bool = False) -> Job | None:
+        """Return the job of that name, if there is one, of an older delayline too; creates or upgrades the ledger.
+
+        Raises BackendUnusable if the store is not set up.
+        """
+        self._database.dialect.connections.must_exist()
+        job: Job | None = self._run(self._begun, name, stream)
+        return job
+
+    def named(self, name: JobName) -> Job | None:
+        """Return the job of that name, if there is one."""
+        job: Job | None = self._run(self._database.read, partial(self._ledger.named, name=name))
+        return job
 
     def inputs(self, job: int) -> dict[int, Fingerprint]:
         """Return the fingerprints of the pieces that are stored."""
         inputs: dict[int, Fingerprint] = self._run(self._database.read, partial(self._ledger.inputs, job=job))
         return inputs
+
+    def has_far(self, job: int) -> bool:
+        """Return whether the messages for the cold tier are in it, as of a job that has ended."""
+        return bool(self._run(self._database.read, partial(self._ledger.has_far, job=job)))
+
+    def decide(self, job: int, files: Sequence[str]) -> Job:
+        """Decide that the pieces in these files will be stored, unless that is decided of others; return the job."""
+        decided: Job = self._patiently(self._database.write, partial(self._ledger.decide, number=job, files=files))
+        return decided
+
+    def waiting(self, ids: pa.Array) -> NDArray[Any]:
+        """Return which of the ids wait already. Waits for the database as `store`."""
+        waiting: NDArray[Any] = self._patiently(self._known.among, ids)
+        return waiting
 
     def finish(self, job: int) -> Job:
         """End the job, all of whose pieces are stored, and return it; waits for tasks that still store, as `store`."""
@@ -180,11 +225,20 @@ class PieceWriter(StoreWriter):
         return counts
 
     async def _open(self, name: JobName, parameters: PieceParameters) -> Job:
-        await check_store(self._database, self._table)
-        await self._database.write(self._ledger.create)
+        await self._create()
         return await self._database.write(partial(self._ledger.open, name=name, parameters=parameters))
 
+    async def _begun(self, name: JobName, stream: bool) -> Job | None:
+        await self._create()
+        await self._database.write(partial(self._earlier.take_over, name=name, stream=stream))
+        return await self._database.read(partial(self._ledger.named, name=name))
+
+    async def _create(self) -> None:
+        await check_store(self._database, self._table)
+        await self._database.write(self._ledger.create)
+
     async def _store(self, job: int, rows: PieceRows, on_conflict: OnConflict) -> PieceCounts:
+        rows = rows.without(await self._known.in_files(rows.messages.column("id")))  # a key finds those in the store
         # A number for each try: after a lost connection nobody knows whether the last one was committed.
         attempt = secrets.randbits(NUMBER_BITS)
         work = partial(self._store_in, job=job, attempt=attempt, rows=rows, on_conflict=on_conflict)
@@ -199,9 +253,9 @@ class PieceWriter(StoreWriter):
     ) -> tuple[pa.RecordBatch, PieceCounts]:
         mine = list(self._ledger.claim(connection, job, attempt, rows.inputs))
         if not mine:
-            return rows.messages, PieceCounts(0, 0, 0, 0)
+            return rows.messages, PieceCounts()
         rows = rows.only(mine)
-        messages = completed(rows.messages).sort_by("id")  # neighbours in the index of ids, the largest
+        messages = completed(rows.messages)
         stored = self._put(connection, messages, on_conflict) if messages.num_rows else 0
         duplicates = len(rows.duplicates) + messages.num_rows - stored
         counts = PieceCounts(stored, duplicates, len(rows.rejected), messages.nbytes)

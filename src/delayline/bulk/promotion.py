@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.backends import DUPLICATE_ID
 from delayline.bulk.cold_catalog import ColdFiles, FileState, Progress
+from delayline.bulk.level_pieces import SENT_AT_ONCE
 from delayline.bulk.pieces import BYTES_AT_ONCE, ROWS_AT_ONCE, StoreWriter
 from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.prepared import LONGEST_LIST
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from delayline.backends import MessageSink
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.bulk.cold_folder import ColdFolder
-
-#: Messages that a broker is sent at a time: if it has got them and this was not recorded, it gets them again.
-SENT_AT_ONCE: Final = 5000
 
 
 class FilePromoter(StoreWriter):

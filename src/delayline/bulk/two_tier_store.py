@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar, cast
 
 from delayline.bulk.cold_catalog import MICROS_A_HOUR, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
@@ -27,12 +27,12 @@ from delayline.delayed.store import (
     spans_of,
 )
 from delayline.errors import ConfigurationError
-from delayline.filters import pattern_of
 from delayline.message import in_utc
 from delayline.places import MessagePlace, PlaceKind, PlacePage, pending_match
 from delayline.sql.deadlines import long_work
 from delayline.sql.journal import JournalEvent
 from delayline.sql.schema import STORE_SUFFIX
+from delayline.sql.shards.store import ShardedDelayedMessageStore, sum_of
 from delayline.sql.store import SqlDelayedMessageStore
 from delayline.sql.transactions import EnlistedTransaction
 
@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from delayline.filters import MessageFilter
     from delayline.message import DelayedMessage
     from delayline.places import Key, MessageMatch, SearchablePlace
+    from delayline.shards import Shard, ShardMap
     from delayline.transaction import Transaction
 
 
@@ -79,15 +80,15 @@ class SearchedColdTier:
     async def page(self, wanted: MessageFilter, after: Key | None, most: int) -> PlacePage:
         """Look for the message that the filter names. Raises ConfigurationError for a filter that names none."""
         del after, most
-        message_id = None if wanted.message_id is None else pattern_of(wanted.message_id).exact
-        if message_id is None:
+        if not wanted.ids:
             raise ConfigurationError("files of the cold tier are searched by id only: id=...")
-        found = await self._find(message_id, body_limit=WHOLE_BODY)
         matches: list[MessageMatch] = []
-        if found is not None:
-            delayed = found.message
-            if wanted.matches(delayed.message, delayed.destination, delayed.due):
-                matches.append(pending_match(self.place, delayed, len(delayed.message.body)))
+        for message_id in wanted.ids:
+            found = await self._find(message_id, body_limit=WHOLE_BODY)
+            if found is not None:
+                delayed = found.message
+                if wanted.matches(delayed.message, delayed.destination, delayed.due):
+                    matches.append(pending_match(self.place, delayed, len(delayed.message.body)))
         return PlacePage(matches, None, 1, 1.0)
 
 
@@ -382,6 +383,42 @@ class TwoTierStore(SqlDelayedMessageStore):
     @property
     def _catalog(self) -> ColdFiles:
         return ColdFiles(self._database.dialect, self._statements.table)
+
+
+class ShardedTwoTierStore(ShardedDelayedMessageStore):
+    """A store over several shards, whose far messages wait in files: those of all shards are in one folder.
+
+    Args:
+        shards: Which shards there are.
+        cold_tier: As of TwoTierStore.
+        table_name: Name of the table; by default `{endpoint}.timeouts`.
+        journal: True records the events of each message, in its shard; False ends that.
+
+    Raises:
+        MissingExtra: pyarrow is not installed; the extra `spark` brings it.
+    """
+
+    def __init__(
+        self, shards: ShardMap, *, cold_tier: str, table_name: str | None = None, journal: bool | None = None
+    ) -> None:
+        self._cold_tier = cold_tier
+        super().__init__(shards, table_name=table_name, journal=journal)
+
+    def _made(
+        self, shard: Shard, *, table_name: str | None, poll_interval: timedelta, journal: bool | None
+    ) -> TwoTierStore:
+        del poll_interval
+        return TwoTierStore(
+            shard.url, cold_tier=self._cold_tier, table_name=table_name, schema=shard.schema, journal=journal
+        )
+
+    async def cold_forecast(self, edges: Sequence[datetime], *, by_destination: bool = False) -> DueForecast:
+        """Count the messages in files of all shards; see TwoTierStore."""
+
+        async def forecast(part: SqlDelayedMessageStore) -> DueForecast:
+            return await cast("TwoTierStore", part).cold_forecast(edges, by_destination=by_destination)
+
+        return sum_of(list((await self._each(forecast)).values()))
 
 
 def _start_of(hour: str) -> int:

@@ -3,8 +3,8 @@
 Staged: tasks write to a staging area, and a single transaction moves the attempts that the driver names to the store. A
 task that fails, is repeated or outlives its job leaves rows of attempts that are never named.
 
-Batch by batch: a task stores each batch in a transaction with the batch's name in the ledger. A later attempt finds the
-name, so that each batch is stored once.
+Batch by batch: a task stores each batch in a transaction with the batch's entry in the ledger. A later attempt finds
+the entry, so that each batch is stored once.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import contextlib
 import secrets
 import threading
 import uuid
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from sqlalchemy import Table, select
 
-from delayline.bulk.ledger import CLOSED, Committed, JobLedger, RunKey, RunKind, Sink, check_run
-from delayline.delayed.columns import JOURNALED_NAMES
+from delayline.bulk.batches import CLOSED, BatchLedger
+from delayline.bulk.earlier_runs import EarlierRuns
+from delayline.bulk.jobs import Committed, JobName, PieceCounts, check_run
+from delayline.bulk.whole_jobs import WholeJob, WholeJobs
 from delayline.delayed.store import OnConflict
 from delayline.errors import BackendUnavailable, DuplicateMessage
 from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 from delayline.sql.deadlines import job_work
-from delayline.sql.journal import Journal, JournalEvent
 from delayline.sql.row_claims import row_claims
 from delayline.sql.schema import QUEUES, queue_tables
 from delayline.sql.setup import RequiredTables
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from sqlalchemy import Connection
 
-    from delayline.bulk.fingerprint import Fingerprint
+    from delayline.bulk.batches import BatchName
     from delayline.sql.dialect import DriverErrors
     from delayline.sql.staging import Stage
 
@@ -137,37 +137,30 @@ class BulkWriter:
         attempts: Sequence[Attempt],
         *,
         on_conflict: OnConflict = "raise",
-        run: str | None = None,
-        batch: int = 0,
-        kind: RunKind = RunKind.JOB,
-        fingerprint: Fingerprint | None = None,
+        job: WholeJob | None = None,
+        beside: PieceCounts | None = None,
         pre_commit: Callable[[Connection, Table], object] | None = None,
-        journal_only: Sequence[Attempt] = (),
     ) -> Committed:
         """Move the staged attempts to the store in a single transaction, and notify its pollers.
 
         Args:
             attempts: The attempts that count, one per task.
             on_conflict: For an id that exists.
-            run: Name of the job in the ledger; a committed batch of it is not committed again.
-            batch: Number of the batch in the run.
-            kind: What the run belongs to.
-            fingerprint: That of the job's input, for the ledger.
+            job: What the ledger keeps of the job; one of that name that has committed is not committed again.
+            beside: What became of other rows of the job, in the transaction.
             pre_commit: Runs inside the transaction before the move, and may delete staged rows; an exception rolls
                 everything back.
-            journal_only: Attempts whose messages are in the cold tier: recorded in the journal, if there is any,
-                and not stored.
 
         Raises:
             DuplicateMessage: An id exists already.
-            DifferentInput: The run has committed another input.
+            DifferentInput: The job has committed another input, or its stream a later batch.
+            ConfigurationError: The job has begun in pieces.
             BackendUnavailable: The database has lost staged rows; nothing was stored.
         """
-        work = partial(self._work, attempts, on_conflict, journal_only, pre_commit)
-        key = None if run is None else RunKey(check_run(run), kind=kind)
-        contents = on_conflict == "replace"  # otherwise a row with the id of an earlier row is left out anyway
-        begin = partial(self._runs.begin, batch=batch, fingerprint=fingerprint, contents=contents)
-        move = partial(self._move, work=work, begin=begin, key=key, batch=batch, fingerprint=fingerprint)
+        if job is not None:
+            check_run(job.name.name)
+        work = partial(self._work, attempts, on_conflict, pre_commit, beside or PieceCounts())
+        move = partial(self._move, job=job, work=work)
         committed: Committed = blocking(self._opened(self._move_and_notify, move, attempts))
         if self.name != STREAMS:
             self.discard()
@@ -180,29 +173,30 @@ class BulkWriter:
         with contextlib.suppress(BackendUnavailable):
             blocking(self._opened(self._database.write, clear if self.name == STREAMS else self._stage.drop))
 
-    def committed(
-        self, run: str, batch: int = 0, *, sink: Sink = Sink.STORE, kind: RunKind = RunKind.JOB
-    ) -> Committed | None:
-        """Return the result that the run has committed; None if there is none, or none yet for the batch.
+    def committed(self, name: JobName, *, stream: bool = False) -> Committed | None:
+        """Return what the job has committed; None if there is none, or none yet for the batch of a stream.
 
-        The ledger must be there: see `create_ledger`.
+        The ledger must be there: see `create_ledger`. Raises ConfigurationError for a job that commits in pieces.
         """
-        find = partial(self._runs.find, key=RunKey(run, sink, kind), batch=batch)
-        committed: Committed | None = blocking(self._opened(self._database.read, find))
+        find = partial(self._jobs.committed, name=name, stream=stream)
+        committed: Committed | None = blocking(self._opened(self._database.write, find))
         return committed
 
-    def committed_batches(self, names: Sequence[str]) -> dict[str, int]:
-        """Return the attempt that has committed each of a migration's batches; uncommitted batches are left out."""
+    def committed_batches(self, names: Sequence[BatchName]) -> dict[BatchName, int]:
+        """Return the attempt that has committed each of a migration's batches; uncommitted batches are left out.
+
+        A task of an older delayline, which may have begun the migration, commits none of them any more.
+        """
         return blocking(self._opened(self._database.write, partial(self._attempts, names=names)))
 
-    def close_batches(self, names: Sequence[str]) -> None:
+    def close_batches(self, names: Sequence[BatchName]) -> None:
         """Prevent later commits of the batches; committed batches are unaffected."""
         blocking(self._opened(self._database.write, partial(self._close, names=names)))
 
-    def record_batches(self, connection: Connection, attempts: Mapping[str, int]) -> bool:
+    def record_batches(self, connection: Connection, attempts: Mapping[BatchName, int]) -> bool:
         """Record the attempts in the caller's transaction; False if another attempt was or the batch is closed."""
-        self._runs.add(connection, attempts)
-        return self._runs.attempts(connection, list(attempts)) == attempts
+        self._batches.add(connection, attempts)
+        return self._batches.attempts(connection, list(attempts)) == attempts
 
     async def open(self, stack: AsyncExitStack) -> Database:
         """Return the database, open for `store_batch`; it closes with the stack."""
@@ -213,8 +207,8 @@ class BulkWriter:
         return database
 
     @job_work
-    async def store_batch(self, name: str, attempt: int, batch: pa.RecordBatch) -> int:
-        """Store the batch in a single transaction with its name, and return the attempt that has stored it.
+    async def store_batch(self, name: BatchName, attempt: int, batch: pa.RecordBatch) -> int:
+        """Store the batch in a single transaction with its entry, and return the attempt that has stored it.
 
         Args:
             name: The batch's name.
@@ -257,8 +251,16 @@ class BulkWriter:
         return stage
 
     @property
-    def _runs(self) -> JobLedger:
-        return JobLedger(self._database.dialect, self._database.dialect.catalog.schema_of(self.schema))
+    def _jobs(self) -> WholeJobs:
+        return WholeJobs(self._database.dialect, self.table)
+
+    @property
+    def _batches(self) -> BatchLedger:
+        return BatchLedger(self._database.dialect, self.table)
+
+    @property
+    def _earlier(self) -> EarlierRuns:
+        return EarlierRuns(self._database.dialect, self.table)
 
     @job_work
     async def _opened(self, work: Callable[..., Coroutine[Any, Any, Result]], *arguments: object) -> Result:
@@ -277,7 +279,7 @@ class BulkWriter:
 
     async def _create_ledger(self) -> None:
         await check_store(self._database, self.table)
-        await self._database.write(self._runs.create)
+        await self._database.write(self._jobs.create)
 
     def _create_stage(self, connection: Connection) -> None:
         dialect = self._database.dialect
@@ -287,12 +289,12 @@ class BulkWriter:
     def _left_over(self, connection: Connection) -> list[str]:
         return [name for name in self._stage.found(connection) if _is_old(name)]
 
-    def _store_batch(self, connection: Connection, name: str, attempt: int, batch: pa.RecordBatch) -> int:
+    def _store_batch(self, connection: Connection, name: BatchName, attempt: int, batch: pa.RecordBatch) -> int:
+        return self._batches.store(connection, name, attempt, partial(self._append, connection, batch))
+
+    def _append(self, connection: Connection, batch: pa.RecordBatch) -> PieceCounts:
         from delayline.delayed.arrow import completed
 
-        before = self._runs.begin_attempt(connection, name)
-        if before is not None:
-            return before
         if batch.num_rows:
             try:
                 self._stage.append(
@@ -302,16 +304,16 @@ class BulkWriter:
                 if not breaks_a_key(error, self._database.dialect.errors):
                     raise
                 raise IdTaken from error
-        self._runs.end(connection, RunKey(name, kind=RunKind.MIGRATION), attempt, Committed(batch.num_rows))
-        return attempt
+        return PieceCounts(batch.num_rows, bytes=batch.nbytes)
 
-    def _attempts(self, connection: Connection, names: Sequence[str]) -> dict[str, int]:
-        self._runs.create(connection)
-        return self._runs.attempts(connection, names)
+    def _attempts(self, connection: Connection, names: Sequence[BatchName]) -> dict[BatchName, int]:
+        self._jobs.create(connection)
+        self._earlier.close(connection, names)
+        return self._earlier.attempts(connection, names) | self._batches.attempts(connection, names)
 
-    def _close(self, connection: Connection, names: Sequence[str]) -> None:
-        self._runs.create(connection)
-        self._runs.add(connection, dict.fromkeys(names, CLOSED))
+    def _close(self, connection: Connection, names: Sequence[BatchName]) -> None:
+        self._jobs.create(connection)
+        self._batches.add(connection, dict.fromkeys(names, CLOSED))
 
     async def _move_and_notify(self, move: Callable[[Connection], Committed], attempts: Sequence[Attempt]) -> Committed:
         register_table(self._database, self.table)
@@ -322,46 +324,27 @@ class BulkWriter:
         return committed
 
     def _move(
-        self,
-        connection: Connection,
-        *,
-        work: Callable[[Connection], Committed],
-        begin: Callable[[Connection, RunKey], Committed | None],
-        key: RunKey | None,
-        batch: int,
-        fingerprint: Fingerprint | None,
+        self, connection: Connection, *, job: WholeJob | None, work: Callable[[Connection], Committed]
     ) -> Committed:
-        before = None if key is None else begin(connection, key)
-        if before is not None:
-            return before
-        committed = work(connection)
-        if key is not None:
-            kept = None if fingerprint is None else str(fingerprint)
-            self._runs.end(connection, key, batch, replace(committed, fingerprint=kept))
-        return committed
+        return work(connection) if job is None else self._jobs.commit(connection, job, partial(work, connection))
 
     def _work(
         self,
         attempts: Sequence[Attempt],
         on_conflict: OnConflict,
-        journal_only: Sequence[Attempt],
         pre_commit: Callable[[Connection, Table], object] | None,
+        beside: PieceCounts,
         connection: Connection,
     ) -> Committed:
-        journal, staged = Journal(self.table, self._database.dialect), self._stage.table
-        journal.look(connection)
-        if journal_only and journal.kept:
-            numbers = self._gathered(connection, journal_only)
-            noted = select(*(staged.c[name] for name in JOURNALED_NAMES)).where(staged.c.attempt.in_(numbers))
-            journal.note(connection, JournalEvent.SCHEDULED, noted)
         numbers = self._gathered(connection, attempts)
         if pre_commit is not None:
-            pre_commit(connection, staged)
+            pre_commit(connection, self._stage.table)
         stored = self._stored(connection, numbers, on_conflict)
         if self.name == STREAMS:
             self._stage.clear(connection, numbers, _first_number(SWEPT_AFTER))
-        rows = sum(attempt.rows for attempt in attempts)
-        return Committed(stored, rows - stored, sum(attempt.rejected for attempt in attempts))
+        duplicates = sum(attempt.rows for attempt in attempts) - stored + beside.duplicates
+        rejected = sum(attempt.rejected for attempt in attempts) + beside.rejected
+        return Committed(stored, duplicates, rejected, cold=beside.cold)
 
     def _gathered(self, connection: Connection, attempts: Sequence[Attempt]) -> list[int]:
         """Make the rows ready, and return the numbers of their attempts."""

@@ -25,13 +25,14 @@ def table_groups(*, migrations: bool = False) -> Mapping[str, TableGroup]:
     Args:
         migrations: Include migrations' tables, which need the extra `spark` and take seconds to import.
     """
-    from delayline.bulk import cold_catalog, dispatchers, ledger, partitions, stream_claims
+    from delayline.bulk import cold_catalog, dispatchers, job_tables, stream_claims
     from delayline.sql.actions import ACTIONS
     from delayline.sql.schedules import SCHEDULES
+    from delayline.sql.shards.versions import SHARD_MAPS
     from delayline.telemetry import history
 
-    groups = [cold_catalog.COLD_TIER, dispatchers.DISPATCHERS, ledger.LEDGER, partitions.PARTITIONS]
-    groups += [stream_claims.STREAM_CLAIMS, history.MINUTES, SCHEDULES, ACTIONS]
+    groups = [cold_catalog.COLD_TIER, dispatchers.DISPATCHERS, job_tables.JOBS, stream_claims.STREAM_CLAIMS]
+    groups += [history.MINUTES, SCHEDULES, ACTIONS, SHARD_MAPS]
     if migrations:
         from delayline.migration.journal import MIGRATIONS
 

@@ -121,6 +121,7 @@ async def _events(settings: Settings, matches: list[MessageMatch]) -> list[Messa
     name = next((known.endpoint for known in matches if known.place.kind is PlaceKind.JOURNAL), None)
     if name is None:
         return []
+    from delayline.outgoing import copies_of
     from delayline.sql.journal import events_of
     from delayline.sql.store import SqlDelayedMessageStore
 
@@ -128,7 +129,7 @@ async def _events(settings: Settings, matches: list[MessageMatch]) -> list[Messa
     async with open_store(of_endpoint) as store:
         if not isinstance(store, SqlDelayedMessageStore):
             return []
-        return await store.read_tables(partial(events_of, message_id=matches[0].id)) or []
+        return await store.read_tables(partial(events_of, ids=(matches[0].id, *copies_of(matches[0].id)))) or []
 
 
 def _show(

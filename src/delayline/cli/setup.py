@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from delayline.sql.schema import TableGroup
 
 #: The features whose tables are created at their first use.
-FEATURES: Final = ("broker_jobs", "cold_tier", "dispatchers", "jobs", "migrations", "schedules", "streams")
+FEATURES: Final = ("cold_tier", "dispatchers", "jobs", "migrations", "schedules", "streams")
 
 
 @click.command(

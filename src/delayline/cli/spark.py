@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from delayline.bulk.jobs import Job
     from delayline.cli.screen import Screen
     from delayline.settings import Settings
+    from delayline.shards import Shard
     from delayline.spark import Audit, JobTarget, Promoted, Scheduled
     from delayline.spark.audit import Totals
 
@@ -213,7 +214,12 @@ def spark() -> None:
     type=click.Choice(["piece", "job"]),
     default="piece",
     show_default=True,
-    help="What is stored at once: each piece, or the whole job at its end, for some million rows.",
+    help="What is stored or not: each piece, or the whole job, without --job-folder for some million rows.",
+)
+@click.option(
+    "--job-folder",
+    metavar="FOLDER",
+    help="Folder or URI of all machines where --atomic job and --on-conflict raise write the rows first, however many.",
 )
 @click.option("--on-conflict", type=click.Choice(["keep", "replace", "raise"]), default="keep", show_default=True)
 @click.option(
@@ -244,15 +250,16 @@ def schedule(
     columns: tuple[str, ...],
     reading: tuple[str, ...],
     delay_levels: str | None,
+    job_folder: str | None,
     rejected: str | None,
     **job: Any,  # noqa: ANN401 - what schedule() takes by the same names
 ) -> None:
     """Store every valid row of Parquet, CSV, JSON Lines or a JDBC table as a delayed message, each once.
 
-    A store alone takes the rows in pieces; a job that was killed goes on where it was under the same --run, and
-    `delayline spark jobs` shows how far it is. With a cold tier, --atomic job or --on-conflict raise it stores all of
-    them, or none. To a broker's delay levels at least once: confirmed messages stay, and the same --run continues after
-    them. Exit code 1 when rows were rejected.
+    A store takes the rows in pieces; a job that was killed goes on where it was under the same --run, and `delayline
+    spark jobs` shows how far it is. A cold tier gets its rows at once after that. With --atomic job or --on-conflict
+    raise it stores all of them, or none. A broker's delay levels get them in pieces too, at least once: up to 5,000
+    messages that were under way when a task was killed are sent again. Exit code 1 when rows were rejected.
     """
     from delayline.spark import Columns
     from delayline.spark import schedule as run_schedule
@@ -262,7 +269,8 @@ def schedule(
     if unknown:
         raise click.UsageError(f"--column {unknown.pop()}=... is not a column of a message.")
     named = Columns(**names)
-    target, options = replace(target, delay_levels=delay_levels), dict(pair(option) for option in reading)
+    target = replace(target, delay_levels=delay_levels, job_folder=job_folder)
+    options = dict(pair(option) for option in reading)
     with sessions(screen) as session:
         done = run_schedule(path, target, columns=named, options=options, spark=session, **job)
         if done.rejected and rejected is not None:
@@ -293,47 +301,75 @@ def _print_scheduled(screen: Screen, done: Scheduled, folder: str | None) -> Non
 @settings_options(*STORES)
 @json_option
 def jobs(settings: Settings, screen: Screen, limit: int) -> None:
-    """List the jobs that store messages in pieces, the latest first: what they have stored, and what is under way.
+    """List the jobs that store or send messages, the latest first: what they have done, what is under way.
 
-    An open job is running, or was not finished: its last piece says when it last stored something.
+    An open job is running, or was not finished: its last piece says when it last stored something. A job over a map of
+    shards is a job in each of them.
     """
     from delayline.bulk.pieces import PieceWriter
+    from delayline.shards import named_errors
+    from delayline.sql.shards.backend import map_named
 
-    table = settings.table_name or f"{settings.named_endpoint}.timeouts"
-    found = PieceWriter(settings.resolved_store_url, table).jobs(limit)
-    columns = ("job", "version", "state", "stored", "there already", "rejected", "pieces", "began", "last piece")
+    table, url = settings.table_name or f"{settings.named_endpoint}.timeouts", settings.resolved_store_url
+    shards = map_named(url)
+    found: list[tuple[Shard | None, Job]] = []
+    for shard in (None,) if shards is None else shards.used:
+        writer = PieceWriter(url, table) if shard is None else PieceWriter(shard.url, table, schema=shard.schema)
+        with named_errors(shard):
+            found += [(shard, job) for job in writer.jobs(limit)]
+    found = sorted(found, key=lambda each: each[1].started, reverse=True)[:limit]
+    columns = (
+        *(() if shards is None else ("shard",)),
+        "job",
+        "version",
+        "state",
+        "stored",
+        "cold",
+        "sent",
+        "there already",
+        "rejected",
+        "pieces",
+        "began",
+        "last piece",
+    )
     rows = [
         (
+            *(() if shard is None else (shard.name,)),
             job.name.name,
             job.name.version or "",
             job.state,
             f"{job.committed.stored:,}",
+            f"{job.committed.cold:,}" if job.parameters.has_cold_tier else "",
+            f"{job.committed.sent:,}" if job.parameters.part or job.committed.sent else "",
             f"{job.committed.duplicates:,}",
             f"{job.committed.rejected:,}",
             f"{job.pieces:,}" if job.is_open else "",
             local(job.started),
             local(job.last),
         )
-        for job in found
+        for shard, job in found
     ]
     if rows:
         screen.table(columns, rows)
     else:
         screen.echo("no jobs")
-    screen.document({"jobs": list(map(_job_document, found))})
+    screen.document({"jobs": [_job_document(job, shard) for shard, job in found]})
 
 
-def _job_document(job: Job) -> dict[str, object]:
+def _job_document(job: Job, shard: Shard | None) -> dict[str, object]:
     committed = job.committed
     return {
+        **({} if shard is None else {"shard": shard.name}),
         "job": job.name.name,
         "version": job.name.version,
         "state": job.state,
         "stored": committed.stored,
+        "cold": committed.cold if job.parameters.has_cold_tier else None,
+        "sent": committed.sent if job.parameters.part or committed.sent else None,
         "duplicates": committed.duplicates,
         "rejected": committed.rejected,
         "pieces": job.pieces if job.is_open else None,
-        "most_pieces": job.parameters.pieces,
+        "most_pieces": None if job.parameters.at_once else job.parameters.pieces,
         "on_conflict": job.parameters.on_conflict,
         "began": job.started.isoformat(),
         "last": job.last.isoformat(),
@@ -460,10 +496,12 @@ def audit(
     from delayline.spark import audit as run_audit
     from delayline.spark import export as run_export
     from delayline.spark import read_journal, waiting_ids, write_report
+    from delayline.spark.errors import translated_errors
 
     with sessions(screen) as session:
         waiting = waiting_ids(target, session).cache()
-        waiting.count()  # later dispatches are in the journal
+        with translated_errors():
+            waiting.count()  # later dispatches are in the journal
         run_export(target, path, spark=session)
         journal = read_journal(target, path, spark=session)
         arrived = None if delivered is None else session.read.parquet(delivered)
@@ -488,6 +526,8 @@ def audit(
 
 
 def _show_audit(screen: Screen, audited: Audit, totals: Totals) -> None:
+    from delayline.spark.report import OF_SHARDS
+
     counts = asdict(totals)
     late = counts.pop("lateness")
     screen.table(
@@ -496,11 +536,15 @@ def _show_audit(screen: Screen, audited: Audit, totals: Totals) -> None:
     )
     if screen.as_json:
         return
-    screen.echo("")
-    rows = audited.by_destination.limit(20).toArrow().to_pylist()
-    columns = ("destination", "messages", *late, "retries", "failed")
-    screen.table(columns, [[_figure(row[name]) for name in columns] for row in rows])
+    for of, frame in (("destination", audited.by_destination), ("shard", audited.by_shard)):
+        if frame is not None:
+            screen.echo("")
+            columns = (of, "messages", *late, "retries", "failed")
+            rows = frame.limit(20).toArrow().to_pylist()
+            screen.table(columns, [[_figure(row[name]) for name in columns] for row in rows])
     screen.echo("lateness in seconds")
+    if audited.by_shard is not None:
+        screen.echo(OF_SHARDS)
 
 
 def _figure(value: object) -> str:

@@ -11,10 +11,9 @@ from sqlalchemy import func, inspect, select
 
 from delayline.bulk.cold_catalog import FileState, cold_tables
 from delayline.bulk.dispatchers import dispatcher_tables
-from delayline.bulk.ledger import LEDGER, NONE_YET, RunKind, runs_table
+from delayline.bulk.jobs import JobPieces
 from delayline.dashboard.back_ends import PageQueries, within_limit
 from delayline.dashboard.model import ColdDay, JobRow, Jobs
-from delayline.sql.setup import RequiredTables
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,7 +38,7 @@ class PipelineJobs(PageQueries):
     async def all(self) -> Jobs:
         """Return the jobs of the pipeline, from their tables."""
         schedule_rows, dispatcher_rows, migration_rows, cold_rows, actions, kept = await asyncio.gather(
-            self._rows(schedules),
+            self._schedules(),
             self._rows(dispatchers),
             self._migrations(),
             self._cold_tier(),
@@ -53,6 +52,11 @@ class PipelineJobs(PageQueries):
         return await self.back_ends.sql_store("their records are").read_tables(read)
 
     @within_limit
+    async def _schedules(self) -> list[JobRow]:
+        store = self.back_ends.sql_store("their records are")
+        return await store.read_tables(partial(schedules, store=store.table_of(self.back_ends.name)))
+
+    @within_limit
     async def _migrations(self) -> list[JobRow]:
         work = await asyncio.to_thread(migrations)  # its import takes seconds
         return await self.back_ends.sql_store("their records are").read_tables(work)
@@ -63,29 +67,20 @@ class PipelineJobs(PageQueries):
         return await store.read_tables(partial(cold_tier, store=store.table_of(self.back_ends.name).name))
 
 
-def schedules(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:
-    """Return the bulk jobs that have committed, the latest first."""
-    table = runs_table(schema)
-    if not _exists(connection, table):
-        return []
-    RequiredTables(dialect, schema, LEDGER).check_upgraded(connection)
-    columns = table.c
-    ended = select(table).where(
-        columns.finished.is_not(None), columns.batch > NONE_YET, columns.kind != RunKind.MIGRATION.value
-    )
-    return [
-        JobRow(
-            "schedule",
-            row.run,
-            "committed",
-            None,
-            dialect.values.from_due(row.finished),
-            int(row.stored + row.duplicates + row.rejected),
-            int(row.stored),
-            {"sink": row.sink, "duplicates": str(row.duplicates), "rejected": str(row.rejected)},
-        )
-        for row in connection.execute(ended.order_by(columns.finished.desc()).limit(LISTED))
-    ]
+def schedules(connection: Connection, dialect: Dialect, schema: str | None, *, store: Table) -> list[JobRow]:
+    """Return the bulk jobs of a store, the latest first."""
+    del schema
+    rows = []
+    for job in JobPieces(dialect, store).jobs(connection, limit=LISTED):
+        done, is_open = job.committed, job.is_open
+        details = {"cold": str(done.cold)} if job.parameters.has_cold_tier else {}
+        details |= {"sent": str(done.sent)} if job.parameters.part or done.sent else {}
+        details |= {"duplicates": str(done.duplicates), "rejected": str(done.rejected)}
+        details |= {"pieces": str(job.pieces), "last piece": job.last.isoformat(timespec="seconds")} if is_open else {}
+        ended, total = (None, None) if is_open else (job.last, done.rows)
+        number = done.stored + done.cold + done.sent
+        rows.append(JobRow("schedule", str(job.name), job.state, job.started, ended, total, number, details))
+    return rows
 
 
 def dispatchers(connection: Connection, dialect: Dialect, schema: str | None) -> list[JobRow]:

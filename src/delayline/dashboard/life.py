@@ -10,6 +10,7 @@ from delayline.dashboard.errors import error_row
 from delayline.dashboard.model import LifeEvent, MessageLife, UnsearchedPlace
 from delayline.dashboard.search import row_of
 from delayline.errors import ConfigurationError, DelaylineError
+from delayline.outgoing import copies_of
 
 if TYPE_CHECKING:
     from delayline.dashboard.errors import FailedMessages
@@ -41,7 +42,8 @@ class MessageLives(PageQueries):
         except DelaylineError as error:
             unsearched.append(UnsearchedPlace("journal", str(error)))
         try:
-            waiting = await self._search.find(message_id)
+            for each in (message_id, *copies_of(message_id)):
+                waiting = waiting or await self._search.find(each)
         except DelaylineError as error:
             unsearched.append(UnsearchedPlace(f"pending messages of {self.back_ends.name}", str(error)))
         elsewhere, unknown = await self._finder.elsewhere(message_id)
@@ -67,7 +69,8 @@ class MessageLives(PageQueries):
             return [], str(error)
         from delayline.sql.journal import events_of
 
-        entries = await store.read_tables(partial(events_of, message_id=message_id))
+        ids = (message_id, *copies_of(message_id))
+        entries = await store.read_tables(partial(events_of, ids=ids))
         if entries is None:
             return [], "no journal is kept: set journal = true and run delayline setup"
         return [LifeEvent(*entry) for entry in entries], None

@@ -506,7 +506,7 @@ class Jobs:
     """The page `Jobs`."""
 
     schedules: Sequence[JobRow] | Unavailable
-    """Bulk jobs that have committed, the last one first."""
+    """Bulk jobs of the store, the last one first."""
     dispatchers: Sequence[JobRow] | Unavailable
     migrations: Sequence[JobRow] | Unavailable
     cold_tier: Sequence[ColdDay] | Unavailable

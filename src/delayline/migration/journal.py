@@ -432,11 +432,6 @@ class MigrationJournal:
         return self._dialect.values.from_due(kept)
 
 
-def batch_name(run: str, partition: int, batch: int) -> str:
-    """Return the batch's name in the target's ledger."""
-    return f"migration {run} {partition} {batch}"
-
-
 def chunks(names: Sequence[Any]) -> Iterator[Sequence[Any]]:
     """Yield the names in lists that fit into a statement's parameters."""
     for first in range(0, len(names), NAMES_IN_STATEMENT):

@@ -12,6 +12,7 @@ from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from delayline.bulk.batches import BatchName
 from delayline.bulk.writer import blocking
 from delayline.errors import BackendUnavailable, ConfigurationError, DelaylineError
 from delayline.migration.collected import CollectedSource
@@ -23,7 +24,6 @@ from delayline.migration.journal import (
     MigrationRun,
     Progress,
     RunState,
-    batch_name,
 )
 from delayline.migration.plan import ROUND_ROWS, partitions_of, preview, waits
 from delayline.migration.source import skipped_rows
@@ -230,15 +230,15 @@ class Migration:
             partition: the held partition whose batches to compare.
             close: also prevent later commits, for example by a task that outlived its driver.
         """
-        names = {batch_name(run.name, partition.number, batch): batch for batch in self._unfinished(run, partition)}
+        names = [BatchName(run.name, partition.number, batch) for batch in self._unfinished(run, partition)]
         target = self.plan.target
         if target is None or not names:
             return
         if close:
-            target.close(partition.target, list(names))
-        committed = target.committed(partition.target, list(names))
+            target.close(partition.target, names)
+        committed = target.committed(partition.target, names)
         if committed:
-            attempts = {names[name]: attempt for name, attempt in committed.items()}
+            attempts = {name.batch: attempt for name, attempt in committed.items()}
             self._write(partial(self._journal.mark, run=run.name, partition=partition.number, attempts=attempts))
 
     def _deliver(
@@ -255,7 +255,7 @@ class Migration:
                 staged = [Staged.of(row["staged"]) for row in done if row["staged"] is not None]
                 attempts = {row["batch"]: row["attempt"] for row in done if row["batch"] is not None}
                 self._must_add_up(run, partition, attempts, staged)
-                named = {batch_name(run.name, partition.number, batch): attempt for batch, attempt in attempts.items()}
+                named = {BatchName(run.name, partition.number, batch): attempt for batch, attempt in attempts.items()}
                 session.commit(staged, named)
                 self._write(partial(self._journal.mark, run=run.name, partition=partition.number, attempts=attempts))
         except BaseException:

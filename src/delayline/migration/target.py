@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from types import MappingProxyType
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol
 
+from delayline.bulk.batches import BatchName
 from delayline.bulk.cold_catalog import ColdFile
 from delayline.bulk.writer import Attempt
 
@@ -24,8 +25,6 @@ class Staged(NamedTuple):
 
     attempt: Attempt
     files: Sequence[ColdFile] = ()
-    noted: Sequence[Attempt] = ()
-    """Entries for the store's journal about the messages in the files."""
 
     @property
     def rows(self) -> int:
@@ -40,14 +39,14 @@ class Staged(NamedTuple):
     @classmethod
     def of(cls, text: str) -> Staged:
         """Parse the text of `dumps`."""
-        attempt, files, noted = json.loads(text)
-        return cls(Attempt(*attempt), [ColdFile(*file) for file in files], [Attempt(*file) for file in noted])
+        attempt, files = json.loads(text)
+        return cls(Attempt(*attempt), [ColdFile(*file) for file in files])
 
 
 class Attempted(NamedTuple):
     """An attempt at a batch."""
 
-    name: str
+    name: BatchName
     """The batch's, for a target that keeps a ledger."""
     number: int
     record_refusals: Callable[[Mapping[int, str]], Awaitable[None]]
@@ -86,7 +85,7 @@ class DeliverySession(ABC):
         """Return the deliveries that the driver has to commit; none if the target has committed them."""
         return ()
 
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:  # noqa: B027 - see the class
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[BatchName, int]) -> None:  # noqa: B027 - see the class
         """Commit the messages of the attempts under the names of their batches, all or none."""
 
     def discard(self) -> None:  # noqa: B027 - see the class
@@ -139,11 +138,11 @@ class Target(TargetLimits, Protocol):
         """Return a new session for the endpoint, given its name at the target."""
         ...
 
-    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+    def committed(self, endpoint: str, names: Sequence[BatchName]) -> Mapping[BatchName, int]:
         """Return the counting attempts of committed batches; none if the target has no ledger."""
         ...
 
-    def close(self, endpoint: str, names: Sequence[str]) -> None:
+    def close(self, endpoint: str, names: Sequence[BatchName]) -> None:
         """Prevent later commits of the batches, if the target can; committed batches are unaffected."""
         ...
 
@@ -151,10 +150,10 @@ class Target(TargetLimits, Protocol):
 class WithoutLedger:
     """A target without a ledger of batches: each is marked once the target has confirmed its messages."""
 
-    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+    def committed(self, endpoint: str, names: Sequence[BatchName]) -> Mapping[BatchName, int]:
         """Return nothing."""
         del endpoint, names
         return {}
 
-    def close(self, endpoint: str, names: Sequence[str]) -> None:
+    def close(self, endpoint: str, names: Sequence[BatchName]) -> None:
         """Do nothing."""

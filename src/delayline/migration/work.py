@@ -14,9 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from sqlalchemy import and_, select
 
+from delayline.bulk.batches import BatchName
 from delayline.errors import BackendUnavailable
 from delayline.migration.holding_table import read_batch
-from delayline.migration.journal import MigrationJournal, batch_name
+from delayline.migration.journal import MigrationJournal
 from delayline.migration.rows import reasons_of, sound
 from delayline.migration.target import Attempted
 
@@ -118,7 +119,7 @@ class BatchDelivery:
             rejected = {numbers[position]: (ids[position].as_py() or "", reason) for position, reason in every.items()}
             await write(partial(record_rejected, rejected=rejected))
 
-        attempt = Attempted(batch_name(run, partition, batch), number, record_refusals)
+        attempt = Attempted(BatchName(run, partition, batch), number, record_refusals)
         await record_refusals({})
         counts, refused = await self.session.deliver(sound(messages, reasons), attempt)
         if refused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from functools import reduce
@@ -18,22 +19,30 @@ from delayline.spark.errors import translated_errors
 from delayline.sql.journal import JournalEvent
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
     from typing import Self
 
-    from pyspark.sql import Column, DataFrame
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 DELIVERED: Final = "delivered"
 PERCENTILES: Final = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 #: Key in the metadata of the column with the ids of pending messages.
 READ_AT: Final = "delayline.read_at"
+#: Column of a journal, and of pending messages, of several shards.
+SHARD: Final = "shard"
 #: Of percentiles: within 0.2 % of the exact percentiles.
 ACCURACY: Final = 10_000
 #: Seconds that a message may be due before it is stored, or before the first leaves, without being behind.
 START_TAKES: Final = 1
 #: Upper bounds of the histogram's bars, in seconds.
 BARS: Final = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 300, 3600)
+#: Events whose number an audit needs, beside those by which a message leaves.
+COUNTED: Final = (JournalEvent.SCHEDULED, JournalEvent.RETRIED, JournalEvent.FAILED, JournalEvent.CANCELLED)
+#: More than the number of any entry: subtracted from one, it puts the entry before all others.
+BEFORE_ALL: Final = 1 << 62
+#: Spark's setting for the compression of cached DataFrames, true or false.
+COMPRESSED: Final = "spark.sql.inMemoryColumnarStorage.compressed"
 
 
 @dataclass(frozen=True)
@@ -104,9 +113,16 @@ class Audit:
     """
 
     def __init__(
-        self, messages: DataFrame, entries: DataFrame, until: datetime | None, number: int, maximum_overdue: int
+        self,
+        messages: DataFrame,
+        cached: DataFrame,
+        entries: DataFrame,
+        until: datetime | None,
+        number: int,
+        maximum_overdue: int,
     ) -> None:
-        self._messages = messages.cache()
+        self._messages = messages
+        self._cached = cached
         self._entries = entries
         self._until = until
         self._number = number
@@ -122,14 +138,15 @@ class Audit:
 
     def close(self) -> None:
         """Free the cache. Idempotent."""
-        self._messages.unpersist()
+        self._cached.unpersist()
 
     @property
     def messages(self) -> DataFrame:
         """A row per message: its due time, its outcome, and its lateness in seconds.
 
         `behind` marks messages that were due more than a second before they were stored, or before the first message of
-        the journal left: their lateness says nothing of the dispatching.
+        the journal left: their lateness says nothing of the dispatching. Of several shards there is a column `shard`,
+        unless receivers' arrivals were given: an id in two shards is two messages.
         """
         return self._messages
 
@@ -157,8 +174,16 @@ class Audit:
     @property
     def by_destination(self) -> DataFrame:
         """The same by destination, with the counts of retries, failed and cancelled messages."""
+        return self._by("destination").orderBy(F.desc("messages"), "destination")
+
+    @property
+    def by_shard(self) -> DataFrame | None:
+        """The lateness and the counts of retries, failed and cancelled messages by shard; None for a single store."""
+        return self._by(SHARD).orderBy(SHARD) if SHARD in self._messages.columns else None
+
+    def _by(self, column: str) -> DataFrame:
         sums = [F.sum(name).alias(name) for name in ("retries", "failed", "cancelled")]
-        return self._messages.groupBy("destination").agg(*_lateness(), *sums).orderBy(F.desc("messages"), "destination")
+        return self._messages.groupBy(column).agg(*_lateness(), *sums)
 
     @property
     def histogram(self) -> DataFrame:
@@ -181,6 +206,17 @@ class Audit:
 
     def totals(self) -> Totals:
         """Count all messages. Runs a Spark job."""
+        return self.totals_with()[0]
+
+    def totals_with(self, *figures: Column) -> tuple[Totals, dict[str, Any]]:
+        """Count all messages, and take other figures of them in the same Spark job.
+
+        Args:
+            figures: Aggregates of the columns of `messages`, with names of their own.
+
+        Returns:
+            The totals, and the other figures by name.
+        """
         verdicts = {
             name: F.count_if(F.col("verdict") == name)
             for name in ("dispatched", "failed", "cancelled", "waiting", "overdue", "lost")
@@ -188,11 +224,11 @@ class Audit:
         sums = {name: F.coalesce(F.sum(column), F.lit(0)) for name, column in SUMS.items()}
         counted = [column.alias(name) for name, column in {**verdicts, **sums}.items()]
         with translated_errors():
-            [row] = self._messages.agg(*counted, *_lateness()).toArrow().to_pylist()
+            [row] = self._messages.agg(*figures, *counted, *_lateness()).toArrow().to_pylist()
         late = {name: row.pop(name) for name in (*PERCENTILES, "longest")}
         row.pop("messages")
-        counts = {name: int(value) for name, value in row.items()}
-        return Totals(self._until, self._number, lateness=late, maximum_overdue=self._maximum_overdue, **counts)
+        counts = {name: int(row.pop(name)) for name in (*verdicts, *sums)}
+        return Totals(self._until, self._number, lateness=late, maximum_overdue=self._maximum_overdue, **counts), row
 
 
 SUMS: Final = {"scheduled": "scheduled", "duplicated": "extra", "early": "early", "retries": "retries"}
@@ -222,7 +258,8 @@ def audit(
     Args:
         journal: Entries as `read_journal` returns them.
         store: The table whose messages are audited.
-        delivered: Arrivals recorded by receivers, columns id and at; replaces the dispatches in the journal.
+        delivered: Arrivals recorded by receivers, columns id and at; replaces the dispatches in the journal. Of several
+            shards, messages of one id count as one then that was scheduled several times.
         waiting: Messages in the store, column id; a due message that is neither there nor delivered is lost. Read them
             before the journal is exported.
         until: The moment of the audit; by default the database's time at which `waiting_ids` was called for `waiting`,
@@ -242,27 +279,51 @@ def audit(
     with translated_errors():
         entries = journal.where(F.col("event") != JournalEvent.HANDLED.value)  # of what receivers do, not the store
         entries = entries if store is None else entries.where(F.col("store") == store)
-        entries = entries.select("seq", "store", "event", "id", "destination", "due", "at")
-        left = F.when(F.col("event") == JournalEvent.DISPATCHED.value, F.col("at"))
-        counted = (F.count("*").alias("entries"), F.max("at").alias("last"), F.min(left).alias("began"))
-        summary = entries.agg(*counted).toArrow().to_pylist()
-        [(number, last, began)] = [(row["entries"], row["last"], row["began"]) for row in summary]
-        until = until or (None if waiting is None else read_at(waiting)) or last
-        until = None if until is None else in_utc(until)
+        # Ids are unique in a shard: what it has sent twice is not made up for by another. Receivers do not say which.
+        shard = [SHARD] if SHARD in journal.columns and delivered is None else []
+        entries = entries.select("seq", "store", "event", "id", "destination", "due", "at", *shard)
+        if waiting is not None and shard and SHARD not in waiting.columns:
+            raise ConfigurationError(
+                "the journal is that of several shards, and waiting has no column shard: read it with waiting_ids"
+            )
         if delivered is not None and store is not None:
             entries = entries.unionByName(_arrivals(delivered, store))
-        messages = _messages(entries, DELIVERED if delivered is not None else JournalEvent.DISPATCHED.value)
+        messages = _messages(entries, DELIVERED if delivered is not None else JournalEvent.DISPATCHED.value, shard)
         if waiting is not None:
-            present = waiting.select("id").distinct().withColumn("there", F.lit(True))
-            messages = messages.join(present, "id", "left")
+            present = waiting.select("id", *shard).distinct().withColumn("there", F.lit(True))
+            messages = messages.join(present, ["id", *shard], "left")
         else:
             messages = messages.withColumn("there", F.lit(False))
-        return Audit(_judged(messages, until, patience, began), entries, until, number, maximum_overdue)
+        summary = F.sum("entries").alias("number"), F.max("last").alias("last"), F.min("began").alias("began")
+        with _uncompressed(journal.sparkSession):
+            cached = messages.cache()
+            try:
+                [row] = cached.agg(*summary).toArrow().to_pylist()
+            except BaseException:
+                cached.unpersist()
+                raise
+        until = until or (None if waiting is None else read_at(waiting)) or row["last"]
+        until = None if until is None else in_utc(until)
+        judged = _judged(cached, until, patience, row["began"], shard)
+        return Audit(judged, cached, entries, until, row["number"] or 0, maximum_overdue)
+
+
+@contextmanager
+def _uncompressed(spark: SparkSession) -> Iterator[None]:
+    """Cache columns as they are: the search for a compression would take a fifth of an audit's processor time."""
+    if spark.conf.get(COMPRESSED) != "true":  # the user's choice, or that of another audit, which restores it
+        yield
+        return
+    spark.conf.set(COMPRESSED, "false")
+    try:
+        yield
+    finally:
+        spark.conf.set(COMPRESSED, "true")
 
 
 def marked_as_read(ids: DataFrame, at: datetime) -> DataFrame:
-    """Return the column id of pending messages with the database's time at which they were read, for `read_at`."""
-    return ids.select(F.col("id").alias("id", metadata={READ_AT: at.isoformat()}))
+    """Return the ids of pending messages with the database's time at which they were read, for `read_at`."""
+    return ids.withMetadata("id", {READ_AT: at.isoformat()})
 
 
 def read_at(ids: DataFrame) -> datetime | None:
@@ -287,23 +348,30 @@ def _arrivals(delivered: DataFrame, store: str) -> DataFrame:
     )
 
 
-def _messages(entries: DataFrame, leaving: str) -> DataFrame:
-    """Return a row per message: counts of its events, its last due time and when it left."""
+def _messages(entries: DataFrame, leaving: str, shard: Sequence[str]) -> DataFrame:
+    """Return a row per message, in each shard: counts of its events, its last due time and when it left."""
 
     def happened(*events: str) -> Column:
         return F.col("event").isin(*events)
 
     planned = happened(JournalEvent.SCHEDULED.value, JournalEvent.RESCHEDULED.value)
-    gone, hashed = happened(leaving), F.xxhash64("destination")
-    counts = [F.count_if(happened(event.value)).alias(event.value) for event in JournalEvent if event.value != leaving]
-    grouped = entries.groupBy("store", "id").agg(
-        F.max_by(hashed, F.when(F.col("destination").isNotNull(), F.col("seq"))).alias("place"),
-        F.coalesce(F.max_by("due", F.when(planned, F.col("seq"))), F.max_by("due", "seq")).alias("due"),
+    gone, hashed, key = happened(leaving), F.xxhash64("destination"), ("store", "id", *shard)
+    place = F.when(F.col("destination").isNotNull(), hashed).alias("place")
+    # The entries of a message are far apart in the journal, so that aggregating before the shuffle would gain nothing.
+    gathered = entries.select("seq", "event", place, "due", "at", *key).repartition(*key)
+    # The last plan counts, and only without any the last of the other entries.
+    rank = F.when(planned, F.col("seq")).otherwise(F.col("seq") - BEFORE_ALL)
+    grouped = gathered.groupBy(*key).agg(
+        F.max_by("place", F.when(F.col("place").isNotNull(), F.col("seq"))).alias("place"),
+        F.max_by("due", F.when(F.col("due").isNotNull(), rank)).alias("due"),
         F.max(F.when(planned, F.col("at"))).alias("planned"),
         F.max(F.when(gone, F.col("at"))).alias("left"),
         F.count_if(gone).alias("gone"),
         F.count_if(gone & (F.col("at") < F.col("due"))).alias("early_in_journal"),
-        *counts,
+        F.count_if(~happened(DELIVERED)).alias("entries"),
+        F.max(F.when(~happened(DELIVERED), F.col("at"))).alias("last"),
+        F.min(F.when(happened(JournalEvent.DISPATCHED.value), F.col("at"))).alias("began"),
+        *(F.count_if(happened(event.value)).alias(event.value) for event in COUNTED),
     )
     # Aggregates of texts make Spark sort all entries; hashes of the destinations avoid that.
     places = entries.select("destination").where("destination IS NOT NULL").distinct()
@@ -313,7 +381,9 @@ def _messages(entries: DataFrame, leaving: str) -> DataFrame:
     return renamed.withColumn("by_receivers", F.lit(leaving == DELIVERED))
 
 
-def _judged(messages: DataFrame, until: datetime | None, patience: timedelta, began: datetime | None) -> DataFrame:
+def _judged(
+    messages: DataFrame, until: datetime | None, patience: timedelta, began: datetime | None, shard: Sequence[str]
+) -> DataFrame:
     out = F.col("gone") + F.col("failed") + F.col("cancelled")
     expected = F.greatest(
         F.col("scheduled"), F.lit(1)
@@ -347,6 +417,7 @@ def _judged(messages: DataFrame, until: datetime | None, patience: timedelta, be
         "retries",
         "failed",
         "cancelled",
+        *shard,
     )
 
 

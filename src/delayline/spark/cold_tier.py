@@ -14,14 +14,15 @@ import pyarrow as pa
 from delayline.bulk.cold_catalog import ColdFile, ColdFiles
 from delayline.bulk.cold_folder import ColdFolder
 from delayline.bulk.delta_log import DeltaLog
-from delayline.bulk.writer import Attempt, blocking
-from delayline.delayed.arrow import completed
+from delayline.bulk.jobs import JobPieces
+from delayline.bulk.writer import blocking
 from delayline.delayed.columns import JOURNALED_NAMES
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
 from delayline.events import Event, emit
 from delayline.spark.options import FORMAT, StoreOptions
 from delayline.sql.databases import database_at
-from delayline.sql.journal import Journal
+from delayline.sql.deadlines import job_work
+from delayline.sql.journal import Journal, JournalEvent
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,12 +30,8 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection
 
-    from delayline.bulk.writer import BulkWriter
-
 Result = TypeVar("Result")
 logger: logging.Logger = logging.getLogger(__name__)
-#: The attempt of a task without rows.
-NO_ROWS: Final = Attempt(0, 0, None)
 #: `compact` deletes unregistered files that are older than a day; a job has to register its files well before.
 LONGEST_JOB: Final = timedelta(hours=12)
 
@@ -54,18 +51,9 @@ class ColdTier:
         dialect = self._database.dialect
         table = dialect.catalog.store_table(self.store.table, self.store.schema)
         self.catalog: ColdFiles = ColdFiles(dialect, table)
+        self.jobs: JobPieces = JobPieces(dialect, table)
         self._journal = Journal(table, dialect)
         _ = ColdFolder(path)
-
-    @property
-    def journaled(self) -> bool:
-        """Whether the store keeps a journal."""
-
-        def look(connection: Connection) -> bool:
-            self._journal.look(connection)
-            return self._journal.kept
-
-        return self.read(look)
 
     def create(self) -> ColdFolder:
         """Create the catalog if it is missing; return the folder to write to.
@@ -75,6 +63,20 @@ class ColdTier:
         folder = self._created()
         DeltaLog.of(folder)
         return folder
+
+    def register(self, connection: Connection, files: Sequence[ColdFile]) -> None:
+        """Make the files exist, and say in the journal, where one is kept, that their messages are scheduled.
+
+        That is read from the files, some messages at a time.
+        """
+        self.catalog.register(connection, files)
+        self._journal.look(connection)
+        if self._journal.kept:
+            folder = ColdFolder(self.path)
+            for file in files:
+                for batch in folder.batches(file, columns=JOURNALED_NAMES):
+                    messages = zip(*(batch.column(name).to_pylist() for name in JOURNALED_NAMES), strict=True)
+                    self._journal.note_each(connection, JournalEvent.SCHEDULED, messages)
 
     def held(self) -> list[ColdFile]:
         """Return all files."""
@@ -120,6 +122,7 @@ class ColdTier:
     def _created(self) -> ColdFolder:
         return ColdFolder(self.path, blocking(self._opened(self.catalog.create, writing=True)))
 
+    @job_work
     async def _opened(self, work: Callable[[Connection], Result], *, writing: bool) -> Result:
         await self._database.open()
         try:
@@ -215,10 +218,3 @@ def waiting_messages(
 def _rows(batches: Iterator[pa.RecordBatch], *, folder: ColdFolder, columns: Sequence[str]) -> Iterator[pa.RecordBatch]:
     for file, dead in planned_files(batches):
         yield from folder.batches(file, dead, columns=columns)
-
-
-def stage_journal_rows(staging: BulkWriter, folder: ColdFolder, files: Sequence[ColdFile]) -> Attempt:
-    """Stage journal rows for the messages in the files of a task."""
-    if not files:
-        return NO_ROWS
-    return staging.write(completed(batch) for file in files for batch in folder.batches(file, columns=JOURNALED_NAMES))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from datetime import UTC, datetime
 from functools import partial
 from itertools import groupby
@@ -28,6 +28,7 @@ from delayline.spark.cold_tier import (
 from delayline.spark.errors import translated_errors
 from delayline.spark.promote import delete_retired
 from delayline.spark.session import session_for
+from delayline.spark.shards import over_shards
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -71,7 +72,8 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
 
     Merges the indexes of ids too, and drops the ids that have left the tier.
 
-    Safe to kill, to repeat, and to run while messages are scheduled, promoted and cancelled.
+    Safe to kill, to repeat, and to run while messages are scheduled, promoted and cancelled. Over a map of shards the
+    files of each shard are merged for themselves, as by `promote`.
 
     Args:
         target: The store and its cold tier.
@@ -85,22 +87,27 @@ def compact(target: JobTarget, *, spark: SparkSession | None = None) -> Compacte
         DelaylineError: The job failed; the catalog is unchanged.
     """
     with translated_errors():
-        tier = ColdTier(target.options, target.cold_tier)
-        files, dead = tier.files()
-        begun = tier.read(partial(tier.catalog.sent, names=[file.name for file in files]))
-        groups = _groups([file for file in files if file.name not in begun], dead)
-        merged: list[_Merge] = []
-        if groups:
-            began = monotonic()
-            merges = _merged(session_for(spark), tier, groups, dead)
-            merged = tier.write(partial(_register, tier=tier, merges=merges, dead=dead, began=began))
-        if files:
-            tier.keep_log()
-        merge_ids(spark, tier)
-        after = sum(1 for merge in merged if merge.into is not None)
-        return Compacted(
-            sum(len(merge.sources) for merge in merged), after, delete_retired(tier) + delete_unregistered(tier)
-        )
+        done = over_shards(target, _compact, spark)
+        return Compacted(*(sum(numbers) for numbers in zip(*map(astuple, done), strict=True)))
+
+
+def _compact(target: JobTarget, spark: SparkSession | None) -> Compacted:
+    tier = ColdTier(target.options, target.cold_tier)
+    files, dead = tier.files()
+    begun = tier.read(partial(tier.catalog.sent, names=[file.name for file in files]))
+    groups = _groups([file for file in files if file.name not in begun], dead)
+    merged: list[_Merge] = []
+    if groups:
+        began = monotonic()
+        merges = _merged(session_for(spark), tier, groups, dead)
+        merged = tier.write(partial(_register, tier=tier, merges=merges, dead=dead, began=began))
+    if files:
+        tier.keep_log()
+    merge_ids(spark, tier)
+    after = sum(1 for merge in merged if merge.into is not None)
+    return Compacted(
+        sum(len(merge.sources) for merge in merged), after, delete_retired(tier) + delete_unregistered(tier)
+    )
 
 
 def merge_ids(spark: SparkSession | None, tier: ColdTier) -> None:

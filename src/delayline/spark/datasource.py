@@ -18,13 +18,14 @@ from delayline.spark.options import (
     with_table_options,
     without_lengths,
 )
+from delayline.sql.shards.backend import map_named
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from pyspark.sql.types import StructType
 
-    from delayline.spark.reader import BatchReader, StreamReader
+    from delayline.spark.reader import BatchReader, ShardedReader, StreamReader
     from delayline.spark.table_reader import TableReader
     from delayline.spark.writer import BatchWriter, StreamWriter
 
@@ -44,9 +45,9 @@ class DelayedMessages(DataSource):
         """
         return with_table_options(chosen_columns(self.options), self.options)
 
-    def reader(self, schema: StructType) -> BatchReader | TableReader:
+    def reader(self, schema: StructType) -> BatchReader | ShardedReader | TableReader:
         """Return a reader of the selected columns."""
-        from delayline.spark.reader import BatchReader, PushingReader
+        from delayline.spark.reader import BatchReader, PushingReader, PushingShardedReader, ShardedReader
 
         options = self._options(schema)
         backend = find_backend(options.get("url", ""))
@@ -55,6 +56,9 @@ class DelayedMessages(DataSource):
 
             return TableReader(options, without_lengths(schema))
         pushes = choice(options, "filterPushdown", ("false", "true")) == "true"
+        shards = map_named(options.get("url", ""), schema=options.get("schema"))
+        if shards is not None:
+            return (PushingShardedReader if pushes else ShardedReader)(options, without_lengths(schema), shards)
         return (PushingReader if pushes else BatchReader)(options, without_lengths(schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from delayline.bulk.delta_log import DeltaLog
+from delayline.shards import named_errors
 from delayline.spark.cold_tier import ColdTier
+from delayline.spark.shards import parts_of
 
 if TYPE_CHECKING:
     from delayline.spark.schedule import JobTarget
@@ -28,7 +30,11 @@ def keep_delta_log(target: JobTarget) -> int:
         MissingExtra: The extra `delta` is not installed.
         BackendUnusable: The log cannot be written to the folder.
     """
-    tier = ColdTier(target.options, target.cold_tier)
-    log = DeltaLog(tier.create())
-    log.create()
-    return log.update(tier.held)
+    versions = []
+    for part in parts_of(target):
+        with named_errors(part.shard):
+            tier = ColdTier(part.target.options, part.target.cold_tier)
+            log = DeltaLog(tier.create())
+            log.create()
+            versions.append(log.update(tier.held))
+    return versions[-1]

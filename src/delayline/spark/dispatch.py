@@ -24,7 +24,7 @@ from delayline.composition import endpoint_from
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError, DelaylineError
 from delayline.events import LOGGER_NAME, Event, emit
 from delayline.spark.errors import translated_errors
-from delayline.spark.session import session_for, spark_session
+from delayline.spark.session import session_for, spark_session, started
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -157,8 +157,8 @@ class Dispatcher:
             lease=self._lease,
             shards=self._shards,
         )
-        writer = ticks.writeStream.foreachBatch(work).option("checkpointLocation", str(checkpoint))
-        return writer.queryName(f"dispatcher {self.name}").trigger(processingTime="1 second").start()
+        writer = ticks.writeStream.option("checkpointLocation", str(checkpoint))
+        return started(writer.queryName(f"dispatcher {self.name}").trigger(processingTime="1 second"), work)
 
     def _prepared(self) -> SparkSession:
         spark = spark_session() if self._spark is None else self._spark

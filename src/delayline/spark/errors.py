@@ -63,7 +63,8 @@ def translate_error(error: Exception) -> DelaylineError:
     if missing is not None:
         return ConfigurationError(
             f"the executors cannot import {missing[1]!r}: install 'delayline[spark]' with the store's extra there, or "
-            "ship it with --archives, and delayline alone with --py-files as a .zip"
+            "ship it with --archives, and delayline alone with --py-files as a .zip, or from a client of Spark Connect "
+            "that imports it from a .zip"
         )
     if SOURCE_NOT_FOUND in description and FORMAT in description:
         return ConfigurationError(

@@ -206,14 +206,15 @@ def _name_faults(what: str, names: pa.Array, longest: int) -> Iterable[tuple[pa.
 
 def _header_faults(headers: pa.Array) -> pa.Array:
     """Check each distinct value once, and only values that are not obviously right: most messages share theirs."""
+    encoded = headers.dictionary_encode()
+    distinct = encoded.dictionary
     looks_right = pc.and_not(
-        pc.match_substring_regex(headers, PLAIN_HEADERS),
-        pc.match_substring_regex(headers, re.escape(Headers.TIME_TO_BE_RECEIVED)),
+        pc.match_substring_regex(distinct, PLAIN_HEADERS),
+        pc.match_substring_regex(distinct, re.escape(Headers.TIME_TO_BE_RECEIVED)),
     )
-    others = pc.invert(pc.fill_null(looks_right, True))
-    encoded = headers.filter(others).dictionary_encode()
-    reasons = pa.array([_header_fault(distinct) for distinct in encoded.dictionary.to_pylist()], pa.string())
-    return pc.replace_with_mask(pa.nulls(len(headers), pa.string()), others, reasons.take(encoded.indices))
+    others = pc.invert(looks_right)
+    faults = pa.array([_header_fault(text) for text in distinct.filter(others).to_pylist()], pa.string())
+    return pc.replace_with_mask(pa.nulls(len(distinct), pa.string()), others, faults).take(encoded.indices)
 
 
 @lru_cache(maxsize=4096)

@@ -5,30 +5,35 @@ from __future__ import annotations
 import re
 import uuid
 from dataclasses import dataclass
-from functools import partial
+from datetime import datetime
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from urllib.parse import unquote, urlsplit
 
+from pyspark.sql import DataFrame
+from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import IntegerType, LongType, StringType, StructField, StructType, TimestampType
 
 from delayline.bulk.journal_export import EntryRange, JournalExport
 from delayline.checks import whole_number
 from delayline.delayed.columns import JOURNALED_COLUMNS
 from delayline.errors import BackendUnavailable, ConfigurationError
-from delayline.spark.audit import marked_as_read
+from delayline.shards import named_errors
+from delayline.spark.audit import SHARD, marked_as_read
 from delayline.spark.cold_tier import ColdTier, waiting_messages
 from delayline.spark.errors import translated_errors
 from delayline.spark.options import StoreOptions, fields_of
 from delayline.spark.reader import arrow_batch
 from delayline.spark.session import activated, described, session_for
+from delayline.spark.shards import parts_of
 from delayline.sql.journal import LONGEST_PATH
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
 
     import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
     from delayline.spark.schedule import JobTarget
 
@@ -95,10 +100,29 @@ def export(
     path = _checked(path)
     whole_number("partitions", partitions, at_least=1)
     whole_number("entries_at_once", entries_at_once, at_least=1)
-    store = StoreOptions.of(target.options)
+    stores = [(part.shard, StoreOptions.of(part.target.options)) for part in parts_of(target)]
+    entries, batches, session = 0, 0, session_for(spark)
+
+    def told(more: int) -> None:
+        progress(entries + more)
+
+    for shard, store in stores:
+        with named_errors(shard):
+            done = _export_all(store, path, partitions, entries_at_once, session, told)
+        entries, batches = entries + done.entries, batches + done.batches
+    return Exported(entries, batches)
+
+
+def _export_all(
+    store: StoreOptions,
+    path: str,
+    partitions: int,
+    entries_at_once: int,
+    session: SparkSession,
+    progress: Callable[[int], object],
+) -> Exported:
     journal, tasks = JournalExport(store.address, schema=store.schema), min(partitions, store.connections)
     entries = batches = 0
-    session = session_for(spark)
     # Only the present entries: a busy store can write faster than this exports.
     left = sum(run.entries for run in journal.runs(1 << 31))
     while left > 0 and (runs := journal.runs(min(left, entries_at_once))):
@@ -119,35 +143,50 @@ def read_journal(target: JobTarget, path: str | Path, *, spark: SparkSession | N
         spark: The session; `spark_session()` if None.
 
     Returns:
-        The columns seq, store, event, id, destination, due, at and retries.
+        The columns seq, store, event, id, destination, due, at and retries; of a map of shards also shard.
     """
-    store, folder = StoreOptions.of(target.options), _checked(path)
+    stores = [(part.shard, StoreOptions.of(part.target.options)) for part in parts_of(target)]
+    session, journals = session_for(spark), []
+    for shard, store in stores:
+        with named_errors(shard), translated_errors():
+            entries = _read(store, path, session)
+        journals.append(entries if shard is None else entries.withColumn(SHARD, F.lit(shard.name)))
+    return reduce(DataFrame.unionByName, journals)
+
+
+def _read(store: StoreOptions, path: str | Path, spark: SparkSession) -> DataFrame:
+    folder = _checked(path)
     journal, before = JournalExport(store.address, schema=store.schema), str(path).rstrip("/")
     # An older delayline has recorded a relative path as it was given, from wherever.
     relative = [] if before == folder else [name for name in journal.directories(before) if Path(folder, name).is_dir()]
     directories = relative + journal.directories(folder)
-    spark = session_for(spark)
-    with translated_errors():
-        places = [f"{folder}/{directory}" for directory in directories]
-        return spark.read.schema(ENTRIES).parquet(*places) if places else spark.createDataFrame([], ENTRIES)
+    places = [f"{folder}/{directory}" for directory in directories]
+    return spark.read.schema(ENTRIES).parquet(*places) if places else spark.createDataFrame([], ENTRIES)
 
 
 def waiting_ids(target: JobTarget, spark: SparkSession) -> DataFrame:
     """Return the ids of the messages in the store, and in its cold tier if the target has any.
 
-    The DataFrame knows the database's time at this call, up to which `audit` judges messages: read it now, as by
-    `cache()` and `count()`.
+    The DataFrame knows the database's time at this call, of several shards the earliest, up to which `audit` judges
+    messages: read it now, as by `cache()` and `count()`.
 
     Args:
         target: The store and, if it has any, its cold tier.
         spark: The session.
 
     Returns:
-        The column id. Each action on the DataFrame reads the store again.
+        The column id, of a map of shards also shard. Each action on the DataFrame reads the store again.
     """
-    tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
-    at = StoreOptions.of(target.options).staging().now()  # before the reading: what falls due meanwhile is not overdue
-    return marked_as_read(waiting_messages(activated(spark), target.options, tier), at)
+    parts, times, waiting = parts_of(target), list[datetime](), list[DataFrame]()
+    for part in parts:  # all times before the reading: what falls due meanwhile is not overdue
+        with named_errors(part.shard):
+            times.append(StoreOptions.of(part.target.options).staging().now())
+    for part in parts:
+        options, path = part.target.options, part.target.cold_tier
+        with named_errors(part.shard):
+            ids = waiting_messages(activated(spark), options, None if path is None else ColdTier(options, path))
+        waiting.append(ids if part.shard is None else ids.withColumn(SHARD, F.lit(part.shard.name)))
+    return marked_as_read(reduce(DataFrame.unionByName, waiting), min(times))
 
 
 def _export(

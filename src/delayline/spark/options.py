@@ -26,12 +26,15 @@ from pyspark.sql.types import (
 )
 
 from delayline.bulk.connections import CONNECT_TIMEOUT, connection_limit, job_url
+from delayline.bulk.level_pieces import LevelPieceWriter
 from delayline.bulk.pieces import PieceWriter
 from delayline.bulk.promotion import FilePromoter
 from delayline.bulk.writer import BulkWriter
 from delayline.delayed.columns import BULK_COLUMNS, ColumnKind
 from delayline.errors import ConfigurationError
+from delayline.masking import masked
 from delayline.message import MAXIMUM_ID_LENGTH, in_utc
+from delayline.sql.shards.backend import map_named
 from delayline.sql.urls import read_url
 
 if TYPE_CHECKING:
@@ -157,6 +160,14 @@ def options_of_table(schema: StructType, options: Mapping[str, str]) -> Mapping[
     return merged
 
 
+def must_be_single(url: str) -> None:
+    """Raise ConfigurationError for the URL of a map of shards."""
+    if map_named(url) is not None:
+        raise ConfigurationError(
+            f"{masked(url)!r} names a map of shards, and this takes a single store: give the URL of a shard"
+        )
+
+
 @dataclass(frozen=True)
 class StoreOptions:
     """The store of a job. Passwords are read where they are used, so that no plan, log or pickle contains them."""
@@ -178,6 +189,7 @@ class StoreOptions:
                 f'{FORMAT} needs the store: .option("url", "postgresql://user@host/database"). To CREATE TABLE, name '
                 "no columns: Spark would not hand the table's OPTIONS on. OPTIONS (columns 'id, due') chooses them"
             )
+        must_be_single(url)
         if table is None and endpoint is not None:
             table = f"{endpoint}.timeouts"
         if not table:
@@ -243,9 +255,13 @@ class StoreOptions:
         """Return who promotes files of the store's cold tier, for a promotion of that number."""
         return FilePromoter(self.address, self.table, schema=self.schema, folder=folder, job=job)
 
-    def pieces(self) -> PieceWriter:
-        """Return a writer of pieces to the store."""
-        return PieceWriter(self.address, self.table, schema=self.schema)
+    def pieces(self, folder: ColdFolder | None = None) -> PieceWriter:
+        """Return a writer of pieces to the store, the files of whose cold tier are in that folder."""
+        return PieceWriter(self.address, self.table, schema=self.schema, folder=folder)
+
+    def level_pieces(self, folder: ColdFolder | None) -> LevelPieceWriter:
+        """Return a writer of pieces to a broker and the store, the files of whose cold tier are in that folder."""
+        return LevelPieceWriter(self.address, self.table, schema=self.schema, folder=folder)
 
 
 def check_columns(schema: StructType) -> None:

@@ -1,14 +1,13 @@
 """Place the rows of a job in the store, in the cold tier, or in a broker's delay levels.
 
-Each row gets a sink by its due time. A task stages the rows for the store, writes the files of the cold tier and
-then publishes the rows for the broker. The driver commits once: a single transaction moves the staged rows to the
-store, registers the files and records the counts. A job that fails or is killed before its commit leaves nothing in the
-store or the cold tier.
+Each row gets a sink by its due time. Rows for a store and for a broker are the pieces of `delayline.spark.pieces`.
 
-A broker has no such transaction: it keeps the messages that it has confirmed. The rows for a broker are therefore
-divided by id into partitions, and a table in the store's database records each partition that the broker has confirmed.
-A job that is run again under the same name skips them; a partition that was in flight may be published twice. As in
-`delayline.spark.pieces`, each partition ends with a row that says so: a partition that was cut off is not recorded.
+Beside a cold tier the near rows are these pieces; then tasks write the far rows to files, and the driver registers all
+files in a single transaction.
+
+Where all rows have to be stored at once, tasks stage the rows for the store and write the files of the cold tier. The
+driver commits once: a single transaction moves the staged rows to the store, registers the files and records the
+counts. A job that fails or is killed before its commit leaves none of them.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import asyncio
 import json
 import time
 import uuid
-from contextlib import AsyncExitStack, ExitStack
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeVar, get_args
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 import numpy as np
 import pyarrow as pa
@@ -29,56 +28,46 @@ import pyarrow.compute as pc
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from pyspark.sql.types import BooleanType, StructField, StructType
 
-from delayline.backends import Backend, backend_of
+from delayline.backends import Backend, BulkRoute, backend_of
 from delayline.bulk.cold_catalog import MICROS_A_HOUR
 from delayline.bulk.cold_folder import ColdFolder, HourWriter
 from delayline.bulk.fingerprint import Fingerprint
-from delayline.bulk.jobs import JobName
+from delayline.bulk.job_folder import JobFolder
+from delayline.bulk.jobs import Committed, JobName, JobState, PieceCounts, PieceParameters, check_input
 from delayline.bulk.known_ids import KnownIds
-from delayline.bulk.ledger import Committed, JobLedger, RunKey, RunKind, Sink, check_input
-from delayline.bulk.partitions import JobParameters, PublishedPartitions, PublishReport
+from delayline.bulk.level_pieces import SENT_AT_ONCE, is_near
+from delayline.bulk.whole_jobs import WholeJob
 from delayline.bulk.writer import Attempt, blocking, new_area
 from delayline.clock import LATEST_TIME, SystemClock, from_microseconds, to_microseconds
 from delayline.delayed.arrow import microseconds
 from delayline.delayed.store import OnConflict
-from delayline.errors import BackendUnavailable, ConfigurationError, DuplicateMessage
-from delayline.spark.cold_tier import (
-    NO_ROWS,
-    ColdTier,
-    check_job_duration,
-    file_from_json,
-    file_to_json,
-    stage_journal_rows,
-)
+from delayline.errors import ConfigurationError, DifferentInput, DuplicateMessage
+from delayline.spark.cold_tier import ColdTier, check_job_duration, file_from_json, file_to_json
 from delayline.spark.headers import HEADER_ALLOWANCE, SendHeaders, Validator, valid_rows
 from delayline.spark.options import SOURCE_COLUMNS, choice
-from delayline.spark.pieces import END, UNENDED, PieceJob, ends_of
+from delayline.spark.pieces import PieceJob, index_hash
 from delayline.spark.sources import OWN_COLUMNS, content_type, prepared
-from delayline.sql.database import Database
 from delayline.sql.databases import database_at
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from datetime import timedelta
 
     from pyspark.sql import DataFrame, Observation
     from sqlalchemy import Connection, Table
 
-    from delayline.backends import MessageSink, MessageWriter
+    from delayline.backends import MessageSink
     from delayline.bulk.cold_catalog import ColdFile
+    from delayline.bulk.jobs import Job
     from delayline.spark.options import StoreOptions
     from delayline.spark.schedule import JobTarget
+    from delayline.spark.shards import JobOfShard, ShardSearch
     from delayline.spark.sources import Columns
 
-Result = TypeVar("Result")
 #: What is committed at once: each piece, or the whole job.
 Atomic = Literal["piece", "job"]
 #: The name of the broker connections.
 SCHEDULE_CONNECTION: Final = "delayline schedule"
-#: Partitions of the rows for a broker. A partition that was confirmed and not yet recorded may be sent twice.
-HASH_PARTITIONS: Final = 1024
-#: Column: the partition of a row for the broker, 0 or more; negative for the store and the cold tier.
-PARTITION: Final = "_delayline_partition"
 #: Column: whether the id is already in store or cold tier, or belongs to an earlier row of the job.
 DUPLICATE: Final = "_delayline_duplicate"
 DUE_HOUR: Final = "_delayline_hour"
@@ -86,8 +75,6 @@ DUE_HOUR: Final = "_delayline_hour"
 INDEX_HASH: Final = "_delayline_index_hash"
 #: The most destinations that the driver looks up before the job; the tasks look up the others.
 MOST_DESTINATIONS: Final = 10_000
-#: The most ids whose refusal by the broker is kept.
-MOST_REFUSED: Final = 1000
 RESULT: Final = "result STRING"
 FINGERPRINT: Final = "fingerprint STRING"
 
@@ -110,53 +97,11 @@ class Placed(NamedTuple):
         """How many rows the input had."""
         return self.stored + self.cold + self.sent + self.duplicates + self.rejected
 
-
-class PartitionLedger:
-    """The partitions of a job that a broker has confirmed, kept in the store's database; pickled to tasks.
-
-    Every method but `opened` and `partitions` blocks.
-    """
-
-    def __init__(self, store: StoreOptions, job: str) -> None:
-        self._store = store
-        self._job = job
-
-    def create(self) -> JobParameters | None:
-        """Create the table if it is missing; return the parameters that an earlier attempt has saved."""
-        self._write(PublishedPartitions.create)
-        return self._write(PublishedPartitions.parameters)
-
-    def save(self, parameters: JobParameters) -> JobParameters:
-        """Save the parameters, and return the parameters that count: a concurrent attempt may have been first."""
-        self._write(lambda table, connection: table.save_parameters(connection, parameters))
-        return self._write(PublishedPartitions.parameters) or parameters
-
-    def reports(self) -> list[PublishReport]:
-        """Return the reports of all recorded partitions."""
-        return list(self._write(PublishedPartitions.reports).values())
-
-    def delete(self) -> None:
-        """Delete all entries of the job."""
-        self._write(PublishedPartitions.delete)
-
-    def partitions(self, database: Database) -> PublishedPartitions:
-        """Return the table of the job in that database."""
-        return PublishedPartitions(database.dialect, self._job, database.dialect.catalog.schema_of(self._store.schema))
-
-    async def opened(self, stack: AsyncExitStack) -> Database:
-        """Open the database until the stack closes."""
-        database = database_at(self._store.address)
-        await database.open()
-        stack.push_async_callback(database.close)
-        return database
-
-    def _write(self, work: Callable[[PublishedPartitions, Connection], Result]) -> Result:
-        async def run() -> Result:
-            async with AsyncExitStack() as stack:
-                database = await self.opened(stack)
-                return await database.write(partial(work, self.partitions(database)))
-
-        return blocking(run())
+    def plus(self, other: Placed) -> Placed:
+        """Return the numbers with those of another shard."""
+        counts = ("stored", "cold", "sent", "duplicates", "rejected")
+        sums = {name: getattr(self, name) + getattr(other, name) for name in counts}
+        return self._replace(**sums, repeated=self.repeated and other.repeated)
 
 
 @dataclass(frozen=True)
@@ -180,9 +125,22 @@ class Placement:
 
     @property
     def in_pieces(self) -> bool:
-        """Whether tasks commit: for a store alone, unless a duplicate is an error or all rows must come at once."""
+        """Whether tasks commit all rows: without a cold tier, unless it has to be all or none of them."""
+        return self.target.cold_tier is None and not self._is_staged
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether all pieces are written to files before it is decided to store them."""
         alone = self.target.cold_tier is None and self.target.broker is None
-        return alone and self.on_conflict != "raise" and self.atomic == "piece"
+        return alone and self._at_once and self.target.job_folder is not None
+
+    @property
+    def _is_staged(self) -> bool:
+        return self._at_once and not self.is_decided
+
+    @property
+    def _at_once(self) -> bool:
+        return self.on_conflict == "raise" or self.atomic == "job"
 
     def check(self) -> None:
         """Raise ConfigurationError for a target that cannot honour `on_conflict`."""
@@ -192,6 +150,17 @@ class Placement:
             raise ConfigurationError(
                 f"on_conflict={self.on_conflict!r} needs a search by id, and delay levels have none. Use 'keep': it "
                 "compares the ids of the job with each other and with the store"
+            )
+        if self.target.broker is not None and self.atomic == "job":
+            raise ConfigurationError(
+                "atomic='job' cannot be had from a broker, which keeps what it has confirmed if the job fails: use "
+                "'piece'"
+            )
+        store = backend_of(self.target.store_url, kind="store that jobs can write to")
+        if self.target.cold_tier is not None and self._is_staged and store.bulk_route is BulkRoute.STORED_ROWS:
+            raise ConfigurationError(
+                f"{store.scheme}: takes the messages of a job in pieces, and not both tiers at once: leave out "
+                "atomic='job' and on_conflict='raise', or use PostgreSQL, MariaDB or SQLite"
             )
         if self.target.cold_tier is not None and self.on_conflict == "replace":
             raise ConfigurationError(
@@ -215,114 +184,227 @@ class Placement:
             DelaylineError: Nothing is placed in store and cold tier; a broker keeps the messages that it has confirmed.
         """
         self.check()
-        job = _Job(self, run, batch)
-        return job.place_pieces(rows, observation) if self.in_pieces else job.place(rows)
+        job = PlacementJob(self, run, batch)
+        if self._is_staged:
+            return job.place(rows)
+        return job.place_pieces(rows, observation if self.in_pieces else None)
 
 
-class _Job:
-    """A batch of a run, on the driver."""
+class PlacementJob:
+    """A batch of a run, on the driver.
 
-    def __init__(self, settings: Placement, run: JobName | None, batch: int | None) -> None:
+    Args:
+        settings: Where the rows go.
+        run: The name and version of the job, if it has a name.
+        batch: The number of a stream's batch.
+        shard: What it knows of the others, where it is the job of one shard of several.
+    """
+
+    def __init__(
+        self, settings: Placement, run: JobName | None, batch: int | None, shard: JobOfShard | None = None
+    ) -> None:
         target = settings.target
         self._settings = settings
-        self._named = run is not None
+        self._shard = shard
+        self._named = run is not None and (shard is None or shard.is_named)
         self._name = run or JobName(uuid.uuid4().hex)
         self._run = str(self._name)
-        self._kind = RunKind.JOB if batch is None else RunKind.STREAM
-        self._batch = batch or 0
+        self._is_batch = batch is not None
+        #: The job's name in the ledger: a stream's is that of its batches, whose numbers are versions.
+        self._entry = self._name if batch is None else JobName(self._run, batch)
         self._store = target.store
-        if self._store is None and run is not None and self._kind is RunKind.JOB:
+        if self._store is None and run is not None and not self._is_batch:
             raise ConfigurationError(
                 f"run={self._run!r} needs a database that records it: JobTarget('postgresql://...', delay_levels='amqp://...')"
             )
+        self._files = JobFolder(target.job_folder) if settings.is_decided and target.job_folder is not None else None
         self._tier = None if target.cold_tier is None else ColdTier(target.options, target.cold_tier)
         self._staging = None if self._store is None else self._store.staging(new_area())
-        self._now = SystemClock().now() if self._staging is None else self._staging.now()
+        clock = self._staging or SystemClock()
+        self._now = clock.now() if shard is None else shard.now
         self._backend = None if target.broker is None else backend_of(target.broker, kind="broker")
         self._broker: MessageSink | None = None
         if self._backend is not None and target.broker is not None:
             self._broker = self._backend.sink(target.broker, SCHEDULE_CONNECTION, endpoint=target.sender)
             blocking(self._broker.must_exist())
-        self._ledger: PartitionLedger | None = None
-        if self._store is not None and self._broker is not None:
-            # A tab cannot be in the name of a job.
-            self._ledger = PartitionLedger(self._store, self._run if batch is None else f"{self._run}\t{batch}")
         self._began = time.monotonic()
 
-    @property
-    def _takes_fingerprint(self) -> bool:
-        """Whether the input may differ when it comes again; Spark repeats a batch of a stream with the same rows."""
-        return self._named and self._staging is not None and self._kind is RunKind.JOB
+    def begin(self) -> Job:
+        """Begin the job in pieces, or go on with it; stores nothing. Raises ConfigurationError if it is of a store."""
+        pieces = self._pieces()
+        return pieces.open(self._parameters(pieces.number, None))
 
     def place_pieces(self, rows: DataFrame, observation: Observation | None) -> Placed:
-        """Let tasks commit the rows in pieces, unless the job has committed before there were pieces."""
-        settings = self._settings
-        if self._named and self._recorded(Sink.STORE) is not None:
+        """Let tasks commit the rows in pieces, unless the job has committed all of them at once.
+
+        Rows for a cold tier are placed after them, before the job is done.
+        """
+        pieces = self._pieces()
+        if self._store is None:
+            return self._send(pieces, rows, observation)
+        if self._tier is not None:
+            self._tier.create().make()  # before anything is placed that cannot be taken back
+        begun = pieces.begun()
+        if begun is not None and begun.parameters.at_once:
             return self.place(rows)
-        is_batch = self._kind is RunKind.STREAM
-        name = JobName(self._run, self._batch) if is_batch else self._name
-        pieces = PieceJob(
-            settings.target, settings.columns, settings.on_conflict, name, named=self._named, stream=is_batch
+        job = pieces.open(self._parameters(pieces.number, rows if begun is None else None))
+        repeated, validator = job.state is JobState.DONE, self._validator(job.parameters)
+        was_decided = job.state is not JobState.OPEN
+        if self._files is not None and not repeated:
+            self._decide_and_load(pieces, rows, job, validator, observation)
+        elif not repeated:
+            pieces.store(rows, job, validator, observation)
+        if self._tier is not None and not repeated and not pieces.has_far(job):
+            self._place_far(rows, job, pieces)
+        job = pieces.finish(job)
+        if self._files is not None:
+            self._files.clear(job.number)
+        if was_decided and not self._is_batch:  # which Spark repeats with the same rows
+            pieces.check_again(rows, job)
+        return Placed(
+            self._run,
+            job.committed.stored,
+            job.committed.cold,
+            job.committed.sent,
+            job.committed.duplicates,
+            job.committed.rejected,
+            repeated,
+            from_microseconds(job.parameters.now),
+            replace(validator, ids=job.refused),
         )
-        now = to_microseconds(self._now)
-        validator = self._validator(JobParameters(now, now, {}))
-        job, repeated = pieces.run(rows, self._now, validator, observation)
-        counts = job.committed
-        numbers = (counts.stored, 0, 0, counts.duplicates, counts.rejected)
-        return Placed(self._run, *numbers, repeated, from_microseconds(job.parameters.now), validator)
+
+    def _pieces(self) -> PieceJob:
+        return PieceJob(
+            self._settings.target,
+            self._settings.columns,
+            self._entry,
+            stream=self._is_batch,
+            broker=self._broker,
+            folder=None if self._tier is None else ColdFolder(self._tier.path),
+            files=self._files,
+            search=None if self._shard is None else self._shard.search,
+        )
+
+    def _decide_and_load(
+        self, pieces: PieceJob, rows: DataFrame, job: Job, validator: Validator, observation: Observation | None
+    ) -> None:
+        """Write the pieces to files and decide to store them, unless that was decided; store them."""
+        if job.state is JobState.OPEN:
+            try:
+                job = pieces.decide(rows, job, validator)
+            except Exception:
+                if self._files is not None and not self._named:  # nobody goes on with it
+                    self._files.clear(job.number)
+                raise
+        try:
+            pieces.load(rows, job, observation)
+        except Exception:
+            now = pieces.begun()
+            if now is None or now.state is not JobState.DONE:  # by another process, which has deleted the files
+                raise
+
+    def _send(self, pieces: PieceJob, rows: DataFrame, observation: Observation | None) -> Placed:
+        """Let tasks send the rows to a broker, without a store."""
+        parameters = self._parameters(pieces.number, rows)
+        validator = self._validator(parameters)
+        counts, refused = pieces.send(rows, parameters, validator, observation)
+        numbers = (counts.sent, counts.duplicates, counts.rejected)
+        return Placed(self._run, 0, 0, *numbers, False, self._now, replace(validator, ids=refused))
 
     def place(self, rows: DataFrame) -> Placed:
-        """Run the tasks and commit their results, unless an earlier attempt has committed."""
-        saved = None if self._ledger is None else self._ledger.create()
+        """Stage all rows in tasks and store them at once, unless an earlier attempt has."""
+        assert self._staging is not None and self._store is not None  # noqa: S101 - a broker alone is sent to
+        parameters = self._parameters(0, None)
         before: Committed | None = None
-        if self._staging is not None and self._named:
+        is_named_job = self._named and not self._is_batch
+        if self._named:
             self._staging.create_ledger()
-            before = self._recorded(Sink.STORE)
-        if before is None and self._store is not None and self._named and self._kind is RunKind.JOB:
-            self._store.pieces().refuse(self._name)
+            before = self._staging.committed(self._entry, stream=self._is_batch)
         if before is not None:
-            parameters = saved or self._parameters(None)
             placed = self._repeated(before, parameters)
-            if self._takes_fingerprint:
+            if is_named_job:
                 given, contents = self._fingerprint(rows, parameters), self._settings.on_conflict == "replace"
                 check_input(self._run, before.fingerprint, placed.rows, given, contents=contents)
             return placed
-        parameters = saved or self._parameters(rows)
-        if self._ledger is not None and self._takes_fingerprint:  # before anything is published
-            given = self._fingerprint(rows, parameters)
-            parameters = saved or self._ledger.save(replace(parameters, fingerprint=str(given)))
-            if parameters.fingerprint is not None:
-                check_input(self._run, parameters.fingerprint, given.rows, given, contents=False)
-        elif self._ledger is not None and saved is None:
-            parameters = self._ledger.save(parameters)
         with ExitStack() as undo:
-            if self._staging is not None:
-                self._staging.create()
-                undo.callback(self._staging.discard)
-            if self._ledger is not None and not self._named:  # no later attempt can use its entries
-                undo.callback(self._ledger.delete)
-            results = _results(self._arranged(rows, parameters), self._task(rows, parameters))
-            placed = self._commit(results, parameters)
+            self._staging.create()
+            undo.callback(self._staging.discard)
+            task = self._task(rows, parameters, self._staging.name, takes_fingerprint=is_named_job)
+            placed = self._commit(_results(self._arranged(rows, parameters), task), parameters)
             undo.pop_all()
         return placed
 
-    def _parameters(self, rows: DataFrame | None) -> JobParameters:
-        """Return the parameters of a new job; asks the broker for the destinations of near rows.
+    def _place_far(self, rows: DataFrame, job: Job, pieces: PieceJob) -> None:
+        """Write the far rows to the cold tier and register its files, unless another driver has done so meanwhile.
+
+        Args:
+            rows: The source.
+            job: Its near rows are placed.
+            pieces: Its pieces.
+
+        Raises:
+            DifferentInput: Rows that were far before are not now, or others are.
+        """
+        assert self._tier is not None  # noqa: S101 - there are far rows beside one only
+        self._began, expected = time.monotonic(), pieces.far_rows(job)
+        task = self._task(rows, job.parameters, None, takes_fingerprint=False)
+        results = _results(self._arranged(rows, job.parameters, only_far=True), task)
+        files, counts = [file for result in results for file in result.files], _far_counts(results)
+        given = counts.cold + counts.duplicates + counts.rejected
+        more = given - expected
+        if pieces.has_far(job):
+            return
+        if not 0 <= more <= counts.duplicates:
+            raise DifferentInput(
+                f"{expected:,} rows of the job {self._run!r} were due after the horizon when its near rows were "
+                f"placed, and {given:,} are now: the source has other due times each time it is read. The near "
+                "rows are placed, the others are not. Write the rows to a file or table, and run the job again with it"
+            )
+        counts = counts._replace(duplicates=counts.duplicates - more)  # near rows, as due times have moved on
+        if self._shard is not None:
+            self._shard.search.check()
+        self._tier.write(partial(self._record_far, job.number, files, counts))
+        self._tier.keep_log()
+
+    def _record_far(self, job: int, files: list[ColdFile], counts: PieceCounts, connection: Connection) -> None:
+        tier = self._tier
+        assert tier is not None  # noqa: S101 - as above
+
+        def register() -> None:
+            check_job_duration(self._began)
+            tier.register(connection, files)
+
+        tier.jobs.record_far(connection, job, counts, register)
+
+    def _parameters(self, pieces: int, rows: DataFrame | None) -> PieceParameters:
+        """Return the parameters of a new job in so many pieces; asks the broker for the destinations of near rows.
 
         Rows for a destination that has no queue are rejected, not published.
         """
-        reach = self._settings.hot_horizon
+        settings, reach = self._settings, self._settings.hot_horizon
         if self._backend is not None:
             longest = self._backend.longest_delay or LATEST_TIME - self._now
             reach = longest if self._store is None else min(reach, longest)
         refused: Mapping[str, str] = {}
         if rows is not None and self._broker is not None:
-            near = prepared(rows, self._settings.columns, self._now).where(F.col("due") < F.lit(self._now + reach))
+            near = prepared(rows, settings.columns, self._now).where(F.col("due") < F.lit(self._now + reach))
             destinations = near.select("destination").distinct().limit(MOST_DESTINATIONS).toArrow()
             refused = blocking(self._broker.refusals([name for name in destinations.column(0).to_pylist() if name]))
-        return JobParameters(to_microseconds(self._now), to_microseconds(self._now + reach), refused)
+        return PieceParameters(
+            to_microseconds(self._now),
+            pieces,
+            settings.on_conflict,
+            named=self._named,
+            stream=self._is_batch,
+            part=0 if self._broker is None else SENT_AT_ONCE,
+            far_from=to_microseconds(self._now + reach),
+            has_cold_tier=self._tier is not None,
+            refused=refused,
+            is_decided=self._files is not None,
+            shards=[] if self._shard is None else list(self._shard.among),
+        )
 
-    def _fingerprint(self, rows: DataFrame, parameters: JobParameters) -> Fingerprint:
+    def _fingerprint(self, rows: DataFrame, parameters: PieceParameters) -> Fingerprint:
         """Read the input once, without writing anything."""
         messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
         take = partial(_fingerprints, since=self._due_since(parameters))
@@ -331,11 +413,11 @@ class _Job:
             total = total.plus(Fingerprint.parse(part))
         return total
 
-    def _due_since(self, parameters: JobParameters) -> int:
+    def _due_since(self, parameters: PieceParameters) -> int:
         """Return what due times are counted from in a fingerprint, so that delays are the same in each attempt."""
         return 0 if self._settings.columns.delay is None else parameters.now
 
-    def _validator(self, parameters: JobParameters) -> Validator:
+    def _validator(self, parameters: PieceParameters) -> Validator:
         holder = self._backend or Backend if self._staging is None else self._staging
         largest = holder.largest_message - HEADER_ALLOWANCE
         if self._broker is None:
@@ -343,169 +425,127 @@ class _Job:
         latest = parameters.far_from if self._store is None else None
         return Validator(largest, parameters.far_from, parameters.refused, latest=latest)
 
-    def _task(self, rows: DataFrame, parameters: JobParameters) -> _Task:
+    def _task(
+        self, rows: DataFrame, parameters: PieceParameters, area: str | None, *, takes_fingerprint: bool
+    ) -> _Task:
         settings, now = self._settings, from_microseconds(parameters.now)
+        assert self._store is not None  # noqa: S101 - only a job with a store has these tasks
         return _Task(
             headers=SendHeaders(settings.target.sender, content_type(rows, settings.columns), now),
             validator=self._validator(parameters),
             far_from=parameters.far_from,
             store=self._store,
-            area="" if self._staging is None else self._staging.name,
+            area=area,
             folder=None if self._tier is None else self._tier.create(),
-            journaled=self._tier is not None and self._tier.journaled,
-            broker=self._broker,
-            ledger=self._ledger,
-            due_since=self._due_since(parameters) if self._takes_fingerprint and self._ledger is None else None,
+            due_since=self._due_since(parameters) if takes_fingerprint else None,
         )
 
-    def _arranged(self, rows: DataFrame, parameters: JobParameters) -> DataFrame:
-        """Return the messages in the order that the writers need.
+    def _arranged(self, rows: DataFrame, parameters: PieceParameters, *, only_far: bool = False) -> DataFrame:
+        """Return the messages in the order that the writers need, or the far ones of them.
 
-        A store alone takes any order, and its primary key finds duplicates; for the other sinks they are marked first.
-        Files need the rows of an hour together. A partition for the broker is the work of a single task.
+        A store alone takes any order, and its primary key finds duplicates. With a cold tier they are marked first,
+        and its files need the rows of an hour together.
         """
         messages = prepared(rows, self._settings.columns, from_microseconds(parameters.now)).drop(*OWN_COLUMNS)
-        if self._broker is None and self._tier is None:
+        if self._tier is None:
             return self._bounded(messages)
-        messages = self._with_duplicates_marked(messages)
-        if self._broker is None:
-            messages = messages.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {MICROS_A_HOUR}"))
-            return self._bounded(messages.hint("rebalance", DUE_HOUR)).sortWithinPartitions("due").drop(DUE_HOUR)
-        far = F.expr(f"unix_micros(due) >= {parameters.far_from}")
-        partition = F.when(far, F.expr(f"-1 - unix_micros(due) div {MICROS_A_HOUR}")).otherwise(
-            F.pmod(F.xxhash64("id"), F.lit(HASH_PARTITIONS))
-        )
-        messages = messages.withColumn(PARTITION, partition.cast("long")).withColumn(END, F.lit(False))
-        ended = messages.unionByName(ends_of(messages, PARTITION, HASH_PARTITIONS))
-        return self._bounded(ended.repartition(PARTITION)).sortWithinPartitions(PARTITION, END, "due")
+        messages = self._with_duplicates_marked(messages, parameters, only_far=only_far)
+        messages = messages.withColumn(DUE_HOUR, F.expr(f"unix_micros(due) div {MICROS_A_HOUR}"))
+        return self._bounded(messages.hint("rebalance", DUE_HOUR)).sortWithinPartitions("due").drop(DUE_HOUR)
 
     def _bounded(self, messages: DataFrame) -> DataFrame:
         """Return the rows for no more tasks than may have a connection."""
-        most = self._settings.target.max_connections if self._store is None else self._store.connections
-        return messages if most is None else messages.coalesce(most)
+        return messages if self._store is None else messages.coalesce(self._store.connections)
 
-    def _with_duplicates_marked(self, messages: DataFrame) -> DataFrame:
-        """Add the column DUPLICATE: of rows with the same id the first is kept, as in a store.
+    def _with_duplicates_marked(self, messages: DataFrame, parameters: PieceParameters, *, only_far: bool) -> DataFrame:
+        """Add the column DUPLICATE: of rows with the same id the first is kept that can be a message, as in a store.
 
         The tasks ask for the ids of the job only, in the order of the index of the cold tier's ids.
         """
+        assert self._store is not None and self._tier is not None  # noqa: S101 - a key finds them without a cold tier
         others = (name for name in SOURCE_COLUMNS.names if name not in {"id", "due"})
-        hashed = messages.withColumn(INDEX_HASH, F.sha2(F.col("id").cast("binary"), 256))
-        gathered = hashed.repartition(F.substring(INDEX_HASH, 1, 2))
-        if self._store is not None:
-            gathered = gathered.coalesce(self._store.connections)
+        hashed = messages.withColumn(INDEX_HASH, index_hash())
+        gathered = self._bounded(hashed.repartition(F.substring(INDEX_HASH, 1, 2)))
         ordered = gathered.sortWithinPartitions(INDEX_HASH, F.col("due").asc_nulls_last(), *others)
-        search = _DuplicateSearch(self._store, None if self._tier is None else ColdFolder(self._tier.path))
+        far_from = parameters.far_from if only_far else None
+        search = _DuplicateSearch(
+            self._store,
+            ColdFolder(self._tier.path),
+            self._validator(parameters),
+            far_from,
+            None if self._shard is None else self._shard.search,
+        )
         columns = StructType([*SOURCE_COLUMNS, StructField(DUPLICATE, BooleanType())])
         return ordered.select(*SOURCE_COLUMNS.names).mapInArrow(search.run, columns)
 
-    def _commit(self, results: list[_TaskResult], parameters: JobParameters) -> Placed:
-        """Commit the results of the tasks in a transaction of the store, if there is a store."""
-        published = PublishReport()
-        for report in [result.published for result in results] if self._ledger is None else self._ledger.reports():
-            published.add(report)
+    def _commit(self, results: list[_TaskResult], parameters: PieceParameters) -> Placed:
+        """Commit the results of the tasks in a transaction."""
+        assert self._staging is not None  # noqa: S101 - only a store has a transaction
         duplicate = next((result.duplicate_id for result in results if result.duplicate_id is not None), None)
         if duplicate is not None and self._settings.on_conflict == "raise":
             raise DuplicateMessage(duplicate)
-        published.duplicates += sum(result.duplicates for result in results)
-        files, committed = [file for result in results for file in result.files], Committed(0)
-        fingerprint = self._of_tasks(results, parameters) if self._takes_fingerprint else None
-        if self._staging is not None:
-            committed = self._staging.commit(
-                [result.staged for result in results],
-                on_conflict=self._settings.on_conflict,
-                run=self._run,
-                batch=self._batch,
-                kind=self._kind,
-                fingerprint=fingerprint,
-                pre_commit=partial(self._register, files, published, parameters),
-                journal_only=[result.journal for result in results if result.journal.rows],
-            )
-            if self._tier is not None:
-                self._tier.keep_log()
-            if committed.repeated:  # another driver has run the same job at the same time
-                return self._repeated(committed, parameters)
+        files = [file for result in results for file in result.files]
+        duplicates, taken = sum(result.duplicates for result in results), Fingerprint()
+        beside = PieceCounts(duplicates=duplicates, cold=sum(file.messages for file in files))
+        fingerprints = [result.fingerprint for result in results if result.fingerprint is not None]
+        for fingerprint in fingerprints:
+            taken = taken.plus(Fingerprint.parse(fingerprint))
+        committed = self._staging.commit(
+            [result.staged for result in results],
+            on_conflict=self._settings.on_conflict,
+            job=WholeJob(self._entry, replace(parameters, at_once=True), taken if fingerprints else None),
+            beside=beside,
+            pre_commit=partial(self._register, files),
+        )
+        if self._tier is not None:
+            self._tier.keep_log()
+        if committed.repeated:  # another driver has run the same job at the same time
+            return self._repeated(committed, parameters)
         return Placed(
             self._run,
             committed.stored,
-            sum(file.messages for file in files),
-            published.sent,
-            committed.duplicates + published.duplicates,
-            committed.rejected + published.rejected,
+            committed.cold,
+            0,
+            committed.duplicates,
+            committed.rejected,
             False,
             from_microseconds(parameters.now),
-            replace(self._validator(parameters), ids=published.refused),
+            self._validator(parameters),
         )
 
-    @staticmethod
-    def _of_tasks(results: Sequence[_TaskResult], parameters: JobParameters) -> Fingerprint:
-        """Return the fingerprint of the input: taken by the tasks, or before them."""
-        total = Fingerprint() if parameters.fingerprint is None else Fingerprint.parse(parameters.fingerprint)
-        for fingerprint in [result.fingerprint for result in results if result.fingerprint is not None]:
-            total = total.plus(Fingerprint.parse(fingerprint))
-        return total
-
-    def _register(
-        self,
-        files: list[ColdFile],
-        published: PublishReport,
-        parameters: JobParameters,
-        connection: Connection,
-        staged: Table,
-    ) -> None:
-        """Register the files and record the counts of the other sinks, inside the transaction of the commit."""
+    def _register(self, files: list[ColdFile], connection: Connection, staged: Table) -> None:
+        """Register the files, inside the transaction of the commit."""
         del staged
         if self._tier is not None:
             check_job_duration(self._began)
-            self._tier.catalog.register(connection, files)
-            duplicates = 0 if self._broker is not None else published.duplicates
-            self._record(connection, Sink.COLD, Committed(sum(file.messages for file in files), duplicates))
-        if self._ledger is not None:
-            self._record(connection, Sink.LEVELS, Committed(published.sent, published.duplicates, published.rejected))
-            partitions = self._ledger.partitions(self._database)
-            partitions.delete(connection)
-            if self._named and self._kind is RunKind.JOB:
-                kept = replace(parameters, refused_ids=dict(published.refused))
-                partitions.save_parameters(connection, kept)
+            self._tier.register(connection, files)
 
-    def _record(self, connection: Connection, sink: Sink, counts: Committed) -> None:
-        dialect, key = self._database.dialect, RunKey(self._run, sink, self._kind)
-        runs = JobLedger(dialect, None if self._store is None else dialect.catalog.schema_of(self._store.schema))
-        runs.begin(connection, key, self._batch)
-        runs.end(connection, key, self._batch, counts)
-
-    @property
-    def _database(self) -> Database:
-        assert self._store is not None  # noqa: S101 - only a job with a store has a transaction
-        return database_at(self._store.address)
-
-    def _repeated(self, before: Committed, parameters: JobParameters) -> Placed:
+    def _repeated(self, before: Committed, parameters: PieceParameters) -> Placed:
         """Return the counts of the attempt that has committed."""
-        cold = (None if self._tier is None else self._recorded(Sink.COLD)) or Committed(0)
-        sent = (None if self._broker is None else self._recorded(Sink.LEVELS)) or Committed(0)
         return Placed(
             self._run,
             before.stored,
-            cold.stored,
-            sent.stored,
-            before.duplicates + cold.duplicates + sent.duplicates,
-            before.rejected + sent.rejected,
+            before.cold,
+            before.sent,
+            before.duplicates,
+            before.rejected,
             True,
             from_microseconds(parameters.now),
-            replace(self._validator(parameters), ids=parameters.refused_ids),
+            self._validator(parameters),
         )
-
-    def _recorded(self, sink: Sink) -> Committed | None:
-        assert self._staging is not None  # noqa: S101 - only a job with a store has a ledger
-        return self._staging.committed(self._run, self._batch, sink=sink, kind=self._kind)
 
 
 @dataclass(frozen=True)
 class _DuplicateSearch:
     """Finds the rows whose ids are taken; the work of a task, pickled. Equal ids come one after the other."""
 
-    store: StoreOptions | None
-    folder: ColdFolder | None
+    store: StoreOptions
+    folder: ColdFolder
+    validator: Validator
+    far_from: int | None
+    """Where the near rows are placed, the due time of the first far ones: only these are asked for and passed on."""
+    others: ShardSearch | None
+    """Looks at the other shards, where the store is one of several."""
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Yield the rows with the column DUPLICATE."""
@@ -515,20 +555,25 @@ class _DuplicateSearch:
             for batch in batches:
                 if not batch.num_rows:
                     continue
-                ids = batch.column("id")
-                texts = ids.to_pylist()
-                taken = np.array(
-                    [key == before for key, before in zip(texts, [last, *texts], strict=False)], dtype=bool
-                )
-                last = texts[-1]
-                if self.store is not None:
-                    known = known or runner.run(self._opened(self.store, runner, until))
-                    taken |= runner.run(known.among(ids))
+                ids, taken = batch.column("id"), np.zeros(batch.num_rows, dtype=bool)
+                good = pc.is_null(self.validator.reasons(batch)).to_numpy(zero_copy_only=False)
+                far = np.ones_like(good) if self.far_from is None else ~is_near(batch, self.far_from)
+                texts = ids.filter(pa.array(good)).to_pylist()
+                taken[good] = [key == before for key, before in zip(texts, [last, *texts], strict=False)]
+                last = texts[-1] if texts else last
+                asked = good & far
+                if asked.any():
+                    known = known or runner.run(self._opened(runner, until))
+                    asked_ids = ids.filter(pa.array(asked))
+                    taken[asked] |= runner.run(known.among(asked_ids))
+                    if self.others is not None:
+                        taken[asked] |= self.others.waiting(asked_ids, "keep")
                 columns = [*(batch.column(name) for name in SOURCE_COLUMNS.names), pa.array(taken)]
-                yield pa.RecordBatch.from_arrays(columns, names=[*SOURCE_COLUMNS.names, DUPLICATE])
+                marked = pa.RecordBatch.from_arrays(columns, names=[*SOURCE_COLUMNS.names, DUPLICATE])
+                yield marked.filter(pa.array(far))
 
-    async def _opened(self, store: StoreOptions, runner: asyncio.Runner, until: ExitStack) -> KnownIds:
-        database = database_at(store.address)
+    async def _opened(self, runner: asyncio.Runner, until: ExitStack) -> KnownIds:
+        store, database = self.store, database_at(self.store.address)
         await database.open()
         until.callback(lambda: runner.run(database.close()))
         return KnownIds(database, database.dialect.catalog.store_table(store.table, store.schema), self.folder)
@@ -549,30 +594,24 @@ class _TaskResult(NamedTuple):
     """The rows that a finished task has written, for the driver to commit."""
 
     staged: Attempt
-    journal: Attempt
-    """Rows for the journal about the messages in the files."""
     files: list[ColdFile]
     duplicates: int
-    """Duplicates among the rows that are not for the broker."""
     duplicate_id: str | None
-    published: PublishReport
     fingerprint: str | None
     """Of the task's input; None where it is not taken."""
 
     def to_json(self) -> str:
         files = [file_to_json(file) for file in self.files]
-        return json.dumps({**self._asdict(), "files": files, "published": asdict(self.published)})
+        return json.dumps({**self._asdict(), "files": files})
 
     @classmethod
     def from_json(cls, text: str) -> _TaskResult:
         fields = json.loads(text)
         return cls(
             Attempt(*fields["staged"]),
-            Attempt(*fields["journal"]),
             [file_from_json(file) for file in fields["files"]],
             fields["duplicates"],
             fields["duplicate_id"],
-            PublishReport(**fields["published"]),
             fields["fingerprint"],
         )
 
@@ -581,6 +620,13 @@ def _results(rows: DataFrame, task: _Task) -> list[_TaskResult]:
     """Run the tasks. Only the results of attempts that Spark counts as finished come back."""
     texts = rows.mapInArrow(task.run, RESULT).toArrow().column(0).to_pylist()
     return [_TaskResult.from_json(encoded) for encoded in texts]
+
+
+def _far_counts(results: list[_TaskResult]) -> PieceCounts:
+    """Return the counts of tasks that have staged nothing."""
+    written = sum(file.messages for result in results for file in result.files)
+    rejected = sum(result.staged.rejected for result in results)
+    return PieceCounts(cold=written, duplicates=sum(result.duplicates for result in results), rejected=rejected)
 
 
 def _fingerprints(batches: Iterator[pa.RecordBatch], *, since: int) -> Iterator[pa.RecordBatch]:
@@ -597,33 +643,26 @@ class _Task:
     headers: SendHeaders
     validator: Validator
     far_from: int
-    store: StoreOptions | None
-    area: str
+    store: StoreOptions
+    area: str | None
+    """Where rows for the store are staged; None where all rows are far."""
     folder: ColdFolder | None
-    journaled: bool
-    broker: MessageSink | None
-    ledger: PartitionLedger | None
     due_since: int | None
     """What due times are counted from in the fingerprint of the input; None to take none."""
 
     def run(self, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         """Write the rows to their sinks; yield a row with the result."""
-        rows, counts = _TaskRows(batches, partitioned=self.broker is not None), _Counts()
-        staged, journal = NO_ROWS, NO_ROWS
-        files: list[ColdFile] = []
-        if self.store is not None:
-            staging = self.store.staging(self.area)
-            writer = None if self.folder is None else HourWriter(self.folder)
-            for_store = self._for_store(rows.not_for_broker(), writer, counts)
-            staged = staging.write(for_store, rejected=lambda: counts.rejected)
-            if self.folder is not None and writer is not None:
-                files = writer.close()
-                journal = stage_journal_rows(staging, self.folder, files) if self.journaled else NO_ROWS
-        published = PublishReport()
-        if self.broker is not None:
-            published = asyncio.run(self._publish(self.broker, rows.for_broker()))
+        counts = _Counts()
+        writer = None if self.folder is None else HourWriter(self.folder)
+        near = self._for_store(batches, writer, counts)
+        if self.area is None:
+            rows = sum(batch.num_rows for batch in near)  # none, but this writes the files
+            staged = Attempt(0, rows, None, counts.rejected)
+        else:
+            staged = self.store.staging(self.area).write(near, rejected=lambda: counts.rejected)
+        files = [] if writer is None else writer.close()
         taken = None if self.due_since is None else str(counts.fingerprint)
-        result = _TaskResult(staged, journal, files, counts.duplicates, counts.duplicate_id, published, taken)
+        result = _TaskResult(staged, files, counts.duplicates, counts.duplicate_id, taken)
         yield pa.RecordBatch.from_arrays([pa.array([result.to_json()])], names=["result"])
 
     def _for_store(
@@ -639,28 +678,6 @@ class _Task:
             writer.write(new.filter(far))
             yield new.filter(pc.invert(far))
 
-    async def _publish(self, broker: MessageSink, batches: Iterable[pa.RecordBatch]) -> PublishReport:
-        """Publish partition by partition; record each in the ledger once the broker has confirmed all of it."""
-        total, writer = PublishReport(), None
-        async with AsyncExitStack() as stack:
-            database = None if self.ledger is None else await self.ledger.opened(stack)
-            ledger = None if self.ledger is None or database is None else self.ledger.partitions(database)
-            done = set() if ledger is None or database is None else set(await database.read(ledger.reports))
-            for partition, parts in by_partition(batches):
-                if partition in done:
-                    continue
-                counts, report = _Counts(), PublishReport()
-                new = [rows for rows in (self._accepted(part, counts) for part in parts) if rows.num_rows]
-                for messages in pa.Table.from_batches(new).combine_chunks().to_batches() if new else ():
-                    writer = writer or await broker.writer(stack)
-                    await _publish_batch(writer, messages, report)
-                report.duplicates += counts.duplicates
-                report.rejected += counts.rejected
-                if ledger is not None and database is not None:
-                    await database.write(partial(ledger.add, partition=partition, report=report))
-                total.add(report)
-        return total
-
     def _accepted(self, batch: pa.RecordBatch, counts: _Counts) -> pa.RecordBatch:
         """Return the valid, new rows with the headers of a send; count the others."""
         if self.due_since is not None:
@@ -675,59 +692,3 @@ class _Task:
             counts.duplicates += number
             rows = rows.filter(pc.invert(duplicate)) if number else rows
         return self.headers.complete(rows.select(SOURCE_COLUMNS.names))
-
-
-class _TaskRows:
-    """The rows of a task. partitioned: rows for the broker come last, ordered by partition."""
-
-    def __init__(self, batches: Iterator[pa.RecordBatch], *, partitioned: bool) -> None:
-        self._batches = batches
-        self._partitioned = partitioned
-        self._first_for_broker: pa.RecordBatch | None = None
-
-    def not_for_broker(self) -> Iterator[pa.RecordBatch]:
-        """Yield the rows for store and cold tier."""
-        if not self._partitioned:
-            yield from self._batches
-            return
-        for batch in self._batches:
-            others = pc.sum(pc.less(batch.column(PARTITION), 0)).as_py() or 0
-            if others:
-                yield batch.slice(0, others)
-            if others < batch.num_rows:
-                self._first_for_broker = batch.slice(others)
-                return
-
-    def for_broker(self) -> Iterator[pa.RecordBatch]:
-        """Yield the rest; exhaust `not_for_broker` first, where the job has a store."""
-        if self._first_for_broker is not None:
-            yield self._first_for_broker
-        yield from self._batches
-
-
-def by_partition(batches: Iterable[pa.RecordBatch]) -> Iterator[tuple[int, list[pa.RecordBatch]]]:
-    """Yield each partition with messages whole: when its end has come. The rows are ordered by partition.
-
-    Raises BackendUnavailable if the last partition did not come to its end.
-    """
-    parts = list[pa.RecordBatch]()
-    for batch in batches:
-        start = 0
-        for end in pc.indices_nonzero(batch.column(END)).to_pylist():
-            parts.append(batch.slice(start, end - start))
-            if any(part.num_rows for part in parts):
-                yield batch.column(PARTITION)[end].as_py(), parts
-            parts, start = [], end + 1
-        if start < batch.num_rows:
-            parts.append(batch.slice(start))
-    if parts:
-        raise BackendUnavailable(UNENDED)
-
-
-async def _publish_batch(writer: MessageWriter, messages: pa.RecordBatch, report: PublishReport) -> None:
-    refused = await writer.deliver(messages)
-    report.sent += messages.num_rows - len(refused)
-    report.rejected += len(refused)
-    ids = messages.column("id")
-    for position, reason in list(refused.items())[: MOST_REFUSED - len(report.refused)]:
-        report.refused[ids[position].as_py()] = reason

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from typing import TYPE_CHECKING, Final
 
 import pyarrow as pa
@@ -19,7 +19,9 @@ from delayline.clock import LATEST_TIME, ONE_DAY, to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.spark.cold_tier import ColdTier, planned, planned_files
 from delayline.spark.errors import translated_errors
-from delayline.spark.session import session_for
+from delayline.spark.session import session_for, started
+from delayline.spark.shards import over_shards
+from delayline.spark.workers import keep_imports
 
 if TYPE_CHECKING:
     import threading
@@ -71,6 +73,9 @@ def promote(target: JobTarget, *, horizon: timedelta = ONE_DAY, spark: SparkSess
     once they are confirmed. Those that were under way when a task was killed are sent again. What the broker refuses,
     as for a queue that does not exist, goes to the store.
 
+    Over a map of shards each shard's messages go to that shard, side by side. One that does not answer stops only its
+    own, and is an error once the others are done.
+
     Args:
         target: The store and its cold tier.
         horizon: How far ahead to promote; longer than the time until the next promotion.
@@ -86,17 +91,21 @@ def promote(target: JobTarget, *, horizon: timedelta = ONE_DAY, spark: SparkSess
     """
     time_span("horizon", horizon)
     with translated_errors():
-        tier = ColdTier(target.options, target.cold_tier)
-        if not tier.read(tier.catalog.exist):
-            return Promoted()
-        now = tier.store.staging().now()
-        broker = None if target.broker is None else _sink(target, target.broker, horizon)
-        until = to_microseconds(now + horizon if horizon < LATEST_TIME - now else LATEST_TIME)
-        due = partial(tier.catalog.list_files, until=until)
-        done = _promoted(tier, due, broker, spark) if tier.read(due) else Promoted()
-        tier.keep_log()
-        delete_retired(tier)
-        return done
+        return reduce(_sum, over_shards(target, partial(_promote, horizon=horizon), spark))
+
+
+def _promote(target: JobTarget, spark: SparkSession | None, *, horizon: timedelta) -> Promoted:
+    tier = ColdTier(target.options, target.cold_tier)
+    if not tier.read(tier.catalog.exist):
+        return Promoted()
+    now = tier.store.staging().now()
+    broker = None if target.broker is None else _sink(target, target.broker, horizon)
+    until = to_microseconds(now + horizon if horizon < LATEST_TIME - now else LATEST_TIME)
+    due = partial(tier.catalog.list_files, until=until)
+    done = _promoted(tier, due, broker, spark) if tier.read(due) else Promoted()
+    tier.keep_log()
+    delete_retired(tier)
+    return done
 
 
 def _promoted(
@@ -194,8 +203,8 @@ def promote_stream(
         promote(target, horizon=horizon, spark=batch.sparkSession)
 
     ticks = session.readStream.format("rate").option("rowsPerSecond", 1).load()
-    writer = ticks.writeStream.foreachBatch(tick).option("checkpointLocation", str(checkpoint))
-    return writer.trigger(processingTime=f"{interval.total_seconds()} seconds").start()
+    writer = ticks.writeStream.option("checkpointLocation", str(checkpoint))
+    return started(writer.trigger(processingTime=f"{interval.total_seconds()} seconds"), tick)
 
 
 def delete_retired(tier: ColdTier) -> int:
@@ -228,6 +237,7 @@ class _PromotionTask:
                 promoter.store(file)
             else:
                 promoter.send(file, self.broker)
+        keep_imports()
         yield from ()
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar, cast
 
 import pyarrow as pa
 from pyspark.sql import datasource
-from pyspark.sql.datasource import DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.datasource import CaseInsensitiveDict, DataSourceReader, DataSourceStreamReader, InputPartition
 from pyspark.sql.pandas.types import to_arrow_schema
 from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from pyspark.sql.types import StructType
@@ -21,6 +21,7 @@ from delayline.bulk.scan import Condition, Order, PendingScan, Span
 from delayline.bulk.stream_claims import StreamClaims
 from delayline.clock import SystemClock
 from delayline.errors import ConfigurationError
+from delayline.shards import named_errors
 from delayline.spark.options import (
     FORMAT,
     REQUIRED,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 
     from pyspark.sql.datasource import Filter
 
+    from delayline.shards import Shard, ShardMap
 
 DEFAULT_PARTITIONS: Final = 2
 ROWS_AT_ONCE: Final = 10_000
@@ -118,6 +120,57 @@ class PushingReader(BatchReader):
                 yield condition
             else:
                 self._conditions.append(Condition(column[0], sign, value))
+
+
+@dataclass
+class ShardPartition(InputPartition):
+    """A partition of a shard."""
+
+    shard: str
+    partition: InputPartition
+
+
+class ShardedReader(DataSourceReader):
+    """Reads the selected columns of all shards, each as a store."""
+
+    reads: ClassVar[type[BatchReader]] = BatchReader
+
+    def __init__(self, options: Mapping[str, str], schema: StructType, shards: ShardMap) -> None:
+        self._shards = {shard.name: shard for shard in shards.used}
+        self._readers = {name: self.reads(_options_of(shard, options), schema) for name, shard in self._shards.items()}
+
+    def partitions(self) -> Sequence[ShardPartition]:
+        """Divide the messages of each shard. Raises an error that names a shard that does not answer."""
+        found: list[ShardPartition] = []
+        for name, reader in self._readers.items():
+            with named_errors(self._shards[name]):
+                found += [ShardPartition(name, partition) for partition in reader.partitions()]
+        return found
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        """Read a range of a shard."""
+        if not isinstance(partition, ShardPartition):
+            raise TypeError(f"{partition!r} is not a partition of this reader")
+        with named_errors(self._shards[partition.shard]):
+            yield from self._readers[partition.shard].read(partition.partition)
+
+
+class PushingShardedReader(ShardedReader):
+    """Pushes filters down to the database of each shard."""
+
+    reads: ClassVar[type[BatchReader]] = PushingReader
+
+    def pushFilters(self, filters: list[Filter]) -> Iterable[Filter]:  # noqa: N802 - Spark's
+        """Keep the filters that the tables can evaluate exactly; return the others to Spark."""
+        left: list[Filter] = []
+        for reader in self._readers.values():  # the same of each
+            left = list(cast("PushingReader", reader).pushFilters(filters))
+        return left
+
+
+def _options_of(shard: Shard, options: Mapping[str, str]) -> Mapping[str, str]:
+    own = {"url": shard.url, **({} if shard.schema is None else {"schema": shard.schema})}
+    return CaseInsensitiveDict({**options, **own})
 
 
 def checked_schema(schema: StructType) -> StructType:

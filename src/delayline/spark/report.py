@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pyspark.sql import functions as F  # noqa: N812 - the usual name
 
-from delayline.spark.audit import ACCURACY, BARS, bar_of
+from delayline.spark.audit import ACCURACY, BARS, SHARD, bar_of
 from delayline.spark.errors import translated_errors
 
 if TYPE_CHECKING:
@@ -191,8 +191,8 @@ def write_report(audit: Audit, path: str | Path, *, title: str = "Delayed messag
         OSError: The file cannot be written.
     """
     with translated_errors():
-        totals = audit.totals()
-        page = _page(title, totals, _tables(audit, totals), _charts(audit, totals))
+        totals, figures = audit.totals_with(*_figures())
+        page = _page(title, totals, _tables(audit, totals), _charts(audit, totals, figures))
     write_whole(Path(path), page)
     return totals
 
@@ -211,16 +211,20 @@ def write_whole(path: Path, page: str) -> None:
 
 def _tables(audit: Audit, totals: Totals) -> dict[str, list[dict[str, Any]]]:
     """Return the rows of each table; skips tables whose totals are zero."""
+    by_shard = audit.by_shard
+    message = ("id", *(() if by_shard is None else (SHARD,)), "destination", "due")
     frames = {
         "destinations": (totals.scheduled, audit.by_destination.limit(LONGEST_TABLE)),
         "errors": (totals.retries + totals.failed, audit.errors.limit(LONGEST_TABLE)),
-        "lost": (totals.lost, audit.lost.select("id", "destination", "due").limit(LONGEST_TABLE)),
+        "lost": (totals.lost, audit.lost.select(*message).limit(LONGEST_TABLE)),
         "duplicated": (
             totals.duplicated,
-            audit.duplicated.select("id", "destination", "due", "extra").limit(LONGEST_TABLE),
+            audit.duplicated.select(*message, "extra").limit(LONGEST_TABLE),
         ),
-        "early": (totals.early, audit.early.select("id", "destination", "due", "left").limit(LONGEST_TABLE)),
+        "early": (totals.early, audit.early.select(*message, "left").limit(LONGEST_TABLE)),
     }
+    if by_shard is not None:
+        frames["by_shard"] = (totals.scheduled, by_shard.limit(LONGEST_TABLE))
     return {name: frame.toArrow().to_pylist() if number else [] for name, (number, frame) in frames.items()}
 
 
@@ -241,30 +245,43 @@ class Charts:
     longest_behind: float | None
 
 
-def _charts(audit: Audit, totals: Totals) -> Charts:
-    late = audit.messages.where(LEFT_LATE)
-    points: Any = F.array(F.lit(0.5), F.lit(0.99))
-    together = F.percentile_approx("late", points, ACCURACY)
-    figures = (together[0].alias("p50"), together[1].alias("p99"), F.max("late").alias("longest"))
-    ranges = audit.messages.agg(
+def _figures() -> list[Column]:
+    """Return what charts are drawn by: the ranges of their messages, and the lateness of those that left in time."""
+    left_late, behind = F.when(F.expr(LEFT_LATE), F.col("late")), F.when(F.col("behind"), F.col("late"))
+    return [
         *(column for name, rows in (("late", LEFT_LATE), ("wait", WAITING)) for column in _range_of(name, rows)),
-        F.count_if(F.expr("late IS NOT NULL AND behind")).alias("behind"),
-        F.max(F.when(F.col("behind"), F.col("late"))).alias("longest_behind"),
-    )
-    [row] = ranges.toArrow().to_pylist()
-    over_time, forecast, of_all = NOTHING, NOTHING, dict[str, float | None].fromkeys(("p50", "p99", "longest"))
-    if (buckets := _buckets(row, "late")) is not None:
-        by_key = {
-            each["key"]: each for each in late.groupBy(buckets.key.alias("key")).agg(*figures).toArrow().to_pylist()
-        }
-        [of_all] = late.agg(*figures).toArrow().to_pylist()
-        series = {name: [by_key.get(key, {}).get(name) for key in buckets.keys] for name in of_all}
+        *(figure.alias(f"all_{name}") for name, figure in _percentiles(left_late).items()),
+        F.count(behind).alias("behind"),
+        F.max(behind).alias("longest_behind"),
+    ]
+
+
+def _percentiles(late: Column) -> dict[str, Column]:
+    points: Any = F.array(F.lit(0.5), F.lit(0.99))
+    together = F.percentile_approx(late, points, ACCURACY)
+    return {"p50": together[0], "p99": together[1], "longest": F.max(late)}
+
+
+def _charts(audit: Audit, totals: Totals, figures: Mapping[str, Any]) -> Charts:
+    over_time, forecast = NOTHING, NOTHING
+    lateness = {name: column.alias(name) for name, column in _percentiles(F.col("late")).items()}
+    if (buckets := _buckets(figures, "late")) is not None:
+        late = audit.messages.where(LEFT_LATE).groupBy(buckets.key.alias("key")).agg(*lateness.values())
+        by_key = {row["key"]: row for row in late.toArrow().to_pylist()}
+        series = {name: [by_key.get(key, {}).get(name) for key in buckets.keys] for name in lateness}
         over_time = lines(buckets.columns, series, "seconds late")
-    if (buckets := _buckets(row, "wait")) is not None:
+    if (buckets := _buckets(figures, "wait")) is not None:
         counted = audit.messages.where(WAITING).groupBy(buckets.key.alias("key"), "destination").count()
-        numbers = [(each["key"], each["destination"] or "", each["count"]) for each in counted.toArrow().to_pylist()]
+        numbers = [(row["key"], row["destination"] or "", row["count"]) for row in counted.toArrow().to_pylist()]
         forecast = _stacked(buckets, numbers)
-    return Charts(_histogram(audit, totals), over_time, forecast, of_all, row["behind"], row["longest_behind"])
+    return Charts(
+        _histogram(audit, totals),
+        over_time,
+        forecast,
+        {name: figures[f"all_{name}"] for name in lateness},
+        figures["behind"],
+        figures["longest_behind"],
+    )
 
 
 def _range_of(name: str, rows: str) -> list[Column]:
@@ -274,12 +291,13 @@ def _range_of(name: str, rows: str) -> list[Column]:
     return [F.min(due).alias(f"{name}_first"), middle, F.max(due).alias(f"{name}_last")]
 
 
-def _buckets(row: Mapping[str, Any], name: str) -> Buckets | None:
+def _buckets(figures: Mapping[str, Any], name: str) -> Buckets | None:
     """Return the columns for a range of due times; None where there are no messages."""
-    if row[f"{name}_first"] is None:
+    first, last = figures[f"{name}_first"], figures[f"{name}_last"]
+    if first is None:
         return None
-    low, high = (datetime.fromtimestamp(seconds, UTC) for seconds in row[f"{name}_middle"])
-    return Buckets.between(row[f"{name}_first"].astimezone(UTC), low, high, row[f"{name}_last"].astimezone(UTC))
+    low, high = (datetime.fromtimestamp(seconds, UTC) for seconds in figures[f"{name}_middle"])
+    return Buckets.between(first.astimezone(UTC), low, high, last.astimezone(UTC))
 
 
 def _histogram(audit: Audit, totals: Totals) -> str:
@@ -325,6 +343,7 @@ def _page(title: str, totals: Totals, tables: Mapping[str, list[dict[str, Any]]]
         f"<h2>Lateness over time</h2>{charts.lateness}",
         "<h2>By destination</h2>",
         _table(tables["destinations"]),
+        *_shards(tables),
         f"<h2>Still to come</h2>{charts.forecast}",
         "<h2>Retries and errors</h2>",
         _table(tables["errors"]),
@@ -336,6 +355,18 @@ def _page(title: str, totals: Totals, tables: Mapping[str, list[dict[str, Any]]]
         f"<title>{html.escape(title)}</title><style>{STYLE}</style>"
     )
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{"".join(parts)}</body></html>\n'
+
+
+#: What an audit of several shards says, and does not.
+OF_SHARDS: Final = (
+    "Counts are those of all shards. Order and lateness hold in each shard for itself, by the clock of its database."
+)
+
+
+def _shards(tables: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    if "by_shard" not in tables:
+        return []
+    return ["<h2>By shard</h2>", f'<p class="none">{OF_SHARDS}</p>', _table(tables["by_shard"])]
 
 
 def _numbers(totals: Totals, charts: Charts) -> str:

@@ -5,37 +5,37 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from pyspark.sql import is_remote
+from pyspark.sql import DataFrame
 
 from delayline.backends import BulkRoute, backend_of, schemes_with
 from delayline.bulk.connections import CONNECT_TIMEOUT
-from delayline.bulk.jobs import JobName, PieceCounts
-from delayline.bulk.ledger import check_run
+from delayline.bulk.jobs import JobName, PieceCounts, check_run
 from delayline.checks import time_span, whole_number
 from delayline.clock import ONE_DAY, SystemClock
 from delayline.errors import ConfigurationError
 from delayline.spark.errors import translated_errors
-from delayline.spark.headers import SendHeaders
-from delayline.spark.options import FORMAT, StoreOptions
+from delayline.spark.options import StoreOptions, must_be_single
 from delayline.spark.pieces import COUNTS, observed
 from delayline.spark.placement import Atomic, Placed, Placement
-from delayline.spark.session import activated, described, session_for
-from delayline.spark.sources import JDBC, OWN_COLUMNS, Columns, content_type, prepared, read_path, read_table, rejected
+from delayline.spark.session import activated, described, session_for, started
+from delayline.spark.shards import ShardedPlacement, of_shard
+from delayline.spark.sources import JDBC, Columns, prepared, read_path, read_table, rejected
+from delayline.sql.shards.backend import map_named
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
-    from pyspark.sql import DataFrame, Observation, SparkSession
+    from pyspark.sql import Observation, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
 
     from delayline.delayed.store import OnConflict
 
 #: Fields of JobTarget that are not options of the data source.
-NO_OPTIONS: Final = ("cold_tier", "delay_levels")
+NO_OPTIONS: Final = ("cold_tier", "delay_levels", "job_folder")
 #: The routes to stores of jobs.
 ROWS: Final = (BulkRoute.STAGED_ROWS, BulkRoute.STORED_ROWS)
 #: The options whose fields have another name.
@@ -80,7 +80,8 @@ class JobTarget:
 
     Args:
         store_url: URL of the store: `postgresql`, `mariadb`, `mysql`, `sqlite`, or `mssql`, which takes jobs in pieces
-            only. The URL of a broker (`amqp`, `amqps`) publishes all messages to its delay levels.
+            only; `shards`, whose map of shards `schedule`, `schedule_stream`, `export` and audits take. The URL of a
+            broker (`amqp`, `amqps`) publishes all messages to its delay levels.
         endpoint: The endpoint that owns the messages. Its store's table is `{endpoint}.timeouts`.
         table: Name of the store's table, if it is another.
         schema: Schema of the table; the default schema of the database user if None.
@@ -93,6 +94,8 @@ class JobTarget:
             to the store, of which a quarter of what its server has left is the default, at most 32; without a store to
             the broker, by default one for each slot of Spark.
         connect_timeout: Seconds that a connection of a job waits while the server of the store has none left.
+        job_folder: Folder or URI, reached by all machines, for the files of jobs that are all or nothing: a job with
+            `atomic="job"` or `on_conflict="raise"` is written there first, however large it is.
 
     Example:
         ```python
@@ -110,6 +113,7 @@ class JobTarget:
     delay_levels: str | None = field(default=None, repr=False)
     max_connections: int | None = None
     connect_timeout: int = CONNECT_TIMEOUT
+    job_folder: str | None = None
 
     def __post_init__(self) -> None:
         if self.max_connections is not None:
@@ -138,6 +142,7 @@ class JobTarget:
     def options(self) -> Mapping[str, str]:
         """The options of the data source. Raises ConfigurationError for a product that jobs cannot write to."""
         backend = backend_of(self.store_url, kind="store that jobs can write to")
+        must_be_single(self.store_url)
         if backend.bulk_route not in ROWS:
             able = schemes_with(lambda backend: backend.bulk_route in ROWS)
             raise ConfigurationError(
@@ -157,6 +162,11 @@ class JobTarget:
         if not name:
             raise ConfigurationError('the endpoint is missing: JobTarget(..., endpoint="sales")')
         return name
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether the store is a map of shards."""
+        return map_named(self.store_url, schema=self.schema) is not None
 
     @property
     def _has_levels(self) -> bool:
@@ -181,18 +191,20 @@ def schedule(  # noqa: PLR0913 - the options of a job
 ) -> Scheduled:
     """Schedule every valid row as a delayed message, each once. Blocks.
 
-    A store without a cold tier and a broker takes the rows in pieces: tasks commit them, each with its entry in the
-    table `delayline_job_pieces`, and their messages are pending from then on. A job that failed or was killed goes on
-    with the missing pieces when it is run again under its name, from any machine; it is refused if a piece that it has
-    stored had other rows. Other jobs, those with `on_conflict="raise"` and those with `atomic="job"` store all rows in
-    one transaction at the end, or none.
+    A store or a broker takes the rows in pieces: tasks commit them, each with its entry in the table
+    `delayline_job_pieces`, and their messages are pending from then on. A job that failed or was killed goes on with
+    the missing pieces when it is run again under its name, from any machine; it is refused if a piece that it has
+    stored had other rows. A broker gets up to 5 000 messages again that were under way when a task was killed. With a
+    cold tier these are the near rows; then the source is read once more, and one transaction registers the files of the
+    far rows, or none of them. Jobs with `on_conflict="raise"` or `atomic="job"` store all rows or none: in one
+    transaction, or, with the target's `job_folder` and without a cold tier, in pieces that are written to files before
+    it is decided to store them.
 
     With a run's name the ledger keeps a fingerprint of the input: the number of its rows, and a sum of hashes of their
     ids; with `on_conflict="replace"` also of destination, due time or delay, headers and body. It covers rejected rows
     and duplicates too, and depends neither on the order of the rows nor on the files and tasks that they are in. So a
     job that is run again needs the same ids, also if its due times are relative to its own start. The tasks take the
-    fingerprint while they write; to repeat a run that has committed, and before a run with a broker, the input is read
-    once more.
+    fingerprint while they write; to repeat a run that has begun, the input is read once more.
 
     Args:
         source: A DataFrame; the path of Parquet, CSV or JSON Lines files; or, with `form="jdbc"`, the name of a table.
@@ -210,11 +222,12 @@ def schedule(  # noqa: PLR0913 - the options of a job
         form: `parquet`, `csv`, `jsonl` or `jdbc`; taken from the path's ending if None.
         options: Options of Spark's JDBC source; `passwordEnv` names an environment variable for the password.
         hot_horizon: Messages due later go to the cold tier, if there is any, and never to a broker.
-        atomic: `piece`, or `job` for all rows at one instant: for some million rows, as one transaction on one
-            connection stores them all, and at most an hour long.
-        observation: Gets the metrics rows, stored, duplicates, rejected and bytes: of a job in pieces as its query's
-            own, which listeners of Spark see too, named `delayline` without an observation. Of other jobs, and of
-            one that is repeated, they are those of the result, without bytes.
+        atomic: `piece`, or, without a broker, `job` for all rows at one instant: for some million rows, as one
+            transaction on one connection stores them all, and at most an hour long. With the target's `job_folder`, and
+            without a cold tier, all rows or none, however many, but not at one instant.
+        observation: Gets the metrics rows, stored, cold, sent, duplicates, rejected and bytes: of a job in pieces as
+            its query's own, which listeners of Spark see too, named `delayline` without an observation. Of other jobs,
+            and of one that is repeated, they are those of the result, without bytes.
         spark: The session for a path; `spark_session()` if None.
 
     Returns:
@@ -223,7 +236,8 @@ def schedule(  # noqa: PLR0913 - the options of a job
     Raises:
         ConfigurationError: A column is missing or has a wrong type, an option is wrong, or the Spark job failed.
         DuplicateMessage: With `on_conflict="raise"`, an id is already stored.
-        DifferentInput: A run of this name had other rows. Nothing was stored.
+        DifferentInput: A run of this name had other rows, and nothing was stored; or rows for the cold tier are due at
+            another time when they are read once more, and the near rows are stored.
         DelaylineError: The job failed. The pieces that were committed are stored, and a broker keeps the messages that
             it has confirmed: a job with the same `run` continues after them. Otherwise nothing was stored.
 
@@ -243,6 +257,8 @@ def schedule(  # noqa: PLR0913 - the options of a job
         session = activated(read.sparkSession)
         name = None if run is None else JobName(check_run(run), whole_number("version", version, at_least=0))
         with described(session, f"schedule{'' if name is None else f' {name}'}: delayed messages of {target.sender}"):
+            if target.is_sharded:
+                return _schedule_on_shards(job, rows, name, read, observation)
             done = job.run(read, name, observation=observation)
             if observation is not None and (done.repeated or not job.in_pieces):
                 _observe(session, done, observation)
@@ -251,8 +267,29 @@ def schedule(  # noqa: PLR0913 - the options of a job
         return Scheduled(done.run, *counts, done.repeated, bad)
 
 
+def _schedule_on_shards(
+    placement: Placement,
+    rows: Callable[..., DataFrame],
+    name: JobName | None,
+    read: DataFrame,
+    observation: Observation | None,
+) -> Scheduled:
+    """Schedule the rows of each shard in it; the counts are the sums."""
+    job, columns = ShardedPlacement(placement, name), placement.columns
+    placed = job.place(read)
+    done = reduce(Placed.plus, placed.values())
+    if observation is not None:
+        _observe(read.sparkSession, done, observation)
+    bad = [
+        rejected(of_shard(rows(numbered=True), columns, job.among, shard), columns, each.now, each.validator)
+        for shard, each in placed.items()
+    ]
+    counts = (done.stored, done.cold, done.sent, done.duplicates, done.rejected)
+    return Scheduled(done.run, *counts, done.repeated, reduce(DataFrame.unionByName, bad))
+
+
 def _observe(spark: SparkSession, done: Placed, observation: Observation) -> None:
-    counts = PieceCounts(done.stored + done.cold + done.sent, done.duplicates, done.rejected, 0)._asdict()
+    counts = PieceCounts(done.stored, done.duplicates, done.rejected, sent=done.sent, cold=done.cold)._asdict()
     result = spark.createDataFrame([tuple({**counts, "bytes": None}.values())], COUNTS)
     observed(result, observation).toArrow()
 
@@ -271,10 +308,10 @@ def schedule_stream(
     """Start a query that schedules every valid row of a stream, once.
 
     Each batch is a job like those of `schedule`, named by the query, whose version is the number of the batch. A store
-    without a cold tier and a broker takes its rows in pieces, and after a failure the missing ones; on Spark Connect
-    a batch is one transaction. Rows that cannot be messages are left out and counted in the tables of jobs. With a
-    broker, an interrupted batch may be published twice, as far as the broker had confirmed it and this was not recorded
-    yet.
+    or a broker takes its rows in pieces, and after a failure the missing ones. Rows that cannot be messages are left
+    out and counted in the tables of jobs. A broker gets messages of an interrupted batch again that it had confirmed
+    and this was not recorded yet. On Spark Connect the server's Python does the work of the driver: it needs delayline
+    too, and the passwords.
 
     Args:
         source: A streaming DataFrame.
@@ -284,8 +321,8 @@ def schedule_stream(
             start of the batch. Prefer instants.
         on_conflict: As for `schedule`.
         hot_horizon: As for `schedule`.
-        atomic: `piece`, or `job` for all rows of a batch in a single transaction: also where a batch that Spark repeats
-            has other ids, as those of `uuid()`.
+        atomic: `piece`, or, without a broker, `job` for all rows of a batch in a single transaction: also where a batch
+            that Spark repeats has other ids, as those of `uuid()`.
         trigger: Arguments of `DataStreamWriter.trigger`; a second if None. With a cold tier use a minute or more,
             because each batch is compared with the ids in the files.
 
@@ -305,12 +342,16 @@ def schedule_stream(
         session = activated(batch.sparkSession)
         query = _query_of(session, place)
         # The data source, which stored batches at first, has named them by its txnAppId and the query.
-        name = JobName(f"stream  {query}" if placement.in_pieces else f"stream {query}")
+        alone = placement.in_pieces and target.broker is None
+        name = JobName(f"stream  {query}" if alone else f"stream {query}")
         if not placement.in_pieces:
             batch.persist()  # it is read more than once
         try:
             with described(session, f"batch {number}: delayed messages of {target.sender}"):
-                placement.run(batch, name, batch=number)
+                if target.is_sharded:
+                    ShardedPlacement(placement, name, number).place(batch)
+                else:
+                    placement.run(batch, name, batch=number)
         finally:
             batch.unpersist()
 
@@ -318,15 +359,8 @@ def schedule_stream(
         activated(source.sparkSession)
         placement.check()
         prepared(source, placement.columns, SystemClock().now())  # its columns
-        if is_remote() and target.cold_tier is None and target.broker is None:
-            # The process of a foreachBatch has ten seconds to start there; the data source's own sink needs none.
-            sender = SendHeaders(target.sender, content_type(source, placement.columns), None)
-            options = {**target.options, "onConflict": on_conflict, "invalid": "skip", **sender.options}
-            messages = prepared(source, placement.columns, StoreOptions.of(target.options).staging().now())
-            writer = messages.drop(*OWN_COLUMNS).writeStream.format(FORMAT).options(**options)
-        else:
-            writer = source.writeStream.foreachBatch(store)
-        return writer.option("checkpointLocation", place).trigger(**given).start()  # type: ignore[arg-type]
+        writer = source.writeStream.option("checkpointLocation", place)
+        return started(writer.trigger(**given), store)  # type: ignore[arg-type]
 
 
 def _query_of(spark: SparkSession, checkpoint: str) -> str:

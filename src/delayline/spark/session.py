@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 from weakref import WeakSet
 
-from pyspark import SparkConf, SparkContext
+from pyspark import SparkConf, SparkContext, cloudpickle
 from pyspark.errors import PySparkException
 from pyspark.find_spark_home import _find_spark_home
 from pyspark.sql import SparkSession, is_remote
@@ -26,8 +26,11 @@ from pyspark.sql import functions as F  # noqa: N812 - the usual name
 from delayline.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
+    from pyspark.sql import DataFrame
+    from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
 
 #: The environment variable that names a Spark Connect server, and the scheme of its URL.
 REMOTE: Final = "SPARK_REMOTE"
@@ -39,8 +42,12 @@ _with_data_source: WeakSet[SparkSession] = WeakSet()
 #: The tag of all operations of jobs, and Spark's name for what a job does.
 TAG: Final = "delayline"
 DESCRIPTION: Final = "spark.job.description"
+WHEEL: Final = ".whl"
 #: More than any cluster has slots.
 MANY_ROWS: Final = 1_000_000
+#: What Spark Connect says of a foreachBatch whose Python has not started in time, and how often it is started.
+SLOW_START: Final = "Python worker failed to connect back"
+STARTS: Final = 6
 LOOPBACK_ADDRESS: Final = "127.0.0.1"
 #: Settings of every session: UTC, so that times are instants, and filters pushed down to the data source.
 EVERYWHERE: Final = {
@@ -144,9 +151,7 @@ def registered(spark: SparkSession) -> SparkSession:
     if spark not in _with_data_source:
         from delayline.spark.datasource import DelayedMessages
 
-        if not is_remote():
-            _ship_wheel(spark)
-
+        _ship(spark)
         try:
             spark.dataSource.register(DelayedMessages)
         except PySparkException as error:
@@ -178,16 +183,74 @@ def described(spark: SparkSession, description: str) -> Iterator[None]:
             context.setLocalProperty(DESCRIPTION, None)  # type: ignore[arg-type]
 
 
-def _ship_wheel(spark: SparkSession) -> None:
-    """Ship the wheel that this is imported from, if it is a wheel, under a name that executors put on Python's path.
+def _archive() -> Path | None:
+    """Return the zip or wheel that this is imported from; None where it is installed."""
+    place = Path(__file__).parents[2]
+    return place if place.is_file() else None
 
-    `--py-files` takes wheels to the driver's path only.
+
+def _ship(spark: SparkSession) -> None:
+    """Ship the zip or wheel that this is imported from, under a name that Spark puts on Python's path.
+
+    `--py-files` takes wheels to the driver's path only, and a client of Spark Connect has none.
     """
-    wheel = Path(__file__).parents[2]
-    if wheel.suffix == ".whl" and wheel.is_file():
+    archive = _archive()
+    if archive is None or (archive.suffix != WHEEL and not is_remote()):
+        return
+    if archive.suffix == WHEEL:
         folder = Path(tempfile.mkdtemp(prefix="delayline-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        spark.sparkContext.addPyFile(str(shutil.copy(wheel, folder / f"{wheel.stem}.zip")))
+        archive = Path(shutil.copy(archive, folder / f"{archive.stem}.zip"))
+    if is_remote():
+        spark.addArtifacts(str(archive), pyfile=True)
+    else:
+        spark.sparkContext.addPyFile(str(archive))
+
+
+def started(writer: DataStreamWriter, work: Callable[[DataFrame, int], None]) -> StreamingQuery:
+    """Start a query that calls a function with each batch, and its number. Blocks.
+
+    On Spark Connect a Python process of the server calls it. Spark fails the start, before anything is done, unless
+    that process has connected back within ten seconds, which no setting changes. So it is started again: what one has
+    read from disk, the next reads faster.
+    """
+    writer = writer.foreachBatch(_carried(work))
+    for _ in range(STARTS - 1):
+        try:
+            return writer.start()
+        except PySparkException as error:
+            if not is_remote() or SLOW_START not in str(error):
+                raise
+    return writer.start()
+
+
+def _carried(work: Callable[[DataFrame, int], None]) -> Callable[[DataFrame, int], None]:
+    """Return a function for Spark Connect that brings delayline along, if it is imported from a zip or wheel.
+
+    The process of a foreachBatch does not get what a session ships.
+    """
+    archive = _archive()
+    if archive is None or not is_remote():
+        return work
+    name, content = archive.name, archive.read_bytes()
+    pickled = cloudpickle.dumps(work)  # type: ignore[no-untyped-call]
+
+    def carry(batch: DataFrame, number: int) -> None:
+        # Pickled with its code, for it is at the top of no module: nothing of this module is there when it begins.
+        import os
+        import pickle
+        import sys
+        import tempfile
+        from pathlib import Path
+
+        if "delayline" not in sys.modules:
+            places = os.environ.get("SPARK_LOCAL_DIRS", "").split(",")  # which Spark deletes at its end
+            package = Path(tempfile.mkdtemp(prefix="delayline-", dir=places[0] or None), name)
+            package.write_bytes(content)
+            sys.path.insert(1, str(package))
+        pickle.loads(pickled)(batch, number)  # noqa: S301 - of this function
+
+    return carry
 
 
 def parallelism(spark: SparkSession) -> int:

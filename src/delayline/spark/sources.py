@@ -35,6 +35,7 @@ from delayline.clock import to_microseconds
 from delayline.errors import ConfigurationError
 from delayline.masking import masked
 from delayline.message import encode_body
+from delayline.shards import chosen
 from delayline.spark.options import SOURCE_COLUMNS
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ DRIVERS: Final = {
     "jdbc:sqlserver:": "com.microsoft.sqlserver.jdbc.SQLServerDriver",
     "jdbc:oracle:": "oracle.jdbc.OracleDriver",
 }
-OWN_COLUMNS: Final = (FILE, BLOCK, LINE, CORRUPT)
+#: Column: the name of the shard that a row belongs to.
+SHARD_OF_ROW: Final = "_delayline_shard"
+OWN_COLUMNS: Final = (FILE, BLOCK, LINE, CORRUPT, SHARD_OF_ROW)
 
 
 def read_path(spark: SparkSession, path: str, form: str | None, names: Sequence[str], *, numbered: bool) -> DataFrame:
@@ -279,6 +282,15 @@ def prepared(rows: DataFrame, columns: Columns, now: datetime) -> DataFrame:
     made = _made(rows, columns, now)
     hidden = [name for name in rows.columns if name in OWN_COLUMNS]
     return rows.select(*(column.alias(name) for name, column in made.items()), *hidden)
+
+
+def with_shard(rows: DataFrame, columns: Columns, among: Sequence[str]) -> DataFrame:
+    """Return the rows with the column SHARD_OF_ROW: where a first send of their ids goes among these shards."""
+
+    def shard_of(message_id: str | None) -> str:
+        return chosen(message_id or "", among)
+
+    return rows.withColumn(SHARD_OF_ROW, F.udf(shard_of, StringType(), useArrow=True)(_text(rows, columns.id)))
 
 
 def content_type(rows: DataFrame, columns: Columns) -> str:

@@ -14,7 +14,8 @@ from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from delayline.bulk.fingerprint import Fingerprint
-from delayline.bulk.ledger import RunKind
+from delayline.bulk.jobs import JobName, PieceParameters
+from delayline.bulk.whole_jobs import WholeJob
 from delayline.bulk.writer import STREAMS, Attempt, BulkWriter, new_area
 from delayline.delayed.arrow import completed
 from delayline.delayed.store import OnConflict
@@ -52,6 +53,9 @@ class StagingWriter:
     @property
     def _staging(self) -> BulkWriter:
         return self._store.staging(self._area)
+
+    def _parameters(self, *, stream: bool = False) -> PieceParameters:
+        return PieceParameters(0, 0, self._on_conflict, stream=stream, at_once=True)
 
     def _stage(
         self, batches: Iterator[pa.RecordBatch], *, seen: Callable[[pa.RecordBatch], None] = lambda batch: None
@@ -98,12 +102,8 @@ class BatchWriter(StagingWriter, DataSourceArrowWriter):
         for message in messages:
             if isinstance(message, TaskCommit):
                 given = given.plus(message.fingerprint)
-        self._staging.commit(
-            _attempts(messages),
-            on_conflict=self._on_conflict,
-            run=self._run,
-            fingerprint=None if self._run is None else given,
-        )
+        job = None if self._run is None else WholeJob(JobName(self._run), self._parameters(), given)
+        self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, job=job)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None]) -> None:
         """Drop the staging table; a task that still writes fails."""
@@ -140,9 +140,8 @@ class StreamWriter(StagingWriter, DataSourceStreamArrowWriter):
         run = f"stream {self._app} {queries.pop()}"
         if len(run) > MAXIMUM_ID_LENGTH:
             run = f"stream {hashlib.sha256(run.encode()).hexdigest()}"
-        self._staging.commit(
-            _attempts(messages), on_conflict=self._on_conflict, run=run, batch=batchId, kind=RunKind.STREAM
-        )
+        job = WholeJob(JobName(run, batchId), self._parameters(stream=True))
+        self._staging.commit(_attempts(messages), on_conflict=self._on_conflict, job=job)
 
     def abort(self, messages: Sequence[WriterCommitMessage | None], batchId: int) -> None:  # noqa: N803 - Spark's
         """Delete the staged rows of the batch."""

@@ -19,13 +19,12 @@ from sqlalchemy import (
     Index,
     Integer,
     MetaData,
-    String,
     Table,
+    Unicode,
     bindparam,
     func,
     insert,
     inspect,
-    literal,
     select,
     text,
     update,
@@ -33,7 +32,7 @@ from sqlalchemy import (
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import ExecutableDDLElement
 
-from delayline.delayed.columns import JOURNALED_COLUMNS, JOURNALED_NAMES, StoredRow
+from delayline.delayed.columns import JOURNALED_COLUMNS, JOURNALED_NAMES, ColumnKind, StoredRow
 from delayline.errors import ConfigurationError
 from delayline.message import MAXIMUM_ID_LENGTH
 from delayline.sql import schema
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterable, Sequence
     from datetime import datetime
 
-    from sqlalchemy import Connection, Executable, Select
+    from sqlalchemy import Connection, Executable
     from sqlalchemy.sql.compiler import DDLCompiler
 
     from delayline.clock import Clock
@@ -138,7 +137,7 @@ def _trigger(element: Trigger, compiler: DDLCompiler, **_: object) -> str:
         function=quote(Table("delayline_journal_entry", beside)),
         table=quote(element.store),
         journal=quote(element.journal),
-        store=compiler.sql_compiler.render_literal_value(element.store.name, String()),
+        store=compiler.sql_compiler.render_literal_value(element.store.name, Unicode()),
     )
 
 
@@ -213,12 +212,23 @@ class Journal:
         change = update(self._tables.entries).where(*stored, entries.id.in_(ids))
         connection.execute(change.values(event=event.value))
 
-    def note(self, connection: Connection, event: JournalEvent, messages: Select[Any]) -> None:
-        """Record an event of messages that are not in the store; the query selects the journaled columns."""
-        columns = messages.subquery().c
-        now = self._dialect.values.in_seconds(0)
-        rows = select(literal(self._store.name), literal(event.value), *columns, now, literal(0))
-        connection.execute(insert(self._tables.entries).from_select(ENTRY_NAMES, rows))
+    def note_each(self, connection: Connection, event: JournalEvent, messages: Iterable[tuple[Any, ...]]) -> None:
+        """Record an event of messages that are not in the store, each the values of its journaled columns."""
+        values = self._dialect.values
+        kept = [values.to_due if column.kind is ColumnKind.INSTANT else None for column in JOURNALED_COLUMNS]
+        now = connection.execute(select(values.in_seconds(0))).scalar_one()
+        entries = [
+            (
+                self._store.name,
+                event.value,
+                *(value if keep is None else keep(value) for keep, value in zip(kept, message, strict=True)),
+                now,
+                0,
+            )
+            for message in messages
+        ]
+        if entries:
+            self._dialect.bulk.insert_rows(connection, self._add, entries)
 
     def note_one(self, connection: Connection, event: JournalEvent, message: DelayedMessage) -> None:
         """Record an event of a message that is not in the store."""
@@ -308,9 +318,9 @@ class MessageEvent(NamedTuple):
 
 
 def events_of(
-    connection: Connection, dialect: Dialect, schema: str | None, message_id: str
+    connection: Connection, dialect: Dialect, schema: str | None, ids: Sequence[str]
 ) -> list[MessageEvent] | None:
-    """Return the entries of a message in all endpoints of the schema, earliest first.
+    """Return the entries of a message in all endpoints of the schema, under each of its ids, earliest first.
 
     None if no store of the schema has ever kept a journal. Without an index by id, all entries are read.
     """
@@ -319,7 +329,7 @@ def events_of(
         return None
     columns = entries.c
     query = select(columns.at, columns.event, columns.destination, columns.due, columns.retries, columns.store)
-    query = query.where(columns.id == message_id).order_by(columns.seq).limit(MOST_EVENTS)
+    query = query.where(columns.id.in_(ids)).order_by(columns.seq).limit(MOST_EVENTS)
     time = dialect.values.from_due
     rows = connection.execute(query)
     return [

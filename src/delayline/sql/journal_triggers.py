@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from delayline.delayed.columns import JOURNALED_NAMES
+from delayline.delayed.columns import JOURNALED_NAMES, STORED_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -32,8 +32,9 @@ MESSAGE: Final = ", ".join(JOURNALED_NAMES)
 OLD_COLUMNS: Final = ", ".join(f"OLD.{name}" for name in JOURNALED_NAMES)
 NEW_COLUMNS: Final = ", ".join(f"NEW.{name}" for name in JOURNALED_NAMES)
 ENTRY_COLUMNS: Final = f"(store, event, {MESSAGE}, at, retries)"
-GONE: Final = "CASE {old}retry_count WHEN -1 THEN 'cancelled' WHEN -2 THEN 'failed' ELSE 'dispatched' END"
-CHANGED: Final = "CASE WHEN NEW.retry_count > OLD.retry_count THEN 'retried' ELSE 'rescheduled' END"
+GONE: Final = "CASE {retries} WHEN -1 THEN 'cancelled' WHEN -2 THEN 'failed' ELSE 'dispatched' END"
+RETRIED: Final = "CASE WHEN {new} > {old} THEN 'retried' ELSE 'rescheduled' END"
+CHANGED: Final = RETRIED.format(new="NEW.retry_count", old="OLD.retry_count")
 IS_CHANGE: Final = "NEW.retry_count >= 0 AND (NEW.due <> OLD.due OR NEW.retry_count <> OLD.retry_count)"
 
 #: Whole statements at once, as their rows come: a batch costs an insert more. Whose path the caller has set does not
@@ -47,7 +48,7 @@ BEGIN
     SELECT TG_ARGV[0], 'scheduled', {MESSAGE}, clock_timestamp(), retry_count FROM stored;
   ELSIF TG_OP = 'DELETE' THEN
     INSERT INTO {{journal}} {ENTRY_COLUMNS}
-    SELECT TG_ARGV[0], {GONE.format(old="")}, {MESSAGE}, clock_timestamp(), greatest(retry_count, 0)
+    SELECT TG_ARGV[0], {GONE.format(retries="retry_count")}, {MESSAGE}, clock_timestamp(), greatest(retry_count, 0)
     FROM gone;
   ELSE
     INSERT INTO {{journal}} {ENTRY_COLUMNS}
@@ -95,7 +96,7 @@ def _on_rows(**words: str) -> dict[str, str]:
         "columns": ENTRY_COLUMNS,
         "old": OLD_COLUMNS,
         "new": NEW_COLUMNS,
-        "gone": GONE.format(old="OLD."),
+        "gone": GONE.format(retries="OLD.retry_count"),
         "changed": CHANGED,
         "is_change": IS_CHANGE,
     }
@@ -119,6 +120,60 @@ MYSQL: Final = JournalTriggers(
     create=_on_rows(trigger="{qualified}", begin="", end="", now="UTC_TIMESTAMP(6)", nowhere="FROM DUAL "),
     drop="DROP TRIGGER IF EXISTS {qualified}",
     found=IN_SCHEMA,
+)
+#: The published table has columns of other names, some of which .NET may leave empty. A client must not see the entries
+#: among its row counts.
+PUBLISHED: Final = {column.name: f"[{column.published_name}]" for column in STORED_COLUMNS}
+RETRIES: Final = PUBLISHED["retry_count"]
+ON_PUBLISHED_ROWS: Final = """
+CREATE TRIGGER {{qualified}} ON {{table}} AFTER {when} AS
+BEGIN
+SET NOCOUNT ON;
+INSERT INTO {{journal}} {columns}
+SELECT {{store}}, {event}, {message}, SYSUTCDATETIME(), {retries} FROM {rows}
+WHERE {where};
+END
+"""
+
+
+def _on_published_rows(when: str, event: str, rows: str, *, where: str = "", old: bool = False) -> str:
+    of_row = "deleted" if old else "inserted"
+    retries, due = f"{of_row}.{RETRIES}", f"{of_row}.{PUBLISHED['due']}"
+    message = {name: f"{of_row}.{PUBLISHED[name]}" for name in JOURNALED_NAMES}
+    message["destination"] = f"COALESCE({message['destination']}, N'')"
+    return ON_PUBLISHED_ROWS.format(
+        when=when,
+        columns=ENTRY_COLUMNS,
+        event=event,
+        message=", ".join(message.values()),
+        retries=f"CASE WHEN {retries} < 0 THEN 0 ELSE {retries} END",
+        rows=rows,
+        where=where or f"{due} IS NOT NULL",
+    )
+
+
+SQL_SERVER: Final = JournalTriggers(
+    create={
+        "stored": _on_published_rows("INSERT", "'scheduled'", "inserted"),
+        "gone": _on_published_rows(
+            "DELETE",
+            GONE.format(retries=f"deleted.{RETRIES}"),
+            "deleted",
+            old=True,
+        ),
+        "changed": _on_published_rows(
+            "UPDATE",
+            RETRIED.format(new=f"inserted.{RETRIES}", old=f"deleted.{RETRIES}"),
+            f"inserted JOIN deleted ON inserted.{PUBLISHED['id']} = deleted.{PUBLISHED['id']}",
+            where=f"inserted.{RETRIES} >= 0 AND (inserted.{PUBLISHED['due']} <> deleted.{PUBLISHED['due']} "
+            f"OR inserted.{RETRIES} <> deleted.{RETRIES} AND inserted.{PUBLISHED['due']} IS NOT NULL)",
+        ),
+    },
+    drop="DROP TRIGGER {qualified}",
+    found="""
+SELECT t.name FROM sys.triggers AS t JOIN sys.objects AS o ON o.object_id = t.parent_id
+WHERE o.name = :table AND SCHEMA_NAME(o.schema_id) = :schema
+""",
 )
 SQLITE: Final = JournalTriggers(
     create=_on_rows(

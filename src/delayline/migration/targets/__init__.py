@@ -35,7 +35,10 @@ def target_at(
     route = None if backend is None or backend.in_process else backend.bulk_route
     if cold_tier is not None:
         if route is not BulkRoute.STAGED_ROWS:
-            raise ConfigurationError(f"{masked(url)!r} has no cold tier: only a database with delayline's stores has")
+            raise ConfigurationError(
+                f"nothing moves to a cold tier of {masked(url)!r}: leave the cold tier out, or use PostgreSQL, "
+                "MariaDB or SQLite"
+            )
         from delayline.migration.targets.cold_tier import ColdTierStore
 
         return ColdTierStore(url, cold_tier, hot_horizon=hot_horizon, schema=schema)

@@ -11,15 +11,16 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from delayline.backends import DUPLICATE_ID
-from delayline.bulk.cold_folder import ColdFolder, HourWriter, without_secrets
+from delayline.bulk.cold_folder import ColdFolder, HourWriter
 from delayline.bulk.known_ids import KnownIds
+from delayline.bulk.shared_folder import without_secrets
 from delayline.checks import time_span
 from delayline.clock import LATEST_TIME, to_microseconds
 from delayline.delayed.arrow import microseconds
 from delayline.errors import BackendUnavailable
 from delayline.migration.target import Delivered, Staged
 from delayline.migration.targets.sql_store import SqlStore, StoreSession, without
-from delayline.spark.cold_tier import ColdTier, check_job_duration, stage_journal_rows
+from delayline.spark.cold_tier import ColdTier, check_job_duration
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection, Table
 
+    from delayline.bulk.batches import BatchName
     from delayline.bulk.cold_catalog import ColdFile
     from delayline.bulk.writer import BulkWriter
     from delayline.migration.target import Attempted
@@ -65,15 +67,11 @@ class ColdTierStore(SqlStore):
 
     def begin(self, endpoint: str) -> TiersSession:
         """Return a new session with its own staging area."""
-        tier, writer = self.tier(endpoint), self.writer(endpoint)
-        folder = tier.create()
+        writer, folder = self.writer(endpoint), self.tier(endpoint).create()
         writer.create()
         now = writer.now()
         far_from = now + self.hot_horizon if self.hot_horizon < LATEST_TIME - now else LATEST_TIME
-        return TiersSession(
-            writer, self.queues(), self.options(endpoint), folder, to_microseconds(far_from),
-            journaled=tier.journaled,
-        )  # fmt: skip
+        return TiersSession(writer, self.queues(), self.options(endpoint), folder, to_microseconds(far_from))
 
     def tier(self, endpoint: str) -> ColdTier:
         """Return the cold tier of the endpoint's store."""
@@ -96,14 +94,11 @@ class TiersSession(StoreSession):
         options: Mapping[str, str],
         folder: ColdFolder,
         far_from: int,
-        *,
-        journaled: bool,
     ) -> None:
         super().__init__(writer, queues)
         self._options = options
         self._folder = folder
         self._far_from = far_from
-        self._journaled = journaled
         self._began = time.monotonic()
 
     @property
@@ -138,14 +133,13 @@ class TiersSession(StoreSession):
         self._stage()
         return self._staged
 
-    def commit(self, staged: Sequence[Staged], attempts: Mapping[str, int]) -> None:
+    def commit(self, staged: Sequence[Staged], attempts: Mapping[BatchName, int]) -> None:
         """Move staged messages into the store and register the files, in the transaction of the ledger."""
         files = [file for part in staged for file in part.files]
         self.writer.commit(
             [part.attempt for part in staged],
             on_conflict="raise",
             pre_commit=partial(self._register, files=files, attempts=attempts),
-            journal_only=[noted for part in staged for noted in part.noted],
         )
         self.tier.keep_log()
 
@@ -154,11 +148,11 @@ class TiersSession(StoreSession):
         self.writer.discard()
 
     def _register(
-        self, connection: Connection, staged: Table, *, files: Sequence[ColdFile], attempts: Mapping[str, int]
+        self, connection: Connection, staged: Table, *, files: Sequence[ColdFile], attempts: Mapping[BatchName, int]
     ) -> None:
         del staged
         check_job_duration(self._began)
-        self.tier.catalog.register(connection, files)
+        self.tier.register(connection, files)
         if not self.writer.record_batches(connection, attempts):
             raise BackendUnavailable(
                 "an abort of this migration has begun, or another process goes on with it: resume it"
@@ -175,6 +169,5 @@ class TiersSession(StoreSession):
             writer.write(batch)
         files = writer.close()
         attempt = self.writer.write(rows.filter(pc.invert(far)).to_batches())
-        noted = [stage_journal_rows(self.writer, self._folder, files)] if self._journaled and files else []
-        self._staged.append(Staged(attempt, files, noted))
+        self._staged.append(Staged(attempt, files))
         self._waiting = []

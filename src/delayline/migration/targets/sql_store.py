@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from sqlalchemy import inspect, select
 
 from delayline.backends import DUPLICATE_ID, UNKNOWN_QUEUE
-from delayline.bulk.ledger import CLOSED
+from delayline.bulk.batches import CLOSED
 from delayline.bulk.writer import BulkWriter, IdTaken, blocking
 from delayline.clock import ONE_MICROSECOND
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from sqlalchemy import Connection
 
+    from delayline.bulk.batches import BatchName
     from delayline.migration.target import Attempted
 
 #: How often ids are looked for that others store meanwhile.
@@ -98,11 +99,11 @@ class SqlStore:
         writer.create_ledger()
         return StoreSession(writer, self.queues())
 
-    def committed(self, endpoint: str, names: Sequence[str]) -> Mapping[str, int]:
+    def committed(self, endpoint: str, names: Sequence[BatchName]) -> Mapping[BatchName, int]:
         """Return which attempts the store's ledger has."""
         return self.writer(endpoint).committed_batches(names)
 
-    def close(self, endpoint: str, names: Sequence[str]) -> None:
+    def close(self, endpoint: str, names: Sequence[BatchName]) -> None:
         """Close the batches in the store's ledger."""
         self.writer(endpoint).close_batches(names)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 from sqlalchemy import Column, Index, Integer, MetaData, Table
 from sqlalchemy import text as text_of_sql
@@ -15,6 +15,7 @@ from sqlalchemy.sql import quoted_name
 
 from delayline.delayed.columns import STORED_COLUMNS, ColumnKind, PublishedColumn
 from delayline.errors import BackendUnavailable, BackendUnusable, ConfigurationError
+from delayline.sql import journal_triggers
 from delayline.sql.dialect import Catalog
 from delayline.sql.schema import CONTENT, HOLDS_MESSAGES, must_fit
 from delayline.sql.server import run
@@ -49,6 +50,8 @@ ABOUT: Final = (
 
 class SqlServerCatalog(Catalog):
     """The tables of an SQL Server database."""
+
+    journal: ClassVar[journal_triggers.JournalTriggers] = journal_triggers.SQL_SERVER
 
     def __init__(self, dialect: SqlServer) -> None:
         self._dialect = dialect
@@ -151,7 +154,7 @@ def _position(column: StoredColumn) -> int:
 
 
 def _published(column: StoredColumn) -> Column[Any]:
-    """Return the column as the document has it, our own with names like those there."""
+    """Return the column as the document has it."""
     published = column.published or PublishedColumn(0)
     types: Mapping[ColumnKind, TypeEngine[Any]] = {
         ColumnKind.NAME: mssql.NVARCHAR(column.length),
@@ -162,7 +165,7 @@ def _published(column: StoredColumn) -> Column[Any]:
     }
     counts = column.kind is ColumnKind.COUNT and not published.nullable
     return Column(
-        published.name or column.capitalised,
+        column.published_name,
         types[column.kind],
         key=column.name,
         primary_key=column.name == "id",

@@ -105,7 +105,7 @@ class SqlServerStage:
 
     def _refuse(self) -> NoReturn:
         raise ConfigurationError(
-            f"{self.dialect} takes the messages of a job in pieces, and not all at once: leave out atomic='job', "
-            "on_conflict='raise', the cold tier and delay levels, and use schedule() in place of df.write; or use "
-            "PostgreSQL, MariaDB or SQLite"
+            f"{self.dialect} takes the messages of a job in pieces, and not all at once: leave out atomic='job' and "
+            "on_conflict='raise', or give a job_folder, and use schedule() in place of df.write; or use PostgreSQL, "
+            "MariaDB or SQLite"
         )
