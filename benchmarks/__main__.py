@@ -26,7 +26,9 @@ from benchmarks import (
     scenarios_migration,
     scenarios_postgresql,
     scenarios_rabbitmq,
+    scenarios_shards,
     scenarios_spark,
+    scenarios_spark_cluster,
     scenarios_spark_dispatch,
     scenarios_telemetry,
     scenarios_timeouts,
@@ -128,7 +130,19 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
         ("early", "<=", 0),
         ("later by ms", "<", 10),
     ],
-    "spark_schedule": [("ratio", ">=", 0.60)],
+    "shards": [("times later", "<=", 1.2)],
+    "spark_schedule": [
+        ("pieces alone, ratio of CPU", ">=", 0.90),
+        ("new, ratio of CPU", ">=", 0.65),
+        ("new, ratio of time", ">=", 0.60),
+        ("a tenth there, ratio of CPU", ">=", 0.50),
+        ("replace, ratio of CPU", ">=", 0.50),
+        ("WAL, times COPY's", "<=", 1.05),
+    ],
+    "spark_cluster": [
+        ("driver's Java, peak at ten times the rows, times", "<=", 1.2),
+        ("driver's Python, peak at ten times the rows, times", "<=", 1.2),
+    ],
     "migrate_million": [
         ("preview seconds", "<", 10),
         ("to a store seconds", "<", 90),
@@ -142,8 +156,14 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
         ("early", "<=", 0),
         ("ratio", ">=", 0.80),
     ],
-    "spark_audit": [("seconds", "<", 15)],
-    "spark_promote": [("ratio", ">=", 0.70), ("an hour of ten times the tier, times slower", "<=", 1.2)],
+    "spark_audit": [
+        ("1,000,000 entries again, CPU us", "<=", 12),
+        ("5,000,000 entries again, CPU us", "<=", 6),
+    ],
+    "spark_promote": [
+        ("ratio of time", ">=", 0.60),
+        ("an hour of ten times the tier, times slower", "<=", 1.2),
+    ],
     "spark_cold_ids": [("times the CPU", "<=", 1.3)],
     "spark_cold_backlog": [("times slower", "<=", 1.05), ("later by ms", "<", 1)],
     "azure_spread": [("lateness p99 ms", "<", 1500), ("early", "<=", 0)],
@@ -156,7 +176,7 @@ GOALS: dict[str, list[tuple[str, str, float]]] = {
     ],
 }
 #: Takes too long, and too much disk, to run unasked.
-LARGE = {"pg_large", "pg_fair"}
+LARGE = {"pg_large", "pg_fair", "spark_cluster"}
 MODULES = (
     scenarios,
     scenarios_postgresql,
@@ -165,7 +185,9 @@ MODULES = (
     scenarios_two_databases,
     scenarios_large,
     scenarios_rabbitmq,
+    scenarios_shards,
     scenarios_spark,
+    scenarios_spark_cluster,
     scenarios_migration,
     scenarios_spark_dispatch,
     scenarios_cold_tier,

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +69,27 @@ def sending_meanwhile(url: str) -> Iterator[None]:
 
 def cpu_of(root: int | None) -> float:
     """Return the CPU seconds of a process, of those that it has started, and of their ended children."""
+    return sum(cpu_by_program(root).values())
+
+
+def cpu_by_program(root: int | None) -> dict[str, float]:
+    """Return the same by program; that of ended children as `ended`."""
     parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
+    names: dict[int, str] = {}
+    ticks: dict[int, tuple[int, int]] = {}
     for place in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            values = (place / "stat").read_text().rpartition(")")[2].split()
-            parents[int(place.name)] = int(values[1])
-            ticks[int(place.name)] = sum(map(int, values[11:15]))
-    return sum(ticks[pid] for pid in ticks if root in set(_ancestors(pid, parents))) / TICKS
+            name, _, rest = (place / "stat").read_text().partition("(")[2].rpartition(")")
+            values, pid = rest.split(), int(place.name)
+            parents[pid], names[pid] = int(values[1]), name
+            ticks[pid] = (sum(map(int, values[11:13])), sum(map(int, values[13:15])))
+    taken: Counter[str] = Counter()
+    for pid in ticks:
+        if root in set(_ancestors(pid, parents)):
+            own, ended = ticks[pid]
+            taken[names[pid]] += own
+            taken["ended"] += ended
+    return {name: number / TICKS for name, number in taken.items()}
 
 
 def _ancestors(pid: int, parents: dict[int, int]) -> Iterator[int]:

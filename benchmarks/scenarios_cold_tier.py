@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import os
+import multiprocessing
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
@@ -16,14 +17,15 @@ import pyarrow.parquet as pq
 from benchmarks.bare import BODY, HEADERS
 from benchmarks.common import DESTINATION, NAME, ROUNDS, Figures, endpoint_on, lateness, scaled
 from benchmarks.on_server import BURST, drain_rate
-from benchmarks.processes import cpu_of
-from benchmarks.servers import postgresql
+from benchmarks.scenarios_spark import Cost, copy_by_two, cost_of
+from benchmarks.servers import cpu_with, postgresql, postgresql_server
 from delayline import SqlDelayedMessageStore
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from pyspark.sql import SparkSession
+    from tests.servers.postgresql import PostgresqlServer
 
 ROWS = 1_000_000
 AN_HOUR = 20_000
@@ -35,7 +37,7 @@ FIRST = datetime.now(UTC).replace(minute=0, second=0, microsecond=0) + timedelta
 
 
 async def spark_promote(folder: Path) -> Figures:
-    """1 000 000 due in a day, from files into PostgreSQL, against scheduling them there; an hour of 1 and 10 tiers."""
+    """1 000 000 due in a day, from files into PostgreSQL, against two processes of COPY; an hour of 1 and 10 tiers."""
     return await asyncio.to_thread(_promote, folder)
 
 
@@ -73,7 +75,8 @@ def _few_ids(folder: Path) -> Figures:
     spark, rows = spark_session("local[2]"), scaled(ROWS)
     _write(folder / "far.parquet", rows, hours=24 * 30)
     _write(folder / "hot.parquet", rows, hours=24 * 30, begin=1)
-    with postgresql() as [url]:
+    with postgresql_server() as server:
+        url = server.new_database()
         asyncio.run(SqlDelayedMessageStore(url).setup_infrastructure(NAME))
         target, turn = JobTarget(url, endpoint=NAME, cold_tier=str(folder / "cold")), 0
 
@@ -82,9 +85,9 @@ def _few_ids(folder: Path) -> Figures:
             turn += 1
             ids = [f"few {turn} {number}" for number in range(10)]
             data = {"id": ids, "destination": [DESTINATION] * 10, "due": [FIRST] * 10}
-            began = cpu_of(os.getpid())
+            began = cpu_with(server)
             assert schedule(spark.createDataFrame(pa.table(data)), target, spark=spark).cold == 10
-            return cpu_of(os.getpid()) - began
+            return cpu_with(server) - began
 
         few()  # warms up
         alone = statistics.median(few() for _ in range(ROUNDS))
@@ -109,33 +112,44 @@ def _promote(folder: Path) -> Figures:
     from delayline.spark import spark_session
 
     spark = spark_session("local[2]")
-    with postgresql() as [url]:
+    with postgresql_server() as server:
+        url = server.new_database()
         asyncio.run(SqlDelayedMessageStore(url).setup_infrastructure(NAME))
-        figures = _rates(folder, url, spark) | _hours(folder, url, spark)
+        figures = _rates(folder, server, url, spark) | _hours(folder, url, spark)
     spark.stop()
     return figures
 
 
-def _rates(folder: Path, url: str, spark: SparkSession) -> Figures:
-    """Return how fast the same messages are scheduled, and promoted."""
+def _rates(folder: Path, server: PostgresqlServer, url: str, spark: SparkSession) -> Figures:
+    """Return what it costs to promote messages, beside copying them."""
     from delayline.spark import JobTarget, promote, schedule
 
-    rows, rates = scaled(ROWS), []
-    source, hot = folder / "day.parquet", JobTarget(url, endpoint=NAME)
-    _write(folder / "warm-up.parquet", 1000, hours=1)
+    rows, costs = scaled(ROWS), list[tuple[Cost, Cost]]()
+    source = folder / "day.parquet"
     _write(source, rows, hours=24)
-    schedule(folder / "warm-up.parquet", hot, spark=spark)
-    for turn in range(ROUNDS):
-        cold = JobTarget(url, endpoint=NAME, cold_tier=str(folder / f"cold{turn}"))
-        scheduled = _timed(url, lambda: schedule(source, hot, on_conflict="raise", spark=spark).stored, rows)
-        _emptied(url)
-        assert schedule(source, cold, spark=spark).cold == rows
-        promoted = _timed(url, lambda cold=cold: promote(cold, horizon=_until(24), spark=spark).stored, rows)
-        rates.append((rows / promoted, rows / scheduled))
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as copiers:
+
+        def copied() -> None:
+            copy_by_two(copiers, url, source)
+
+        copied()  # starts the processes
+        for turn in range(1 + ROUNDS):
+            cold = JobTarget(url, endpoint=NAME, cold_tier=str(folder / f"cold{turn}"))
+            _emptied(url)
+            assert schedule(source, cold, spark=spark).cold == rows
+
+            def promoted(cold: JobTarget = cold) -> None:
+                assert promote(cold, horizon=_until(24), spark=spark).stored == rows
+
+            costs.append((cost_of(server, url, None, copied), cost_of(server, url, None, promoted)))
+    measured = costs[1:]  # the first warms Java up
     return {
-        "promote /s": statistics.median(promoted for promoted, _ in rates),
-        "schedule /s": statistics.median(scheduled for _, scheduled in rates),
-        "ratio": statistics.median(promoted / scheduled for promoted, scheduled in rates),
+        "promote /s": rows / statistics.median(cost.seconds for _, cost in measured),
+        "promote, CPU us": statistics.median(cost.cpu for _, cost in measured) / rows * 1e6,
+        "COPY by two processes /s": rows / statistics.median(cost.seconds for cost, _ in measured),
+        "COPY, CPU us": statistics.median(cost.cpu for cost, _ in measured) / rows * 1e6,
+        "ratio of time": statistics.median(copy.seconds / cost.seconds for copy, cost in measured),
+        "ratio of CPU": statistics.median(copy.cpu / cost.cpu for copy, cost in measured),
     }
 
 
