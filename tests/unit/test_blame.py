@@ -9,7 +9,7 @@ from tests.unit import conftest
 from tests.unit.conftest import Scenario, build, delayed
 
 from delayline.delayed.blame import EVIDENCE_FOR
-from delayline.errors import DispatchFailed
+from delayline.errors import BackendUnavailable, DispatchFailed
 from delayline.events import Event
 from delayline.testing import Fault, Signals
 from delayline.testing.clock import settle
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from delayline.spi import TransportOperation
     from delayline.testing.clock import ManualClock
+    from delayline.transaction import Transaction
 
 SCOPES = pytest.mark.parametrize("way", conftest.SCOPES)
 #: A batch fails as a whole, as in SQL, or message by message, as on a broker that confirms each.
@@ -120,6 +121,46 @@ async def test_a_message_that_fails_while_others_go_has_failed(
     assert sorted(await scenario.ids("error")) == bad
     assert sorted(await scenario.ids("out")) == [id for id in IDS if id not in bad]
     assert (await scenario.pending(), scenario.critical) == ([], [])
+    await scenario.endpoint.stop()
+
+
+@SCOPES
+@pytest.mark.parametrize(
+    "attempts",
+    [[IDS, IDS, ["m0"]], [["m3", "m4"]], [["m2"], BackendUnavailable("away")]],
+    ids=["ends", "begins, and is over", "becomes an outage"],
+)
+async def test_a_fault_that_changes_within_a_batch_counts_against_no_message(
+    clock: ManualClock,
+    way: str,
+    attempts: list[list[str] | BackendUnavailable],
+    signals: Signals,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As when a permission is given back while messages are published one after the other."""
+    scenario = build(clock, **conftest.SCOPES[way])
+    # Given a destination that refuses these ids at each attempt, and sends what goes beside them
+    to_come, send = iter(attempts), scenario.queues.dispatch
+
+    async def dispatch(operations: Sequence[TransportOperation], transaction: Transaction | None = None) -> None:
+        refused = next(to_come, [])
+        if isinstance(refused, BackendUnavailable):
+            raise refused
+        failures: dict[int, Exception] = {
+            position: Refused() for position, operation in enumerate(operations) if operation.message.id in refused
+        }
+        await send([each for position, each in enumerate(operations) if position not in failures], transaction)
+        if failures:
+            raise DispatchFailed(failures)
+
+    monkeypatch.setattr(scenario.queues, "dispatch", dispatch)
+    await put(scenario, *IDS)
+    await start(scenario)
+    # When it takes some of a batch
+    await clock.advance(30)
+    # Then all arrive, and no attempt was counted
+    assert sorted(await scenario.ids("out")) == IDS
+    assert [signals.count(event) for event in (Event.BACKED_OFF, Event.MOVED_TO_ERROR)] == [0, 0]
     await scenario.endpoint.stop()
 
 

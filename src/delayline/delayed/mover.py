@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Final, Self
 
-from delayline.delayed.blame import FOLLOWS_WITHIN
+from delayline.delayed.blame import FOLLOWS_WITHIN, says_no_fault
 from delayline.delayed.one_at_a_time import OneAtATime
 from delayline.delayed.schedules import due_occurrence
 from delayline.delayed.set_aside import Reason, SetAside
@@ -448,7 +448,10 @@ class Mover:
         if self._occurrences and (missed := self._missed(fresh)):
             kept = [position for position, message in enumerate(fresh) if message not in missed]
             fresh, operations = [fresh[position] for position in kept], [operations[position] for position in kept]
-        unsent = await self._dispatch(operations, self._scope.of_dispatch(transaction)) if operations else {}
+        sending = self._scope.of_dispatch(transaction)
+        unsent = await self._dispatch(operations, sending) if operations else {}
+        if unsent:
+            unsent = await self._dispatch_again(operations, unsent, sending)
         failures = [(fresh[position], error) for position, error in unsent.items()]
         batch.sent += [message for position, message in enumerate(fresh) if position not in unsent]
         batch.dispatched = len(batch.sent)
@@ -518,6 +521,33 @@ class Mover:
                 raise
             return {0: error}
         return {}
+
+    async def _dispatch_again(
+        self, operations: Sequence[TransportOperation], unsent: Mapping[int, Exception], transaction: Transaction | None
+    ) -> Mapping[int, Exception]:
+        """Dispatch what was refused beside others to the same destination once more, and return what is still unsent.
+
+        The fault may be the back end's and have just ended, as when a permission is given back.
+        """
+        working = {operation.destination for position, operation in enumerate(operations) if position not in unsent}
+        again = [
+            position
+            for position, error in unsent.items()
+            if operations[position].destination in working and says_no_fault(error)
+        ]
+        left = dict(unsent)
+        for position in again:
+            del left[position]
+        try:
+            if again:
+                await self._transport.dispatch([operations[position] for position in again], transaction)
+        except DispatchFailed as failed:
+            left |= {again[position]: error for position, error in failed.failures.items()}
+        except Exception as error:
+            if is_unusable(transaction, error):
+                raise
+            left |= dict.fromkeys(again, error)
+        return left
 
     async def _remove(self, sent: Sequence[DelayedMessage], transaction: Transaction | None) -> None:
         if not sent:
