@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.unit import conftest
 from tests.unit.conftest import Scenario, build, delayed
 
-from delayline.delayed.blame import EVIDENCE_FOR
-from delayline.errors import BackendUnavailable, DispatchFailed
+from delayline.delayed.blame import EVIDENCE_FOR, GONE_AFTER, Blame
+from delayline.delayed.set_aside import SetAside
+from delayline.errors import BackendUnavailable, DispatchFailed, QueueNotFound
 from delayline.events import Event
 from delayline.testing import Fault, Signals
 from delayline.testing.clock import settle
@@ -17,6 +19,7 @@ from delayline.testing.clock import settle
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from delayline.message import DelayedMessage
     from delayline.spi import TransportOperation
     from delayline.testing.clock import ManualClock
     from delayline.transaction import Transaction
@@ -281,3 +284,74 @@ async def test_a_message_in_doubt_that_is_deleted_leaves_the_other_one_alone(clo
     await clock.advance(180)
     assert (await scenario.ids("error"), await scenario.pending()) == (["b"], [])
     await scenario.endpoint.stop()
+
+
+@SCOPES
+@pytest.mark.parametrize("gone", ["deleted", "with their queue"])
+async def test_the_poller_sleeps_when_messages_in_doubt_are_gone(clock: ManualClock, way: str, gone: str) -> None:
+    scenario = build(clock, **conftest.SCOPES[way])
+    # Given messages that all fail alike
+    refuse(scenario, lambda operation: operation.destination == "out", singly=True)
+    await put(scenario, *IDS)
+    await start(scenario)
+    await clock.advance(0.1)
+    # When an operator deletes them, or their queue, after which they go to the error queue
+    if gone == "deleted":
+        scenario.memory._delete(IDS)
+    else:
+        scenario.faults.heal()
+        refuse(scenario, lambda operation: operation.destination == "out", singly=True, error=QueueNotFound)
+    await clock.advance(20)
+    # Then the poller does not look for messages while no time passes
+    looked = len(scenario.faults.recorded("next_due"))
+    for _ in range(20):
+        await settle()
+    assert len(scenario.faults.recorded("next_due")) == looked
+    assert len(await scenario.ids("error")) == (0 if gone == "deleted" else NUMBER)
+    await scenario.endpoint.stop()
+
+
+async def failed_alike(blame: Blame, messages: Sequence[DelayedMessage]) -> None:
+    """Let messages fail alike while others go elsewhere, and set them aside."""
+    blame.sent([delayed("other", to="other")])
+    failures: list[tuple[DelayedMessage, Exception]] = [(message, Refused()) for message in messages]
+    assert await blame.own(failures, others_left=False, others_follow=follows) == []
+    assert all(map(blame.set_aside, messages))
+    assert blame.verdict() is None
+
+
+async def follows(message: DelayedMessage) -> bool:
+    return False
+
+
+async def test_messages_that_wait_to_be_tried_are_not_forgotten(clock: ManualClock) -> None:
+    # Given more messages in doubt than are tried again in this time while others are always due
+    aside = SetAside()
+    blame, messages = Blame(aside, clock), [delayed(f"m{number:03}") for number in range(100)]
+    await failed_alike(blame, messages)
+    tried: set[str] = set()
+    for _ in range(120):
+        await clock.advance(5)
+        probes = blame.to_try(clock.now(), idle=False)
+        tried |= {message.id for message in probes}
+        aside.try_now(probes)
+        await failed_alike(blame, probes)
+    # Then each is tried in its turn
+    assert tried == {message.id for message in messages}
+
+
+async def test_messages_that_others_have_taken_are_forgotten(clock: ManualClock) -> None:
+    aside = SetAside()
+    blame, messages = Blame(aside, clock), [delayed("a"), delayed("b")]
+    await failed_alike(blame, messages)
+    # Given messages that are shown to fail by themselves, others in doubt, and another process that takes them all
+    blame.sent([delayed("c")])
+    blame.verdict()
+    await failed_alike(blame, [delayed("d"), delayed("e")])
+    aside.try_now(blame.to_try(clock.now() + timedelta(seconds=5), idle=True))
+    assert blame.is_open
+    # When they are not seen again
+    await clock.advance(GONE_AFTER.total_seconds() + 1)
+    assert blame.to_try(clock.now(), idle=True) == ()
+    # Then nothing is in doubt
+    assert not blame.is_open

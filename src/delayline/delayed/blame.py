@@ -37,7 +37,7 @@ OF_KNOWN_FAULT: Final = (BackendUnavailable, CorruptHeaders, InvalidMessage, Mes
 FOLLOWS_WITHIN: Final = timedelta(seconds=1)
 #: How long the counted failure of a message that failed alone puts the next message in doubt that fails alike.
 EVIDENCE_FOR: Final = timedelta(seconds=10)
-#: After this time a message in doubt that was not tried again has left the store by other hands.
+#: After this time a message that is to be tried again, and was not, has left the store by other hands.
 GONE_AFTER: Final = timedelta(minutes=2)
 #: While others are sent, so many messages in doubt are tried again ...
 PROBES: Final = 3
@@ -81,8 +81,8 @@ class Blame:
         self._aside = aside
         self._clock = clock
         self._failed: dict[str, _Failed] = {}
-        #: Ids of messages whose next failure is their own.
-        self._shown: dict[str, None] = {}
+        #: Ids of messages whose next failure is their own, and since when.
+        self._shown: dict[str, datetime] = {}
         #: Messages in doubt on which no verdict was given yet.
         self._undecided: list[_Failed] = []
         #: Destinations that messages were sent to since the last verdict, and none has failed at since.
@@ -112,9 +112,7 @@ class Blame:
         self._working |= destinations
         if not self._failed and not self._shown:
             return
-        for message in messages:
-            self._failed.pop(message.id, None)
-            self._shown.pop(message.id, None)
+        self._forget(messages)
         for failed in list(self._failed.values()):
             if failed.message.destination in destinations:
                 self._show(failed)
@@ -139,6 +137,7 @@ class Blame:
         """
         now, elsewhere = self._clock.now(), bool(self._working)
         self._forget_before(now)
+        self._forget([message for message, error in failures if not says_no_fault(error)])
         unknown = [
             (_Failed(message, error, now, elsewhere), self._failed.get(message.id))
             for message, error in failures
@@ -178,6 +177,7 @@ class Blame:
             idle: Whether there is no other message to try. Then all are tried, unless others go elsewhere: they must
                 not be held up by more than a few.
         """
+        self._forget_before(now)
         if not self._failed or (not idle and now < self._probes_at):
             return ()
         ready = [failed for failed in self._failed.values() if failed.in_doubt and now - failed.at >= TRIED_AGAIN]
@@ -231,15 +231,25 @@ class Blame:
         message = failed.message
         del self._failed[message.id]
         if failed.in_doubt:
-            self._shown[message.id] = None
+            self._shown[message.id] = self._clock.now()
             self._aside.try_now([message])
             for message_id in list(self._shown)[:-MOST_IN_DOUBT]:
                 del self._shown[message_id]
 
+    def _forget(self, messages: Sequence[DelayedMessage]) -> None:
+        for message in messages:
+            self._failed.pop(message.id, None)
+            self._shown.pop(message.id, None)
+
     def _forget_before(self, now: datetime) -> None:
         for message_id, failed in list(self._failed.items()):
+            if failed.in_doubt and self._aside.waits(message_id):
+                continue
             if now - failed.at > (GONE_AFTER if failed.in_doubt else EVIDENCE_FOR):
                 del self._failed[message_id]
+        for message_id, since in list(self._shown.items()):
+            if now - since > GONE_AFTER:
+                del self._shown[message_id]
 
 
 def says_no_fault(error: Exception) -> bool:

@@ -294,9 +294,7 @@ class Mover:
 
     def try_unsent(self, now: datetime) -> bool:
         """Try the messages in doubt again, as there are no others to be sent; return whether there are any."""
-        unsent = self.blame.to_try(now, idle=True)
-        self._aside.try_now(unsent)
-        return bool(unsent)
+        return self._aside.try_now(self.blame.to_try(now, idle=True)) > 0
 
     async def release(self, messages: Sequence[DelayedMessage]) -> None:
         """Unlock messages that stay unchanged, also messages for which that failed before."""

@@ -128,12 +128,18 @@ class SetAside:
         self._keep(aside)
         return aside
 
-    def try_now(self, messages: Sequence[DelayedMessage]) -> None:
-        """End the time of messages that could not be sent, which does not end by itself."""
-        for message in messages:
-            aside = self._messages.get(message.id)
-            if aside is not None and aside.reason is Reason.UNSENT:
-                aside.reason, aside.until = Reason.BACKS_OFF, EPOCH
+    def waits(self, message_id: str) -> bool:
+        """Return whether the message could not be sent, and waits for `try_now`."""
+        aside = self._messages.get(message_id)
+        return aside is not None and aside.reason is Reason.UNSENT
+
+    def try_now(self, messages: Sequence[DelayedMessage]) -> int:
+        """End the time of messages that could not be sent, which does not end by itself; return how many waited."""
+        waiting = [message.id for message in messages if self.waits(message.id)]
+        for message_id in waiting:
+            aside = self._messages[message_id]
+            aside.reason, aside.until = Reason.BACKS_OFF, EPOCH
+        return len(waiting)
 
     def removed(self, messages: Sequence[DelayedMessage], now: datetime) -> list[AsideMessage]:
         """Note that messages were removed; return messages thereby no longer in doubt: the failure is theirs."""
