@@ -31,6 +31,8 @@ class Wire:
         self._answers = asyncio.Event()
         self._requests = asyncio.Event()
         self.connections = 0
+        self.withheld = 0
+        """How many packets of the broker's were not let through since answers are held."""
         self.refuses = False
         self.requests_left: int | None = None
         """How many packets of clients are let through until the wire is cut for good; None for any number."""
@@ -38,6 +40,7 @@ class Wire:
 
     def hold_answers(self) -> None:
         """Withhold the broker's answers from the client."""
+        self.withheld = 0
         self._answers.clear()
 
     def hold_answers_to(self, said: bytes) -> int:
@@ -73,6 +76,10 @@ class Wire:
                 self.refuses = True
                 self.cut()
 
+    def answered(self) -> None:
+        """Count a packet of the broker's that is withheld."""
+        self.withheld += not self._answers.is_set()
+
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Connect one client to the broker."""
         self.connections += 1
@@ -89,7 +96,9 @@ class Wire:
         self._lines.append(line)
         self._forwarding |= {
             asyncio.create_task(_forward(reader, to_broker, [self._requests], line.said, self.requested)),
-            asyncio.create_task(_forward(from_broker, writer, [self._answers, line.answers], bytearray())),
+            asyncio.create_task(
+                _forward(from_broker, writer, [self._answers, line.answers], bytearray(), self.answered)
+            ),
         }
 
     async def close(self) -> None:
@@ -105,7 +114,7 @@ async def _forward(
     writer: asyncio.StreamWriter,
     gates: list[asyncio.Event],
     seen: bytearray,
-    came: Callable[[], None] = lambda: None,
+    came: Callable[[], None],
 ) -> None:
     with contextlib.suppress(OSError):
         while data := await reader.read(1 << 16):
