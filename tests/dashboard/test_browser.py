@@ -99,8 +99,8 @@ def test_the_chart_has_the_day_at_once_and_each_minute_that_is_written(browser: 
     assert "10" in first["dispatched/s"]
     hours = 24 + int(browser.at_chart(0.99)["UTC"][:2]) - int(first["UTC"][:2])
     assert hours % 24 in (0, 1, 23)
-    # And when a row of this minute is written, it is in the chart without a reload
-    asyncio.run(remember(shop.resolved_store_url, [minute_row(0, dispatched=6000)]))
+    # And when the row of the present minute is written, and of the two after it, the last one is drawn without a reload
+    asyncio.run(remember(shop.resolved_store_url, [minute_row(-ahead, dispatched=6000) for ahead in range(3)]))
     browser.until(lambda: browser.at_chart(0.999)["dispatched/s"] == "100")
 
 
