@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def test_a_set_is_cancelled_once_its_number_is_typed(three: Callable[..., Result
     assert len(waiting(three)) == 3
     ran = three("cancel", "--where", "destination=billing", input="2\n")
     assert ran.code == 0
-    assert "2 pending messages with destination=billing, counted 0.0 s ago: a, b" in ran.out
+    assert re.search(r"2 pending messages with destination=billing, counted \d+\.\d s ago: a, b", ran.out)
     assert "✓ 2 cancelled" in ran.out
     assert list(waiting(three)) == ["c"]
 
