@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
+from threading import Event, Lock
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
@@ -65,6 +66,20 @@ def document(result: Result) -> dict[str, Any]:
 
 def forward(store: StoreAt) -> None:
     store.run(lambda opened: opened.forward_due(datetime.now(UTC), 100, max_bytes=1000))
+
+
+def before_any_pieces(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
+    """Have this done once, when a job comes to the pieces of its first shard and before it stores those of any."""
+    place, lock, done = PlacementJob.place_pieces, Lock(), Event()
+
+    def place_after_it(*arguments: Any) -> Any:  # noqa: ANN401 - as the original
+        with lock:  # shards are worked on side by side
+            if not done.is_set():
+                act()
+                done.set()
+        return place(*arguments)
+
+    monkeypatch.setattr(PlacementJob, "place_pieces", place_after_it)
 
 
 def test_an_audit_is_over_the_journals_of_all_shards(spark: SparkSession, shards: Shards, tmp_path: Path) -> None:
@@ -189,14 +204,7 @@ def test_what_belongs_to_a_shard_that_stops_is_stored_when_the_job_goes_on(
     shards = Shards(tmp_path, {"one": unsafe_server.new_database(), "two": f"sqlite:///{tmp_path / 'two.db'}"})
     rows, ids = many(spark, NUMBER), [f"m{number}" for number in range(NUMBER)]
     belongs = divided(ids, shards.map)
-    place = PlacementJob.place_pieces
-
-    def without_one(*arguments: Any) -> Any:  # noqa: ANN401 - as the original
-        monkeypatch.undo()
-        unsafe_server.kill()
-        return place(*arguments)
-
-    monkeypatch.setattr(PlacementJob, "place_pieces", without_one)
+    before_any_pieces(monkeypatch, unsafe_server.kill)
     # When the job runs
     with pytest.raises(BackendUnavailable, match=r"^shard one \(.*on two is done: run the job 'nightly' again"):
         schedule(rows, shards.target, run="nightly", spark=spark)
@@ -360,16 +368,13 @@ def test_a_job_ends_when_a_newer_map_is_in_use_and_goes_on_with_it(
     # Given a job during which a shard is added
     shards = Shards(tmp_path, {name: f"sqlite:///{tmp_path / name}.db" for name in ("one", "two")})
     rows, belongs = many(spark, NUMBER), divided([f"m{number}" for number in range(NUMBER)], shards.map)
-    place = PlacementJob.place_pieces
 
-    def with_three(*arguments: Any) -> Any:  # noqa: ANN401 - as the original
-        monkeypatch.undo()
+    def add_three() -> None:
         shards.urls["three"] = f"sqlite:///{tmp_path / 'three.db'}"
         shards.write(2, dict.fromkeys(shards.urls, "active"))
         shards.set_up()
-        return place(*arguments)
 
-    monkeypatch.setattr(PlacementJob, "place_pieces", with_three)
+    before_any_pieces(monkeypatch, add_three)
     # When its tasks are to store rows, then they do not, for nobody may look in these shards any more
     with pytest.raises(BackendUnusable, match=r"^shard one \(.*version 2 is in use"):
         schedule(rows, shards.target, run="nightly", spark=spark)
