@@ -219,6 +219,12 @@ class EachShard:
         self.out_of_reach: dict[str, Exception] = {}
         """Why it is not open in a shard, by name."""
 
+    def check(self, name: str) -> None:
+        """Raise BackendUnavailable while it is not open in the shard."""
+        error = self.out_of_reach.get(name)
+        if error is not None:
+            raise BackendUnavailable(f"shard {name!r} is out of reach: {error}")
+
     async def open(self, openings: Mapping[str, Callable[[], Awaitable[object]]]) -> None:
         """Return once it is open in every shard that answers. Raises the outage if none does, and any other error."""
         self.out_of_reach = dict.fromkeys(openings, BackendUnavailable("it is being opened"))

@@ -206,9 +206,7 @@ class ShardedDelivery(StoredDelivery):
         return self._part(belongs if belongs in same else same[0])
 
     def _part(self, name: str) -> StoredDelivery:
-        error = self._opening.out_of_reach.get(name)
-        if error is not None:
-            raise BackendUnavailable(f"shard {name!r} is out of reach: {error}")
+        self._opening.check(name)
         if self._host is None:
             raise NotStarted("delayed delivery is not started: use `async with endpoint:`")
         return self.parts[name]

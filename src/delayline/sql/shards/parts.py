@@ -179,9 +179,8 @@ class OnShards(Generic[Part]):
 
     def _part(self, name: str) -> Part:
         """Return the part of a shard. Raises BackendUnavailable while that is out of reach."""
-        error = self.opening.out_of_reach.get(name)
-        if error is not None and name not in self._opened:
-            raise BackendUnavailable(f"shard {name!r} is out of reach: {error}")
+        if name not in self._opened:
+            self.opening.check(name)
         return self._parts[name]
 
     def _part_in(self, transaction: Transaction, message_id: str = "") -> Part:
