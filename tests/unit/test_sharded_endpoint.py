@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING
+from inspect import signature
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.eventually import eventually_async
 
-from delayline import BackendUnavailable, ConfigurationError, Endpoint, Message, MessageContext
+from delayline import BackendUnavailable, ConfigurationError, Endpoint, Message, MessageContext, StoredDelivery
+from delayline.delayed.fairness import FairBy
+from delayline.delayed.sharded import ShardedDelivery
 from delayline.delayed.store import Outcome
 from delayline.events import Event
 from delayline.shards import OUT_OF_REACH, EachShard, Shard, ShardMap
@@ -19,6 +22,7 @@ from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.shards import ShardedDelayedMessageStore, ShardedTransport
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 DAY = timedelta(days=1)
@@ -40,6 +44,27 @@ def endpoint_over(shards: ShardMap) -> Endpoint:
 
 def id_in(shards: ShardMap, name: str) -> str:
     return next(made for number in range(1000) if shards.shard_of(made := f"m{number}") == name)
+
+
+def test_each_shard_has_the_settings_that_the_delivery_was_given(tmp_path: Path) -> None:
+    # Given settings of which none has its default
+    others: dict[type, Callable[[Any], Any]] = {
+        bool: lambda value: not value,
+        int: lambda value: value + 7,
+        timedelta: lambda value: value + DAY,
+    }
+    defaults = {name: setting.default for name, setting in signature(StoredDelivery).parameters.items()}
+    del defaults["store"]
+    given = {name: others[type(value)](value) for name, value in defaults.items() if value is not None}
+    given["fair_by"] = "header:Tenant"
+    assert given.keys() == defaults.keys()
+    # When a delivery has a store with shards
+    delivery = StoredDelivery(ShardedDelayedMessageStore(two_files(tmp_path)), **given)
+    # Then the part of each shard has the same ones
+    assert isinstance(delivery, ShardedDelivery)
+    whole = {name: getattr(delivery, name) for name in given}
+    assert whole == given | {"fair_by": FairBy.of("header:Tenant")}
+    assert [{name: getattr(part, name) for name in given} for part in delivery.parts.values()] == [whole, whole]
 
 
 async def test_handlers_change_what_waits_in_their_shard_and_in_others(tmp_path: Path) -> None:
