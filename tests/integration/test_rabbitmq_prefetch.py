@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from functools import partial
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+import aio_pika
 import pytest
 from tests.conftest import running
 from tests.eventually import eventually_async
+from tests.integration.rabbitmq_queues import a_channel
 from tests.servers.rabbitmq import RabbitmqServer
 
 from delayline import Endpoint
+from delayline.events import Event
 from delayline.rabbitmq import RabbitMQTransport
+from delayline.rabbitmq.encoding import CRASHES_HEADER
 from delayline.testing.conformance.messages import operation
 from delayline.testing.conformance.transport_fixtures import received
 
@@ -160,6 +164,64 @@ async def test_a_message_on_its_way_back_is_there_once_after_a_stop(
     await receiver.stop()
     assert await transport.count("sales") == 0
     await transport.stop()
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq_url", "rabbitmq4_url"])
+async def test_no_message_is_on_its_way_beside_one_that_counts_its_crashes(
+    request: pytest.FixtureRequest, broker: str
+) -> None:
+    # Given messages that count their crashes: a queue counts one, too, where the end of a consumer meets a delivery
+    url = request.getfixturevalue(broker)
+    transport = RabbitMQTransport(url)
+    await transport.start()
+    await transport.setup_infrastructure(["sales"])
+    async with a_channel(url) as channel:
+        for name in ("m0", "m1", "m2", "m3"):
+            copy = aio_pika.Message(b"", message_id=name, headers={CRASHES_HEADER: 2})
+            await channel.default_exchange.publish(copy, "sales")
+    # When they are received and handled one after the other
+    receiver = await transport.receiver("sales")
+    receiving = asyncio.create_task(receiver.receive(10))
+    for left in (3, 2, 1, 0):
+        [message] = await receiving
+        assert message.earlier_deliveries == 2
+        receiving = asyncio.create_task(receiver.receive(10))
+        # Then the others stay in the queue meanwhile
+        await asyncio.wait([receiving], timeout=0.2)
+        assert not receiving.done()
+        assert await transport.count("sales") == left
+        await receiver.hold_only(message)
+        assert await receiver.acknowledge(message)
+    await receiver.stop()
+    assert await receiving == []
+    await transport.stop()
+
+
+@pytest.mark.parametrize("broker", ["rabbitmq_url", "rabbitmq4_url"])
+async def test_many_messages_that_count_their_crashes_are_handled_one_after_the_other(
+    request: pytest.FixtureRequest, broker: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    # Given many messages that may have crashed their process, and some that come between
+    url = request.getfixturevalue(broker)
+    endpoint, handled = Endpoint("sales", transport=RabbitMQTransport(url), concurrency=4), Counter[str]()
+    await endpoint.setup()
+
+    @endpoint.handler
+    async def handle(message: Message, context: MessageContext) -> None:
+        handled[message.id] += 1
+
+    async with a_channel(url) as channel:
+        for number in range(60):
+            headers: dict[str, Any] = {} if number % 10 == 9 else {CRASHES_HEADER: 2}
+            copy = aio_pika.Message(b"", message_id=f"m{number}", headers=headers)
+            await channel.default_exchange.publish(copy, "sales")
+    # When an endpoint handles them
+    async with endpoint:
+        await eventually_async(lambda: len(handled) == 60)
+    # Then each is handled once, and none of them seems to have crashed too often
+    assert set(handled.values()) == {1}
+    counts = [record.args[1] for record in caplog.records if record.event is Event.HANDLED_ALONE]  # type: ignore[attr-defined,index]
+    assert len(counts) == 54
 
 
 async def test_a_stop_returns_many_messages_without_a_failure(rabbitmq_url: str) -> None:

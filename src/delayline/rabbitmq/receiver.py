@@ -356,6 +356,10 @@ class RabbitMQReceiver:
             self._ahead.begin(delivered.tag, _time())
             if earlier := self._returns.earlier(delivered):
                 self._suspicious[delivered.tag] = delivered
+            if crashes_of(delivered):
+                # Others on their way when `hold_only` ends the consumers would count a crash:
+                # https://github.com/rabbitmq/rabbitmq-server/issues/3729
+                self._alone = delivered.tag
             batch.append(ReceivedMessage(message, tag, earlier))
         return batch
 
