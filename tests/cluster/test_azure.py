@@ -126,7 +126,11 @@ def test_nothing_is_lost_and_nothing_early_while_processes_are_killed(cluster: C
         effects.update(drained(azure_url, "results", lambda message: message.body.decode()))
         return set(effects) >= sent
 
-    eventually(all_have_effects, f"all to be handled; {cluster.log()}", patience=60)
+    try:
+        eventually(all_have_effects, f"all to be handled; {cluster.log()}")
+    finally:
+        failed = drained(azure_url, "error", lambda message: message.body.decode())
+        print(f"without effect: {sent - set(effects)}, in the error queue: {dict(failed)}")  # noqa: T201
     for worker in cluster.workers:
         if not worker.ended():
             worker.stop()
