@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import pytest
@@ -19,6 +20,7 @@ from delayline.transaction import TransactionMode
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Iterator
 
+    import psycopg
     from tests.servers.mariadb import MariadbServer
     from tests.servers.postgresql import PostgresqlServer
 
@@ -43,17 +45,21 @@ class PostgresqlFailover:
     def __init__(self, server: PostgresqlServer) -> None:
         self.server = server
         self.url = server.new_database()
+        self._sessions = contextlib.ExitStack()
+        self._oldest = self._sessions.enter_context(server.administrator())
 
     def fail_over(self) -> None:
-        with self.server.administrator() as probe, self.server.administrator() as connection:
+        with self.server.administrator() as newest, self.server.administrator() as connection:
             connection.execute("ALTER ROLE delayline SET default_transaction_read_only = off")
             connection.execute("ALTER SYSTEM SET default_transaction_read_only = on")
             connection.execute("SELECT pg_reload_conf()")
 
-            def is_read_only() -> bool:
-                return probe.execute("SHOW default_transaction_read_only").fetchone() == ("on",)
+            def is_read_only(session: psycopg.Connection) -> bool:
+                return session.execute("SHOW default_transaction_read_only").fetchone() == ("on",)
 
-            eventually(is_read_only, "open sessions are read-only")
+            # The server tells its sessions one after the other, by their age: all know it once first and last do.
+            for session in (self._oldest, newest):
+                eventually(partial(is_read_only, session), "open sessions are read-only")
 
     def connections(self) -> set[Any]:
         with self.server.administrator() as connection:
@@ -64,6 +70,7 @@ class PostgresqlFailover:
             connection.execute("ALTER SYSTEM RESET default_transaction_read_only")
             connection.execute("ALTER ROLE delayline RESET default_transaction_read_only")
             connection.execute("SELECT pg_reload_conf()")
+        self._sessions.close()
         self.server.drop_database(self.url)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import psycopg
+from tests.eventually import eventually
 from tests.servers.ports import free_port
 from tests.servers.programs import CONFIGURED, POSTGRESQL, Programs
 
@@ -154,7 +155,14 @@ class PostgresqlServer:
         with self.administrator() as connection:
             connection.execute(f"DROP ROLE IF EXISTS {user}")
             connection.execute(f"CREATE ROLE {user} LOGIN PASSWORD '{password}'")
+            before = connection.execute("SELECT pg_conf_load_time()").fetchone()
             connection.execute("SELECT pg_reload_conf()")
+
+        def is_loaded() -> bool:
+            with self.administrator() as connection:
+                return connection.execute("SELECT pg_conf_load_time()").fetchone() != before
+
+        eventually(is_loaded, "new sessions follow the rules")
 
     def new_database(self) -> str:
         """Create an empty database, or rename one that was emptied, which is quicker, and return its URL."""
