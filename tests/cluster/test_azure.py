@@ -127,7 +127,7 @@ def test_nothing_is_lost_and_nothing_early_while_processes_are_killed(cluster: C
         return set(effects) >= sent
 
     try:
-        eventually(all_have_effects, f"all to be handled; {cluster.log()}")
+        eventually(all_have_effects, f"all to be handled; {cluster.log()}", patience=60)
     finally:
         failed = drained(azure_url, "error", lambda message: message.body.decode())
         print(f"without effect: {sent - set(effects)}, in the error queue: {dict(failed)}")  # noqa: T201

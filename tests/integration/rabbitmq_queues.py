@@ -7,7 +7,6 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 import aio_pika
-from tests.eventually import PATIENCE
 
 from delayline import Message
 from delayline.rabbitmq.address import BrokerAddress
@@ -89,6 +88,6 @@ async def drain(url: str, name: str) -> list[AbstractIncomingMessage]:
 
 async def until_outstanding(publisher: Publisher, number: int) -> None:
     """Return when so many publications are written and none of them is settled."""
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(10):
         while publisher.outstanding < number:  # noqa: ASYNC110 - there is no notification
             await asyncio.sleep(0)

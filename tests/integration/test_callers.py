@@ -16,7 +16,6 @@ from sqlalchemy import create_engine, text
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from sqlalchemy.pool import NullPool
-from tests.eventually import PATIENCE
 
 from delayline import Endpoint, Message, MessageContext, QueueNotFound, StoredDelivery
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
@@ -172,7 +171,7 @@ class RecordingEndpoint:
         return began
 
     async def handles(self, *texts: str) -> None:
-        async with asyncio.timeout(PATIENCE), self._news:
+        async with asyncio.timeout(10), self._news:
             await self._news.wait_for(lambda: set(texts) <= set(self.handled))
 
     async def exist(self) -> list[str]:

@@ -13,7 +13,6 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.eventually import PATIENCE
 from tests.servers.sqlite import database_of
 
 from delayline import DelaylineError, Endpoint, NotStarted, StoredDelivery, SyncEndpoint
@@ -98,7 +97,7 @@ async def test_a_transaction_cancelled_twice_while_it_begins(file: Path) -> None
     end.set()
     await asyncio.gather(busy, holder, return_exceptions=True)
     # Then its transaction is over and others can begin theirs
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(5):
         await database.write(lambda connection: connection.exec_driver_sql("CREATE TABLE made (x)").close())
     await database.close()
 
@@ -152,7 +151,7 @@ async def test_cancelled_waiters_leave_the_lane_free(file: Path) -> None:
             task.cancel()
         await asyncio.sleep(0)
     # Then the others have their turn, in their order
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(5):
         await asyncio.gather(*waiting, return_exceptions=True)
     assert done == list(range(1, 20, 2))
     await database.close()
@@ -185,7 +184,7 @@ async def test_cancelled_writes_of_several_loops_harm_no_others(file: Path) -> N
         return [answer for answer in answers if isinstance(answer, int)], unsure
 
     # When each writes five hundred rows at once and cancels a hundred and fifty of them
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(20):
         outcomes = await asyncio.gather(*(asyncio.to_thread(asyncio.run, storm(loop)) for loop in range(3)))
         rows = await database.read(lambda connection: connection.exec_driver_sql("SELECT x FROM made").scalars().all())
     # Then confirmed messages are stored once, and each cancelled one is stored or not
@@ -225,7 +224,7 @@ async def test_closing_while_in_use_answers_all_callers(file: Path) -> None:
         # When the database is closed
         closing = asyncio.create_task(database.close())
         # Then each call returns or says why not
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(10):
             answers = await asyncio.gather(*reads, *writes, return_exceptions=True)
         await closing
         assert all(answer == 1 or isinstance(answer, NotStarted) for answer in answers), answers

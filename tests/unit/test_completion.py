@@ -8,7 +8,6 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.eventually import PATIENCE
 from tests.unit.conftest import Scenario, build
 from tests.unit.test_pipeline import DOWN, STRONGER, start
 
@@ -124,7 +123,7 @@ async def test_fast_handlers_get_messages_ahead(clock: ManualClock) -> None:
     # When many messages come
     ids = [*(f"m{number}" for number in range(3000)), "last"]
     await fill(scenario, *ids)
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(30):
         await done.wait()
         await settle()
     # Then the receiver was asked for more than two at a time
@@ -191,7 +190,7 @@ async def _with_messages_ahead(scenario: Scenario, gate: asyncio.Event) -> None:
 
     await start(scenario, act)
     await fill(scenario, *(f"m{number}" for number in range(5000)), "slow", "slow", *(["later"] * 300))
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(30):
         await both.wait()
     await settle()
     assert len(scenario.queues.queue("sales").hidden) > 2
@@ -235,7 +234,7 @@ async def test_a_handler_that_ignores_its_cancellation_does_not_stop_a_stop(cloc
     stopping = asyncio.create_task(scenario.endpoint.stop(timedelta(seconds=20)))
     await clock.advance(20)
     await clock.advance(5)
-    async with asyncio.timeout(PATIENCE):
+    async with asyncio.timeout(5):
         await stopping
     end.set()
     await settle()

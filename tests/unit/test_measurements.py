@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.eventually import PATIENCE
 
 from delayline import (
     AzureStorageQueueTransport,
@@ -51,7 +50,7 @@ class Watching(Measurements):
 
     async def settled(self) -> None:
         """Wait until a message has been handled."""
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(5):
             await self.successes.acquire()
 
     def handled(self, queue: str, message: Message, seconds: float, error: Exception | None) -> None:
@@ -131,7 +130,7 @@ async def test_failures_and_their_outcomes_are_counted_by_exception() -> None:
 async def test_a_message_moved_to_the_error_queue_counts() -> None:
     shop = Shop(recoverability=Recoverability(immediate_retries=0, delayed_retries=0))
     shop.error = KeyError("no such order")
-    async with shop.endpoint, asyncio.timeout(PATIENCE):
+    async with shop.endpoint, asyncio.timeout(5):
         await shop.endpoint.send("sales", "hello")
         await shop.measurements.moved.wait()
     assert shop.measurements.snapshot().recovered == {(Action.MOVED, "sales"): 1}
@@ -140,7 +139,7 @@ async def test_a_message_moved_to_the_error_queue_counts() -> None:
 async def test_a_delayed_message_for_a_missing_queue_is_no_dispatch() -> None:
     """Given a due message whose queue does not exist, when it is moved to the error queue, then only that counts."""
     shop = Shop()
-    async with shop.endpoint, asyncio.timeout(PATIENCE):
+    async with shop.endpoint, asyncio.timeout(5):
         await shop.endpoint.send("nowhere", "hello", delay=timedelta(minutes=1), check_destination=False)
         await shop.clock.advance(timedelta(minutes=1))
         await shop.measurements.moved.wait()

@@ -20,7 +20,6 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from tests.eventually import PATIENCE
 
 from delayline import Endpoint, Headers, MemoryDelayedMessageStore, MemoryTransport, QueueNotFound, Send, StoredDelivery
 from delayline.message import Message
@@ -73,7 +72,7 @@ class Traced:
             context.send("sales", "last", delay=timedelta(seconds=5))
 
     async def handled(self) -> None:
-        async with asyncio.timeout(PATIENCE):
+        async with asyncio.timeout(5):
             await self.done.acquire()
 
     def span(self, name: str) -> ReadableSpan:
@@ -337,7 +336,7 @@ async def test_exporters_that_hang_or_are_down_delay_no_message() -> None:
     async def handle(message: Message, context: MessageContext) -> None:
         done.release()
 
-    async with endpoint, asyncio.timeout(PATIENCE):
+    async with endpoint, asyncio.timeout(5):
         await endpoint.send("sales", "first")
         await done.acquire()
         await asyncio.to_thread(hanging.asked.wait, 5)

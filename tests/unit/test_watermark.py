@@ -7,7 +7,6 @@ from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING
 
 import pytest
-from tests.eventually import PATIENCE
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,7 +165,7 @@ async def test_full_looks_report_messages_and_survive_an_outage() -> None:
         # When a look from the watermark on has ended
         looks.schedule()
         # Then the second attempt's result is reported, and no further query runs
-        assert await asyncio.wait_for(found, PATIENCE) == DUE
+        assert await asyncio.wait_for(found, 10) == DUE
         assert outcomes == []
     finally:
         looks.stop()
