@@ -523,29 +523,29 @@ class Mover:
     async def _dispatch_again(
         self, operations: Sequence[TransportOperation], unsent: Mapping[int, Exception], transaction: Transaction | None
     ) -> Mapping[int, Exception]:
-        """Dispatch what was refused beside others to the same destination once more, and return what is still unsent.
+        """Dispatch refused operations once more, where others reached their destination; return what is still unsent.
 
         The fault may be the back end's and have just ended, as when a permission is given back.
         """
-        working = {operation.destination for position, operation in enumerate(operations) if position not in unsent}
+        reached = {operation.destination for position, operation in enumerate(operations) if position not in unsent}
         again = [
             position
             for position, error in unsent.items()
-            if operations[position].destination in working and says_no_fault(error)
+            if operations[position].destination in reached and says_no_fault(error)
         ]
-        left = dict(unsent)
-        for position in again:
-            del left[position]
+        if not again:
+            return unsent
+        refused: Mapping[int, Exception]
         try:
-            if again:
-                await self._transport.dispatch([operations[position] for position in again], transaction)
-        except DispatchFailed as failed:
-            left |= {again[position]: error for position, error in failed.failures.items()}
+            async with savepoint(transaction):
+                refused = await self._dispatch([operations[position] for position in again], transaction)
         except Exception as error:
             if is_unusable(transaction, error):
                 raise
-            left |= dict.fromkeys(again, error)
-        return left
+            refused = dict.fromkeys(range(len(again)), error)
+        dispatched_again = set(again)
+        others = {position: error for position, error in unsent.items() if position not in dispatched_again}
+        return others | {again[position]: error for position, error in refused.items()}
 
     async def _remove(self, sent: Sequence[DelayedMessage], transaction: Transaction | None) -> None:
         if not sent:
