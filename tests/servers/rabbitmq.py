@@ -65,11 +65,11 @@ class RabbitmqServer(OwnProcess):
         self._names_port: int = free_port() if beside is None else beside._names_port
         self._cookie: str = secrets.token_hex(10).upper() if beside is None else beside._cookie
         self._feature_flags = feature_flags
-        self._node = f"test-{uuid.uuid4().hex[:12]}@localhost"
+        self.node = f"test-{uuid.uuid4().hex[:12]}@localhost"
         self._names: subprocess.Popen[bytes] | None = None
         self._shares_names = beside is not None
         if beside is not None:
-            peers = enumerate((beside._node, self._node), 1)
+            peers = enumerate((beside.node, self.node), 1)
             discovery = [f"cluster_formation.classic_config.nodes.{number} = {node}" for number, node in peers]
             settings = [*settings, "cluster_formation.peer_discovery_backend = classic_config", *discovery]
         # A connection of its own for each call: a busy node may close one that is kept while the next call comes.
@@ -142,7 +142,7 @@ class RabbitmqServer(OwnProcess):
 
     def new_user(self, url: str, *, configure: str = ".*", write: str = ".*", read: str = ".*", tags: str = "") -> str:
         """Create a user with these permissions in the URL's virtual host and return the user's URL for it."""
-        vhost, name, password = url.rsplit("/", 1)[1], f"user_{uuid.uuid4().hex[:12]}", secrets.token_hex(8)
+        vhost, name, password = _vhost_of(url), f"user_{uuid.uuid4().hex[:12]}", secrets.token_hex(8)
         self.api("PUT", f"users/{name}", json={"password": password, "tags": tags})
         permissions = {"configure": configure, "write": write, "read": read}
         self.api("PUT", f"permissions/{quote(vhost, safe='')}/{name}", json=permissions)
@@ -150,7 +150,7 @@ class RabbitmqServer(OwnProcess):
 
     def cut_connections(self, url: str) -> None:
         """Close, from the server's side, every client's connection to the URL's virtual host."""
-        self.control("close_all_connections", "--vhost", url.rsplit("/", 1)[1], "cut by a test")
+        self.control("close_all_connections", "--vhost", _vhost_of(url), "cut by a test")
 
     def raise_memory_alarm(self) -> None:
         """Have the node believe that its memory is used up: it stops reading from connections that publish."""
@@ -169,9 +169,17 @@ class RabbitmqServer(OwnProcess):
         """Have a leader that was halted answer again."""
         self.control("eval", f"{_leader_of(url, queue)}, sys:resume(Leader).")
 
+    def halt_replica(self, url: str, queue: str) -> None:
+        """Have this node's replica of a quorum queue answer nobody, so that it takes part in no election."""
+        self.control("eval", f"sys:suspend({_replica_of(url, queue)}).")
+
+    def resume_replica(self, url: str, queue: str) -> None:
+        """Have a replica that was halted answer again."""
+        self.control("eval", f"sys:resume({_replica_of(url, queue)}).")
+
     def control(self, *arguments: str) -> str:
         """Run `rabbitmqctl` (a second or two) and return its output."""
-        return self._run("rabbitmqctl", "--quiet", "--node", self._node, *arguments)
+        return self._run("rabbitmqctl", "--quiet", "--node", self.node, *arguments)
 
     def _configure(self, settings: Sequence[str]) -> None:
         listeners = [
@@ -195,7 +203,7 @@ class RabbitmqServer(OwnProcess):
             "LANG": "C.UTF-8",
             "RUNNING_UNDER_SYSTEMD": "true",  # the node is this process itself, not a child of a shell
             "ERL_EPMD_PORT": str(self._names_port),
-            "RABBITMQ_NODENAME": self._node,
+            "RABBITMQ_NODENAME": self.node,
             "RABBITMQ_DIST_PORT": str(self._nodes_port),
             "RABBITMQ_CONFIG_FILE": str(folder / "rabbitmq.conf"),
             "RABBITMQ_ADVANCED_CONFIG_FILE": str(folder / "advanced.config"),
@@ -259,7 +267,16 @@ class RabbitmqCluster:
             node.close()
 
 
+def _replica_of(url: str, queue: str) -> str:
+    """Return the name of a quorum queue's process, which is the same on each node, in Erlang."""
+    return f"'{_vhost_of(url)}_{queue}'"
+
+
 def _leader_of(url: str, queue: str) -> str:
     """Return what binds `Leader` to the process of a quorum queue, in Erlang."""
-    name = f'rabbit_misc:r(<<"{url.rsplit("/", 1)[1]}">>, queue, <<"{queue}">>)'
+    name = f'rabbit_misc:r(<<"{_vhost_of(url)}">>, queue, <<"{queue}">>)'
     return f"{{ok, Queue}} = rabbit_amqqueue:lookup({name}), {{Leader, _}} = amqqueue:get_pid(Queue)"
+
+
+def _vhost_of(url: str) -> str:
+    return url.partition("?")[0].rpartition("/")[2]

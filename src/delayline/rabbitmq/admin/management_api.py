@@ -14,7 +14,7 @@ from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.infrastructure import Binding
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 
     from delayline.rabbitmq.address import BrokerAddress, ManagementPlace
 
@@ -50,6 +50,8 @@ class QueueFacts:
     unacknowledged: int | None
     policy: str | None = None
     """The name of the policy that is in force."""
+    lost_nodes: frozenset[str] = frozenset()
+    """The nodes with a replica of a quorum queue that do not run."""
 
     @property
     def undeliverable(self) -> int:
@@ -304,7 +306,13 @@ def _queue(facts: Mapping[str, Any]) -> QueueFacts:
         facts.get("messages_ready"),
         facts.get("messages_unacknowledged"),
         facts.get("policy") or None,
+        _lost_nodes(facts.get("members"), facts.get("online")),
     )
+
+
+def _lost_nodes(members: Collection[str] | None, online: Collection[str] | None) -> frozenset[str]:
+    """Return the members that are not online; none where the broker does not tell both, as of a classic queue."""
+    return frozenset(members or ()) - frozenset(online) if online else frozenset()
 
 
 def effective(policies: Iterable[Policy], name: str, kind: str) -> Policy | None:

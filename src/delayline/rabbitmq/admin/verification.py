@@ -24,6 +24,9 @@ OLDEST_VERIFIED: Final = (3, 10, 0)
 FLAG_IS_GIVEN: Final = (3, 12, 0)
 FLAG: Final = "stream_queue"
 SHOWN_FACTS: Final = 5
+#: Before, a level whose leader was lost may go on sending to the lost node, until that runs again: its sender asks the
+#: node that led a destination when it first sent there. Seen on 3.10.8, not on 4.0.5.
+SENDS_ON_AFTER_A_LOSS: Final = (4, 0, 0)
 #: Policy settings that break a level: they cut delays, drop messages, or delete the queue.
 HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "dead-letter-exchange")
 LOOKS: Final = 3
@@ -231,7 +234,9 @@ async def _undeliverable(
     stuck, what = await _stuck_for_long(api, infrastructure, clock), "due messages"
     if stuck:
         where = _some([f"{number} in {name}" for name, number in stuck.items()])
-        return Check(what, ok=False, text=f"{where} {_hanging(infrastructure, caught=caught, refusing=refusing)}")
+        lost = await _lost_nodes(api, stuck)
+        reason = _hanging(infrastructure, caught=caught, refusing=refusing, lost=lost)
+        return Check(what, ok=False, text=f"{where} {reason}")
     if infrastructure.quorum or caught:
         return Check(what, ok=True, text="all find their destinations")
     finding = (
@@ -241,11 +246,27 @@ async def _undeliverable(
     return Check(what, ok=False, text=finding)
 
 
-def _hanging(infrastructure: DelayInfrastructure, *, caught: bool | None, refusing: Sequence[Refusal]) -> str:
+async def _lost_nodes(api: ManagementApi, levels: Collection[str]) -> Sequence[str]:
+    """Return the lost nodes to which levels may go on sending; none of a broker whose levels do not."""
+    if version_of(await api.version()) >= SENDS_ON_AFTER_A_LOSS:
+        return ()
+    queues = await api.queues()
+    return sorted({node for name in levels if name in queues for node in queues[name].lost_nodes})
+
+
+def _hanging(
+    infrastructure: DelayInfrastructure, *, caught: bool | None, refusing: Sequence[Refusal], lost: Sequence[str]
+) -> str:
     """Return why due messages hang, and what lets them go on."""
     full = [refusal for refusal in refusing if refusal.full or caught]
     if full:
         return f"hang, and 32 stop a level for all: {_some([refusal.text(infrastructure) for refusal in full])}"
+    if lost:
+        return (
+            f"hang, and {_some(lost)} does not run: before RabbitMQ 4 a level may go on sending to a lost node. Start "
+            "it again, or move the level's leader, as the page on RabbitMQ's administration shows. If they hang then "
+            "too, a destination is missing or full"
+        )
     if caught:
         return (
             "hang, and 32 stop a level for all. Those without a destination are caught, so a destination refuses "
