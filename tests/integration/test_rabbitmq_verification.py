@@ -8,15 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from tests.conftest import running
+from tests.eventually import eventually_async
 from tests.integration.rabbitmq_queues import declare_levels
 from tests.integration.test_rabbitmq_infrastructure import a_channel
 from tests.servers.rabbitmq import RabbitmqServer
 
+from delayline.clock import SystemClock
 from delayline.errors import BackendUnavailable, BackendUnusable
 from delayline.rabbitmq.address import BrokerAddress
 from delayline.rabbitmq.admin.limits import lift_levels
 from delayline.rabbitmq.admin.management_api import ManagementApi, Policy, version_of
-from delayline.rabbitmq.admin.verification import Check, check_version, destinations, examine, verify
+from delayline.rabbitmq.admin.verification import Check, blocked, check_version, destinations, examine, verify
 from delayline.rabbitmq.infrastructure import DelayInfrastructure
 from delayline.testing import ManualClock
 
@@ -213,6 +215,56 @@ async def test_due_messages_without_a_destination_are_found_and_gone_once_there_
     await channel.queue_declare("deleted", durable=True)
     await channel.queue_bind("deleted", V2.delivery, routing_key="#.deleted")
     assert await due_messages(api, ok=True)
+
+
+class BetweenLooks(SystemClock):
+    """Does something instead of each sleep."""
+
+    def __init__(self, act: Callable[[], Awaitable[None]]) -> None:
+        self.slept: list[float] = []
+        self._act = act
+
+    async def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        await self._act()
+
+
+@pytest.mark.slow
+async def test_due_messages_on_their_way_are_not_taken_for_hanging(
+    api: ManagementApi, channel: AbstractChannel, rabbitmq_url: str
+) -> None:
+    """Given due messages in each look, when some of them have left in between, then they do not hang.
+
+    But whoever is about to give the level up is told of those that were there all the time.
+    """
+    await declare_levels(rabbitmq_url, V2)
+    await channel.queue_declare("sales", durable=True)
+    exchange, key = V2.route(1, "sales")
+
+    async def due(number: int) -> None:
+        for _ in range(number):
+            await channel.basic_publish(b"", exchange=exchange, routing_key=key)
+        await until(number)
+
+    async def until(number: int) -> None:
+        async def are_due() -> bool:
+            return (await api.queues())[V2.level(0)].undeliverable == number
+
+        await eventually_async(are_due, f"{number} due messages")
+
+    async def replace_them() -> None:
+        await channel.queue_bind("sales", V2.delivery, routing_key="#.sales")
+        await until(0)
+        await channel.queue_unbind("sales", V2.delivery, routing_key="#.sales")
+        await due(1)
+
+    await due(3)
+    clock = BetweenLooks(replace_them)
+    assert by_name(await examine(api, V2, clock))["due messages"].ok
+    # RabbitMQ counts them every five seconds by default
+    assert len(clock.slept) == 1
+    assert clock.slept[0] > 5
+    assert await blocked(api, V2, clock) == {V2.level(0): 1}
 
 
 async def test_messages_that_wait_are_not_taken_for_stuck(

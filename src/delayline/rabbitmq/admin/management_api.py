@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from delayline.rabbitmq.address import BrokerAddress, ManagementPlace
 
 TOTALS: Final = {"disable_stats": "true", "enable_queue_totals": "true"}
-"""Counts as they are now, at a tenth of the cost; the statistics are seconds old."""
+"""Counts without the statistics, at a tenth of the cost. Those of quorum queues are up to 5 s old, as statistics are:
+`quorum_tick_interval`."""
 VERSION: Final = re.compile(r"(\d+)\.(\d+)(?:\.(\d+))?")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from delayline.clock import SystemClock
@@ -12,7 +13,7 @@ from delayline.rabbitmq.infrastructure import Difference
 from delayline.rabbitmq.levels import crossings
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from delayline.clock import Clock
     from delayline.rabbitmq.admin.management_api import ExchangeFacts, ManagementApi, Policy, QueueFacts
@@ -29,8 +30,10 @@ SHOWN_FACTS: Final = 5
 SENDS_ON_AFTER_A_LOSS: Final = (4, 0, 0)
 #: Policy settings that break a level: they cut delays, drop messages, or delete the queue.
 HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "dead-letter-exchange")
-LOOKS: Final = 3
-SECONDS_BETWEEN_CHECKS: Final = 1.0
+LEAST_LOOKS: Final = 3
+MOST_LOOKS: Final = 6
+#: A quorum queue counts its messages every 5 s (`quorum_tick_interval`): an earlier look would see the same numbers.
+SECONDS_BETWEEN_LOOKS: Final = 6.0
 DESTINATION_START: Final = "#."
 LENGTH_LIMITS: Final = ("max-length", "max-length-bytes")
 #: What a queue does with more messages than its limit, where it does not drop old messages.
@@ -85,7 +88,7 @@ def check_limits(limits: Sequence[DeliveryLimit]) -> Check:
 async def examine(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock | None = None) -> list[Check]:
     """Return whether messages reach their destinations, and no others.
 
-    Looks several times, a second apart, where due messages seem to have nowhere to go: some may just be on their way.
+    Looks several times, for up to 30 s, where due messages seem to have nowhere to go: some may just be on their way.
     """
     queues, bindings = await api.queues(), await api.bindings()
     policies = await api.policies(), await api.policies(of_operators=True)
@@ -107,7 +110,7 @@ def catch_all_name(infrastructure: DelayInfrastructure) -> str:
 
 async def blocked(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> dict[str, int]:
     """Return where due messages are that reach no destination, and how many: levels, and the catch-all's queue."""
-    places = await _stuck_for_long(api, infrastructure, clock)
+    places = dict(await _stuck_for_long(api, infrastructure, clock, _always_some))
     caught = (await api.queues()).get(catch_all_name(infrastructure))
     if caught is not None and caught.messages:
         places[caught.name] = caught.messages
@@ -231,7 +234,7 @@ async def _undeliverable(
     caught: bool | None,
     refusing: Sequence[Refusal],
 ) -> Check:
-    stuck, what = await _stuck_for_long(api, infrastructure, clock), "due messages"
+    stuck, what = await _stuck_for_long(api, infrastructure, clock, _none_left), "due messages"
     if stuck:
         where = _some([f"{number} in {name}" for name, number in stuck.items()])
         lost = await _lost_nodes(api, stuck)
@@ -363,15 +366,35 @@ def _destinations(
     return Check("destinations", ok=True, text=f"all {len(ends)} lead to a queue that takes due messages")
 
 
-async def _stuck_for_long(api: ManagementApi, infrastructure: DelayInfrastructure, clock: Clock) -> dict[str, int]:
-    """Count messages that stay in their levels, although due, in every look."""
-    stuck = await _stuck(api, infrastructure)
-    for _ in range(LOOKS - 1):
-        if stuck:
-            await clock.sleep(SECONDS_BETWEEN_CHECKS)
-            again = await _stuck(api, infrastructure)
-            stuck = {name: min(number, again[name]) for name, number in stuck.items() if name in again}
-    return stuck
+async def _stuck_for_long(
+    api: ManagementApi,
+    infrastructure: DelayInfrastructure,
+    clock: Clock,
+    those_of: Callable[[Sequence[Mapping[str, int]]], Mapping[str, int]],
+) -> Mapping[str, int]:
+    """Count due messages in levels, of those that hang as several looks have it.
+
+    Looks until none hangs, until the numbers stay as they are, or for the last time.
+    """
+    looks = [await _stuck(api, infrastructure)]
+    while those_of(looks) and (len(looks) < LEAST_LOOKS or (len(looks) < MOST_LOOKS and looks[-1] != looks[-2])):
+        await clock.sleep(SECONDS_BETWEEN_LOOKS)
+        looks.append(await _stuck(api, infrastructure))
+    return those_of(looks)
+
+
+def _always_some(looks: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    """Return the least numbers: a message that hangs may be among others that leave."""
+    return {name: min(look[name] for look in looks) for name in looks[0] if all(name in look for look in looks)}
+
+
+def _none_left(looks: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
+    """Return the levels whose due messages never became fewer, and how many they are: a busy one's come and go."""
+    return {
+        name: number
+        for name, number in looks[-1].items()
+        if all(0 < earlier.get(name, 0) <= later.get(name, 0) for earlier, later in pairwise(looks))
+    }
 
 
 async def _stuck(api: ManagementApi, infrastructure: DelayInfrastructure) -> dict[str, int]:
