@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 from pathlib import Path
@@ -64,6 +65,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def no_earlier_failures() -> None:
     """Log the first traceback of each failure in each test: the process counts those that repeat."""
     tracebacks.forget()
+
+
+@pytest.fixture(autouse=True)
+def logging_as_it_was() -> Iterator[None]:
+    """Take back what a test sets of logging: a handler that stays would write the records of all tests after it."""
+    known = (logger for logger in logging.root.manager.loggerDict.values() if isinstance(logger, logging.Logger))
+    before = {logger: (logger.level, logger.handlers[:], logger.filters[:]) for logger in (logging.root, *known)}
+    yield
+    for logger, (level, handlers, filters) in before.items():
+        logger.setLevel(level)
+        logger.filters[:] = filters
+        for handler in logger.handlers[:]:
+            if handler not in handlers:
+                logger.removeHandler(handler)
 
 
 @pytest.fixture(autouse=True)
