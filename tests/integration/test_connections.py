@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -12,14 +13,19 @@ import pymysql
 import pytest
 from sqlalchemy import create_engine, event, text
 from sqlalchemy.engine import make_url
-from tests.eventually import eventually_async
+from tests.eventually import PATIENCE, eventually_async
 
 from delayline import BackendUnavailable, ConfigurationError, Endpoint, SqlDatabase, StoredDelivery
 from delayline.sql import SqlDelayedMessageStore, SqlTransport
 from delayline.sql.databases import database_at
+from delayline.sql.server_database import ServerDatabase
+from delayline.sql.workers import Workers
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from delayline import Message, MessageContext
+    from delayline.sql.sessions import Session
 
 COUNT = {
     "postgresql": "SELECT count(*) - 1 FROM pg_stat_activity WHERE datname = current_database()",
@@ -187,6 +193,53 @@ async def test_an_idle_endpoint_has_few_connections(url: str, monkeypatch: pytes
                 # Then at rest it has those for claims, notifications and statements
                 await eventually_async(lambda: connections() <= IDLE[product])
             await endpoint.send("done", b"")
+
+
+async def test_a_connection_that_is_given_up_during_a_stop_is_closed(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Given a connection in use, when it is given up after the threads take no more work, then it is closed."""
+    begun, stopped = asyncio.Event(), threading.Event()
+    loop, stop, stopping = asyncio.get_running_loop(), Workers.stop, set[Workers]()
+
+    def stop_and_say_so(workers: Workers, patience: Callable[[], float] | None = None) -> None:
+        stop(workers, lambda: 0.0)
+        stopping.add(workers)
+        if len(stopping) == 2:  # those for transactions, and the others
+            stopped.set()
+        stop(workers, patience)
+
+    monkeypatch.setattr(Workers, "stop", stop_and_say_so)
+    database = database_at(url)
+    assert isinstance(database, ServerDatabase)
+    await database.open()
+
+    def give_up() -> Session:
+        session = database.session()
+        session.run(lambda connection: connection.execute(text("SELECT 1")))
+        loop.call_soon_threadsafe(begun.set)
+        assert stopped.wait(PATIENCE)
+        database.sessions.discard(session)
+        return session
+
+    giving_up = asyncio.create_task(database.run(give_up))
+    await begun.wait()
+    await database.close()
+    assert (await giving_up).driver is None
+
+
+async def test_a_connection_that_is_made_after_a_stop_is_closed_when_it_is_given_back(url: str) -> None:
+    """Given a database that is closed, when work that was too slow for the stop connects, then it disconnects."""
+    database = database_at(url)
+    assert isinstance(database, ServerDatabase)
+    await database.open()
+    sessions = database.sessions
+    await database.close()
+
+    def work_late() -> Session:
+        with sessions.idle_session() as session:
+            session.run(lambda connection: connection.execute(text("SELECT 1")))
+            return session
+
+    assert (await asyncio.to_thread(work_late)).driver is None
 
 
 @pytest.mark.parametrize("size", [1, 0, -1, 1001, "many", 2.5, True])

@@ -301,10 +301,8 @@ class ServerDatabase(Database):
         self.sessions.close_unused()
 
     def _close_soon(self, session: Session) -> None:
-        if self._workers is None:
+        if self._workers is None or not self._workers.spawn(session.close):
             session.close()
-        else:
-            self._workers.spawn(session.close)
 
     def _outdated(self) -> None:
         if self._notifications is not None:

@@ -339,6 +339,7 @@ class SessionPool:
         self.silent: bool = False
         """Whether a request was left without an answer, and none has been answered since."""
         self._silent_until = 0.0
+        self._closed = False
 
     def session(self) -> Session:
         """Return the idle connection that was used last, or a new connection; on a worker thread."""
@@ -371,7 +372,7 @@ class SessionPool:
     def give_back(self, session: Session) -> None:
         """Keep the connection for the next work."""
         self.close_unused()  # before, as it may give back another, which is not as good
-        if session in self._all and not session.is_at_work:
+        if session in self._all and not session.is_at_work and not self._closed:
             self._idle.append(session)
         else:  # closed meanwhile, and perhaps opened again
             session.close()
@@ -443,7 +444,8 @@ class SessionPool:
         return session
 
     def close(self) -> None:
-        """Close every connection, used connections too."""
+        """Close every connection, used connections too; what is connected later is closed when it is given back."""
+        self._closed = True
         sessions, self._all = self._all, set()
         for session in sessions:
             session.close()

@@ -65,11 +65,13 @@ class Workers:
         finally:
             self._under_way.discard(job)
 
-    def spawn(self, work: Callable[[], object]) -> None:
-        """Schedule `work` without waiting; exceptions are logged. No-op once stopped."""
+    def spawn(self, work: Callable[[], object]) -> bool:
+        """Schedule `work` without waiting; exceptions are logged. Returns False once stopped, and does nothing."""
         with self._stopping:
-            if not self._stopped:
-                self._jobs.put(BackgroundTask(work))
+            if self._stopped:
+                return False
+            self._jobs.put(BackgroundTask(work))
+            return True
 
     def abandon(self, is_overdue: Callable[[float], bool], error: Exception) -> None:
         """Fail the work that was given at an overdue time, begun or not; its threads end it when they can.
