@@ -340,7 +340,7 @@ def test_the_ids_of_a_job_cost_what_it_writes(spark: SparkSession, tiers: Tiers)
 
 
 def rows_read(admin: psycopg.Connection[Any]) -> int:
-    """Return how many rows of the store have been read in its whole life, those whose index has all included."""
+    """Return how many rows of the store have been read in its whole life, from the table or from an index alone."""
     row = admin.execute(
         "SELECT coalesce((SELECT sum(seq_tup_read) FROM pg_stat_user_tables WHERE relname = 'sales.timeouts'), 0)"
         " + coalesce((SELECT sum(idx_tup_read) FROM pg_stat_user_indexes WHERE relname = 'sales.timeouts'), 0)"

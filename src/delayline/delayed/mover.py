@@ -523,7 +523,7 @@ class Mover:
     async def _dispatch_again(
         self, operations: Sequence[TransportOperation], unsent: Mapping[int, Exception], transaction: Transaction | None
     ) -> Mapping[int, Exception]:
-        """Dispatch refused operations once more, where others reached their destination; return what is still unsent.
+        """Dispatch refused operations again if their destination took others; return the errors of those still unsent.
 
         The fault may be the back end's and have just ended, as when a permission is given back.
         """

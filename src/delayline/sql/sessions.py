@@ -444,7 +444,7 @@ class SessionPool:
         return session
 
     def close(self) -> None:
-        """Close every connection, used connections too; what is connected later is closed when it is given back."""
+        """Close every connection, also those in use; one that is made later is closed when it is given back."""
         self._closed = True
         sessions, self._all = self._all, set()
         for session in sessions:

@@ -312,7 +312,7 @@ def _queue(facts: Mapping[str, Any]) -> QueueFacts:
 
 
 def _lost_nodes(members: Collection[str] | None, online: Collection[str] | None) -> frozenset[str]:
-    """Return the members that are not online; none where the broker does not tell both, as of a classic queue."""
+    """Return the members that are not online; empty for a classic queue, of which the broker lists neither."""
     return frozenset(members or ()) - frozenset(online) if online else frozenset()
 
 

@@ -25,8 +25,8 @@ OLDEST_VERIFIED: Final = (3, 10, 0)
 FLAG_IS_GIVEN: Final = (3, 12, 0)
 FLAG: Final = "stream_queue"
 SHOWN_FACTS: Final = 5
-#: Before, a level whose leader was lost may go on sending to the lost node, until that runs again: its sender asks the
-#: node that led a destination when it first sent there. Seen on 3.10.8, not on 4.0.5.
+#: In versions before this one a level whose leader was lost may go on sending to the lost node until that runs again:
+#: its sender keeps the node that led the destination when it first sent there. Seen on 3.10.8, not on 4.0.5.
 SENDS_ON_AFTER_A_LOSS: Final = (4, 0, 0)
 #: Policy settings that break a level: they cut delays, drop messages, or delete the queue.
 HARMFUL: Final = ("message-ttl", "max-length", "max-length-bytes", "expires", "dead-letter-exchange")
@@ -372,9 +372,15 @@ async def _stuck_for_long(
     clock: Clock,
     those_of: Callable[[Sequence[Mapping[str, int]]], Mapping[str, int]],
 ) -> Mapping[str, int]:
-    """Count due messages in levels, of those that hang as several looks have it.
+    """Return the levels in which due messages hang, and how many.
 
-    Looks until none hangs, until the numbers stay as they are, or for the last time.
+    Looks until no level is left, until the numbers stay the same, or until it has looked `MOST_LOOKS` times.
+
+    Args:
+        api: the broker's management API.
+        infrastructure: the levels.
+        clock: measures the time between looks.
+        those_of: decides which levels are left after the looks so far, each with its number of messages.
     """
     looks = [await _stuck(api, infrastructure)]
     while those_of(looks) and (len(looks) < LEAST_LOOKS or (len(looks) < MOST_LOOKS and looks[-1] != looks[-2])):
@@ -384,12 +390,12 @@ async def _stuck_for_long(
 
 
 def _always_some(looks: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
-    """Return the least numbers: a message that hangs may be among others that leave."""
+    """Return the levels with due messages in every look, and the least number: some may hang while others leave."""
     return {name: min(look[name] for look in looks) for name in looks[0] if all(name in look for look in looks)}
 
 
 def _none_left(looks: Sequence[Mapping[str, int]]) -> Mapping[str, int]:
-    """Return the levels whose due messages never became fewer, and how many they are: a busy one's come and go."""
+    """Return the levels whose due messages never became fewer, and their number: in a busy level they come and go."""
     return {
         name: number
         for name, number in looks[-1].items()
